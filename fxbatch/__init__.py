@@ -1,0 +1,1 @@
+"""fxbatch: write the model for one instance, run it on a minibatch."""

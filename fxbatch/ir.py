@@ -1,0 +1,385 @@
+"""The forms: tensor types, operations, signatures, the program, the schedule and the plan.
+
+What there are many of (calls, values) lives in numpy columns; what there are few of (operations,
+signatures, steps) are objects. All forms are immutable.
+
+    program = Program(signatures, sig, inputs, instance)   # one row a call
+    schedule = batch_by_agenda(program)                    # calls in order, cut into steps
+    plan = plan_arenas(program, schedule, layouts)         # where each value lives, what each step reads
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128", torch.complex32: "c32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape (of one instance, no batch dimension), dtype and device of a value: `f32[150]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        return tensor_type(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        where = "" if self.device.type == "cpu" else f"@{self.device}"
+        return f"{name}[{','.join(map(str, self.shape))}]{where}"
+
+    @property
+    def numel(self) -> int:
+        """Elements in one value."""
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether values of this type can carry gradients (floating point or complex)."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@functools.lru_cache(maxsize=65536)
+def tensor_type(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorType:
+    """The one interned TensorType of these fields."""
+    return TensorType(shape, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes that are part of a signature, because an operation's result depends on them."""
+
+    training: bool = False
+    grad: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # enabled (device type, dtype) pairs
+    default_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        words = ["train" if self.training else "eval"] + ([] if self.grad else ["no_grad"])
+        words += [f"autocast({d},{_SHORT.get(t, t)})" for d, t in self.autocast]
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in an operation's arguments or result that a tensor fills."""
+
+    kind: Literal["input", "shared", "output"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A pytree whose tensor leaves are Slots and whose other leaves are static."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(tree: Any) -> Template:
+        leaves, spec = tree_flatten(tree)
+        return Template(tuple(leaves), spec)
+
+    def fill(self, **tensors: Sequence[Any]) -> Any:
+        """The pytree with each Slot replaced: `fill(input=[...], shared=[...])`."""
+        leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedOperand:
+    """A parameter or buffer, the same for all instances, by owner and name so that replacing it works.
+
+    `owner` is None for a bare tensor, which is then `tensor` itself.
+    """
+
+    owner: torch.nn.Module | None
+    name: str
+    tensor: torch.Tensor | None = None
+
+    def resolve(self) -> torch.Tensor:
+        """The tensor as it is now."""
+        if self.owner is None:
+            assert self.tensor is not None
+            return self.tensor
+        found = self.owner._parameters.get(self.name)
+        if found is None:
+            found = self.owner._buffers.get(self.name)
+        if found is None:
+            found = getattr(self.owner, self.name)
+        return found
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return (id(self.owner) if self.owner is not None else id(self.tensor), self.name)
+
+
+OperationKind = Literal["constant", "number", "module", "function", "graph"]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """Code that is batched as a unit. Compared by identity; one object a call site target.
+
+    kind: `constant` and `number` have no body (the runtime stacks tensors / Python numbers);
+    `module` calls `target` with the shared operands substituted; `function` calls `target`;
+    `graph` calls `target(*inputs, *shared)` and gets a tuple of tensors (fusion, splitting).
+    rule: why it is an operation, shown by `explain`.
+    """
+
+    name: str
+    kind: OperationKind
+    target: Any = None
+    rule: str = ""
+    random: bool = False  # draws random numbers: never deduplicated, redrawn at each run
+    identity: bool = False  # a pass-through
+    method: str | None = None  # for `module`: the method that is called, None for forward
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """Calls of EQUAL signatures may be batched. Interned by a SignatureTable; compared by identity here.
+
+    The table compares whole keys (operation, types, shared identities, typed static arguments, modes).
+    """
+
+    operation: Operation
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    shared: tuple[SharedOperand, ...] = ()
+    arguments: Template | None = None  # ((args), {kwargs}) with input and shared slots
+    result: Template | None = None  # with output slots
+    modes: Modes = Modes()
+    shared_names: tuple[str, ...] = ()  # for kind `module`: names that shared[:k] are substituted for
+    location: str = ""  # the user's line that first made it: "model.py:31"
+    reason: str = ""  # why it can't be batched, "" if nothing is known against it
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    def __str__(self) -> str:
+        ins = ", ".join(map(str, self.inputs))
+        outs = ", ".join(map(str, self.outputs))
+        static = self.static_text()
+        return f"{self.name}({ins}{'; ' + static if static else ''}) -> ({outs})"
+
+    def static_text(self) -> str:
+        """The static arguments as text, for dumps."""
+        if self.arguments is None:
+            return ""
+        return ", ".join(repr(x) for x in self.arguments.leaves if type(x) is not Slot)
+
+    def run(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The per-instance body: tensors of `self.inputs` and `self.shared` to those of `self.outputs`."""
+        op = self.operation
+        if op.kind == "graph":
+            return list(op.target(*inputs, *shared))
+        assert self.arguments is not None, f"{op.name} has no body"
+        args, kwargs = self.arguments.fill(input=inputs, shared=shared)
+        if op.kind == "module":
+            state = dict(zip(self.shared_names, shared, strict=False))
+            result = _functional(op.target, op.method, state, args, kwargs)
+        else:
+            result = op.target(*args, **kwargs)
+        return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+
+def _functional(
+    module: torch.nn.Module, method: str | None, state: dict[str, torch.Tensor], args: Any, kwargs: Any
+) -> Any:
+    if method is None:
+        return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    with torch.nn.utils.stateless._reparametrize_module(module, state):
+        return getattr(module, method)(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The calls of a minibatch (or of one phase of it): columns, one row a call, in recorded order.
+
+    Values are numbered from 0; the first `known` were computed by earlier phases, with types
+    `known_types`; call c makes the values `first_value[c] : first_value[c + 1]`. Inputs come before
+    their readers, so the recorded order is a topological order. `constants[s]` has, for a `constant`
+    or `number` signature s, its payload a call in the order of its calls: tensors or Python numbers.
+    """
+
+    signatures: tuple[Signature, ...]
+    sig: np.ndarray  # int32 [calls]
+    inputs: np.ndarray  # int64 [sum of arities], value ids
+    instance: np.ndarray  # int32 [calls]
+    outputs: np.ndarray  # int64, value ids that results need (each once)
+    constants: dict[int, list[Any]] = field(default_factory=dict)
+    known: int = 0
+    known_types: np.ndarray | None = None  # int32 [known], indices into `types`
+    instances: int = 0  # how many instances the minibatch has
+
+    def __len__(self) -> int:
+        return len(self.sig)
+
+    @functools.cached_property
+    def types(self) -> tuple[TensorType, ...]:
+        """All tensor types of the signatures' outputs, in order of first appearance."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in self.signatures)))
+
+    @functools.cached_property
+    def type_ids(self) -> dict[TensorType, int]:
+        return {t: i for i, t in enumerate(self.types)}
+
+    @functools.cached_property
+    def arity(self) -> np.ndarray:
+        """int64 [signatures]: inputs a call."""
+        return np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
+
+    @functools.cached_property
+    def width(self) -> np.ndarray:
+        """int64 [signatures]: outputs a call."""
+        return np.array([len(s.outputs) for s in self.signatures], dtype=np.int64)
+
+    @functools.cached_property
+    def input_offsets(self) -> np.ndarray:
+        """int64 [calls + 1]: inputs of call c are `inputs[input_offsets[c] : input_offsets[c + 1]]`."""
+        return _offsets(self.arity[self.sig], 0)
+
+    @functools.cached_property
+    def first_value(self) -> np.ndarray:
+        """int64 [calls + 1]: the values of call c are numbered from here."""
+        return _offsets(self.width[self.sig], self.known)
+
+    @property
+    def values(self) -> int:
+        """How many values there are, the known ones included."""
+        return int(self.first_value[-1])
+
+    @functools.cached_property
+    def call_of_value(self) -> np.ndarray:
+        """int64 [values - known]: the call that makes value `known + i`."""
+        return np.repeat(np.arange(len(self.sig)), self.width[self.sig])
+
+    @functools.cached_property
+    def type_of_value(self) -> np.ndarray:
+        """int32 [values]: index into `types`."""
+        ids = [[self.type_ids[t] for t in s.outputs] for s in self.signatures]
+        flat = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.int32)
+        start = _offsets(self.width, 0)[:-1]
+        width = self.width[self.sig]
+        within = np.arange(int(width.sum())) - np.repeat(_offsets(width, 0)[:-1], width)
+        made = flat[np.repeat(start[self.sig], width) + within] if len(flat) else flat
+        if self.known_types is None:
+            return made
+        return np.concatenate([self.known_types, made])
+
+    @functools.cached_property
+    def reader(self) -> np.ndarray:
+        """int64 [len(inputs)]: the call that each input entry belongs to."""
+        return np.repeat(np.arange(len(self.sig)), self.arity[self.sig])
+
+    def __str__(self) -> str:
+        from fxbatch.text import print_program
+
+        return print_program(self)
+
+    def to_networkx(self) -> Any:
+        """The merged graph, call by call: a networkx.MultiDiGraph. A view, built on demand."""
+        from fxbatch.views import program_to_networkx
+
+        return program_to_networkx(self)
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The program as one executable fx.GraphModule, a node a call. A view, built on demand."""
+        from fxbatch.views import program_to_fx
+
+        return program_to_fx(self)
+
+
+def _offsets(counts: np.ndarray, start: int) -> np.ndarray:
+    out = np.empty(len(counts) + 1, dtype=np.int64)
+    out[0] = start
+    np.cumsum(counts, out=out[1:])
+    if start:
+        out[1:] += start
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Steps in execution order, each call exactly once: step k runs `order[offsets[k] : offsets[k + 1]]`."""
+
+    order: np.ndarray  # int64 [calls]
+    offsets: np.ndarray  # int64 [steps + 1]
+    policy: str = ""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def steps(self) -> list[np.ndarray]:
+        """The calls of each step."""
+        return np.split(self.order, self.offsets[1:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the runtime wants an operation's inputs gathered: `groups=((0, 2), (1,), (3,))`.
+
+    The members of a group have one tensor type and are read interleaved, as one wide row
+    `[members, *shape]` a call, so that a concatenation inside the operation costs nothing.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Where a step finds one input group: rows of one arena.
+
+    view: rows `start : start + rows`; broadcast: row `start` for all; index: rows
+    `indices[start : start + rows]` of the plan. rows = calls of the step x members of the group.
+    """
+
+    arena: int
+    kind: Literal["view", "broadcast", "index"]
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batched launch. `outputs[j]` is (arena, first row) of the step's contiguous block."""
+
+    signature: int
+    rows: int
+    offset: int  # rows of this signature that earlier steps of the plan have run
+    inputs: tuple[Gather, ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the looped module needs, as data."""
+
+    arenas: tuple[TensorType, ...]
+    capacity: tuple[int, ...]  # rows an arena
+    steps: tuple[Step, ...]
+    indices: np.ndarray  # int64: all row indices of the plan, one buffer
+    row_of_value: np.ndarray  # int64 [values]: row in the arena of the value's type
+    constant_order: dict[int, np.ndarray]  # signature -> permutation of its payload
