@@ -257,14 +257,14 @@ class Program:
         return np.array([len(s.outputs) for s in self.signatures], dtype=np.int64)
 
     @functools.cached_property
-    def input_offsets(self) -> np.ndarray:
+    def inputoffsets(self) -> np.ndarray:
         """int64 [calls + 1]: inputs of call c are `inputs[input_offsets[c] : input_offsets[c + 1]]`."""
-        return _offsets(self.arity[self.sig], 0)
+        return offsets(self.arity[self.sig], 0)
 
     @functools.cached_property
     def first_value(self) -> np.ndarray:
         """int64 [calls + 1]: the values of call c are numbered from here."""
-        return _offsets(self.width[self.sig], self.known)
+        return offsets(self.width[self.sig], self.known)
 
     @property
     def values(self) -> int:
@@ -281,9 +281,9 @@ class Program:
         """int32 [values]: index into `types`."""
         ids = [[self.type_ids[t] for t in s.outputs] for s in self.signatures]
         flat = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.int32)
-        start = _offsets(self.width, 0)[:-1]
+        start = offsets(self.width, 0)[:-1]
         width = self.width[self.sig]
-        within = np.arange(int(width.sum())) - np.repeat(_offsets(width, 0)[:-1], width)
+        within = np.arange(int(width.sum())) - np.repeat(offsets(width, 0)[:-1], width)
         made = flat[np.repeat(start[self.sig], width) + within] if len(flat) else flat
         if self.known_types is None:
             return made
@@ -312,7 +312,8 @@ class Program:
         return program_to_fx(self)
 
 
-def _offsets(counts: np.ndarray, start: int) -> np.ndarray:
+def offsets(counts: np.ndarray, start: int = 0) -> np.ndarray:
+    """Cumulative sums with `start` in front: where each of `counts` consecutive pieces begins."""
     out = np.empty(len(counts) + 1, dtype=np.int64)
     out[0] = start
     np.cumsum(counts, out=out[1:])
@@ -362,24 +363,69 @@ class Gather:
     rows: int
 
 
+GATHER_KINDS: tuple[Literal["view", "broadcast", "index"], ...] = ("view", "broadcast", "index")
+VIEW, BROADCAST, INDEX = 0, 1, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batched launch. `outputs[j]` is (arena, first row) of the step's contiguous block."""
 
     signature: int
     rows: int
-    offset: int  # rows of this signature that earlier steps of the plan have run
+    offset: int  # rows of this signature that earlier steps have run
     inputs: tuple[Gather, ...]
     outputs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the looped module needs, as data."""
+    """What the looped module needs, as data: columns over steps, their input groups and output blocks.
+
+    Arena a holds the values of type `arenas[a]`; a value is one row. The gathers of step k are
+    `first_gather[k] : first_gather[k + 1]`, its output blocks `first_block[k] : first_block[k + 1]`.
+    `entries` has the value that each gathered row is, for all gathers (also views), in gather order:
+    gather g covers `entry_offsets[g] : entry_offsets[g + 1]`.
+    """
 
     arenas: tuple[TensorType, ...]
-    capacity: tuple[int, ...]  # rows an arena
-    steps: tuple[Step, ...]
-    indices: np.ndarray  # int64: all row indices of the plan, one buffer
+    capacity: np.ndarray  # int64 [arenas]: rows an arena needs, those of earlier phases included
+    step_signature: np.ndarray  # int64 [steps]
+    step_rows: np.ndarray  # int64 [steps]
+    step_offset: np.ndarray  # int64 [steps]: rows of the signature run by earlier steps (and phases)
+    first_gather: np.ndarray  # int64 [steps + 1]
+    gather_arena: np.ndarray  # int64 [gathers]
+    gather_kind: np.ndarray  # int64 [gathers]: VIEW, BROADCAST, INDEX
+    gather_start: np.ndarray  # int64 [gathers]
+    gather_rows: np.ndarray  # int64 [gathers]
+    first_block: np.ndarray  # int64 [steps + 1]
+    block_arena: np.ndarray  # int64 [blocks]
+    block_start: np.ndarray  # int64 [blocks]
+    indices: np.ndarray  # int64: row indices of all gathers of kind INDEX, one buffer
+    entries: np.ndarray  # int64: value ids read, see above
+    entry_offsets: np.ndarray  # int64 [gathers + 1]
     row_of_value: np.ndarray  # int64 [values]: row in the arena of the value's type
-    constant_order: dict[int, np.ndarray]  # signature -> permutation of its payload
+    constant_order: dict[int, np.ndarray | None]  # signature -> permutation of its payload, None: as recorded
+
+    def __len__(self) -> int:
+        return len(self.step_signature)
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps as objects: a view for dumps and checks."""
+        gathers = [
+            Gather(a, GATHER_KINDS[k], s, r)
+            for a, k, s, r in zip(
+                self.gather_arena.tolist(), self.gather_kind.tolist(), self.gather_start.tolist(),
+                self.gather_rows.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        blocks = list(zip(self.block_arena.tolist(), self.block_start.tolist(), strict=True))
+        g, b = self.first_gather.tolist(), self.first_block.tolist()
+        columns = zip(
+            self.step_signature.tolist(), self.step_rows.tolist(), self.step_offset.tolist(), strict=True
+        )
+        return tuple(
+            Step(s, n, o, tuple(gathers[g[k] : g[k + 1]]), tuple(blocks[b[k] : b[k + 1]]))
+            for k, (s, n, o) in enumerate(columns)
+        )
