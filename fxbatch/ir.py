@@ -257,7 +257,7 @@ class Program:
         return np.array([len(s.outputs) for s in self.signatures], dtype=np.int64)
 
     @functools.cached_property
-    def inputoffsets(self) -> np.ndarray:
+    def input_offsets(self) -> np.ndarray:
         """int64 [calls + 1]: inputs of call c are `inputs[input_offsets[c] : input_offsets[c + 1]]`."""
         return offsets(self.arity[self.sig], 0)
 
