@@ -1,0 +1,378 @@
+"""The forms as text, and the program back from its text.
+
+Comes in: a Program, Schedule, BatchedGraph or Plan. Goes out: lines, one a signature, call or step.
+
+    print_program(program)                  # str(program)
+    parse_program(text)                     # placeholder operations, equal text
+    parse_program(text, program.signatures) # the operations themselves
+
+A program looks so; `s` numbers signatures, `v` values, `@` is the instance, `=` a payload:
+
+    program instances=1
+      s0 constant constant() -> (i64[])
+      s1 function embed(i64[]) -> (f32[4])
+      v0 = s0 constant() = 17 @0
+      v1 = s1 embed(v0) @0
+      return v1
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import FxbatchError
+from fxbatch.ir import (
+    Modes,
+    Operation,
+    Plan,
+    Program,
+    Schedule,
+    SharedOperand,
+    Signature,
+    Slot,
+    Step,
+    Template,
+    TensorType,
+    tensor_type,
+)
+from fxbatch.torch_private import tree_flatten
+
+_PLAIN = re.compile(r"[^\s()\"=;@]+")
+_VALUES = re.compile(r"v(\d+)")
+_NAME = r"(\"(?:[^\"\\]|\\.)*\"|[^\s()\"=;@]+)"
+_CALL = re.compile(rf"(?:((?:v\d+(?:, )?)+) = )?s(\d+) {_NAME}\(([v\d, ]*)\)(?: = (.*))? @(\d+)")
+
+
+class ParseError(FxbatchError, ValueError):
+    """A text is no program; the message shows the line and what was expected."""
+
+
+def print_program(program: Program) -> str:
+    """The program as text that `parse_program` reads back."""
+    return "\n".join(program_lines(program))
+
+
+def program_lines(program: Program) -> list[str]:
+    """The lines of `print_program`: head, known values, signatures, calls, results."""
+    lines = [f"program instances={program.instances}"]
+    if program.known:
+        known = program.known_types if program.known_types is not None else np.zeros(0, np.int32)
+        names = (str(program.types[t]) if 0 <= t < len(program.types) else "?" for t in known.tolist())
+        lines.append("  known " + ", ".join(f"v{i}: {name}" for i, name in enumerate(names)))
+    lines += [f"  s{i} {_signature_text(s)}" for i, s in enumerate(program.signatures)]
+    lines += call_lines(program, range(len(program)))
+    lines.append("  return " + ", ".join(f"v{v}" for v in program.outputs.tolist()))
+    return [line.rstrip() for line in lines]
+
+
+def call_lines(program: Program, calls: Sequence[int] | range) -> list[str]:
+    """The line of each call: `v4, v5 = s2 cell(v0, v1) @0`."""
+    nth = _payload_positions(program)
+    lines = []
+    for c in calls:
+        s = int(program.sig[c])
+        made = ", ".join(f"v{v}" for v in range(program.first_value[c], program.first_value[c + 1]))
+        read = program.inputs[program.input_offsets[c] : program.input_offsets[c + 1]]
+        payload = program.constants.get(s)
+        tail = _payload_text(payload[nth[c]]) if payload is not None and nth[c] < len(payload) else ""
+        name = _name(program.signatures[s].name)
+        head = f"{made} = " if made else ""
+        lines.append(
+            f"  {head}s{s} {name}({', '.join(f'v{v}' for v in read.tolist())}){tail} @{program.instance[c]}"
+        )
+    return lines
+
+
+def print_schedule(program: Program, schedule: Schedule) -> str:
+    """One line a step: its signature, how many calls, which values they make."""
+    lines = [f"schedule {schedule.policy} steps={len(schedule)} calls={len(schedule.order)}"]
+    for k, calls in enumerate(schedule.steps()):
+        made = ", ".join(_ranges([f"v{program.first_value[c]}" for c in calls[:8]], len(calls)))
+        kinds = sorted({int(s) for s in program.sig[calls]})
+        names = " | ".join(f"s{s} {_name(program.signatures[s].name)}" for s in kinds) or "nothing"
+        lines.append(f"  step {k}: {names} x{len(calls)}: {made}")
+    return "\n".join(lines)
+
+
+def print_plan(plan: Plan, signatures: Sequence[Signature] = ()) -> str:
+    """One line an arena and a step: rows, where each input is read, where each output is written."""
+    lines = [f"plan arenas={len(plan.arenas)} steps={len(plan.steps)} indices={len(plan.indices)}"]
+    for i, (type_, rows) in enumerate(zip(plan.arenas, plan.capacity, strict=True)):
+        lines.append(f"  a{i} {type_} rows={rows}")
+    for k, step in enumerate(plan.steps):
+        lines.append(f"  {step_text(plan, k, step, signatures)}")
+    return "\n".join(lines)
+
+
+def step_text(plan: Plan, k: int, step: Step, signatures: Sequence[Signature] = ()) -> str:
+    """The line of one step of a plan: `step 3: s2 cell x4 (a0 view 0:8) -> a0[8:12]`."""
+    name = f" {_name(signatures[step.signature].name)}" if step.signature < len(signatures) else ""
+    reads = []
+    for gather in step.inputs:
+        where: object = f"{gather.start}:{gather.start + gather.rows}"
+        if gather.kind == "broadcast":
+            where = gather.start
+        elif gather.kind == "index":
+            rows = plan.indices[gather.start : gather.start + gather.rows].tolist()
+            where = "[" + ",".join(map(str, rows[:8])) + (",..." if len(rows) > 8 else "") + "]"
+        reads.append(f"a{gather.arena} {gather.kind} {where}")
+    writes = ", ".join(f"a{arena}[{row}:{row + step.rows}]" for arena, row in step.outputs)
+    return f"step {k}: s{step.signature}{name} x{step.rows} ({', '.join(reads)}) -> {writes}"
+
+
+def _ranges(names: list[str], total: int) -> list[str]:
+    return names if len(names) == total else [*names, f"... {total - len(names)} more"]
+
+
+def _name(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _payload_positions(program: Program) -> np.ndarray:
+    """int64 [calls]: how many earlier calls have the same signature."""
+    order = np.argsort(program.sig, kind="stable")
+    ordered = program.sig[order]
+    starts = np.searchsorted(ordered, ordered, side="left")
+    out = np.empty(len(order), dtype=np.int64)
+    out[order] = np.arange(len(order)) - starts
+    return out
+
+
+def _payload_text(payload: Any) -> str:
+    if isinstance(payload, torch.Tensor):
+        if payload.dim() or payload.device.type == "meta":
+            return ""
+        payload = payload.detach().item()
+    return f" = {payload!r}"
+
+
+def _signature_text(s: Signature) -> str:
+    op = s.operation
+    text = (
+        f"{op.kind} {_name(op.name)}({', '.join(map(str, s.inputs))}) -> ({', '.join(map(str, s.outputs))})"
+    )
+    if s.shared:
+        text += f" shared={json.dumps([operand.name for operand in s.shared])}"
+    if s.static_text():
+        text += f" static={json.dumps(s.static_text())}"
+    if s.modes != Modes():
+        text += f" modes={json.dumps(_modes_text(s.modes))}"
+    if op.random:
+        text += " random"
+    if op.identity:
+        text += " identity"
+    if s.reason:
+        text += f" reason={json.dumps(s.reason)}"
+    return text
+
+
+def _modes_text(modes: Modes) -> str:
+    dtype = _short(modes.default_dtype)
+    return str(modes) + ("" if modes.default_dtype == torch.float32 else f" default({dtype})")
+
+
+class _Static:
+    """Static arguments of a parsed signature, kept as the text they were printed as."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def parse_program(text: str, signatures: Sequence[Signature] | None = None) -> Program:
+    """The program that prints as `text`.
+
+    Without `signatures`, operations are placeholders of the printed name and kind; payloads that the
+    text does not show (tensors with dimensions) are zeros. ParseError names the offending line.
+    """
+    reader = _Reader(signatures)
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                reader.read(line.strip())
+            except (ValueError, KeyError, IndexError) as error:
+                raise ParseError(f"line {number}: {error}\n    {line}") from error
+    return reader.program()
+
+
+class _Reader:
+    """Reads a program line by line."""
+
+    def __init__(self, given: Sequence[Signature] | None) -> None:
+        self.given = given
+        self.instances: int | None = None
+        self.signatures: list[Signature] = []
+        self.types: list[TensorType] = []
+        self.known = 0
+        self.sig: list[int] = []
+        self.inputs: list[int] = []
+        self.instance: list[int] = []
+        self.constants: dict[int, list[Any]] = {}
+        self.outputs: list[int] | None = None
+
+    def read(self, line: str) -> None:
+        if self.instances is None:
+            found = re.fullmatch(r"program instances=(\d+)", line)
+            if not found:
+                raise ValueError("expected `program instances=N`")
+            self.instances = int(found[1])
+        elif line.startswith("known "):
+            self.types = [parse_type(t) for t in re.findall(r"v\d+: ([^\]]*\](?:@[\w:]+)?)", line)]
+            self.known = len(self.types)
+        elif line == "return" or line.startswith("return "):
+            self.outputs = [int(v) for v in _VALUES.findall(line)]
+        elif re.match(r"s\d+ (constant|number|module|function|graph) \S", line):
+            self._signature(line)
+        else:
+            self._call(line)
+
+    def _signature(self, line: str) -> None:
+        index, rest = line.split(" ", 1)
+        if index != f"s{len(self.signatures)}":
+            raise ValueError(f"expected signature s{len(self.signatures)}, got {index}")
+        if self.given is not None:
+            given = self.given[len(self.signatures)]
+            if _signature_text(given) != rest:
+                raise ValueError(f"expected `{_signature_text(given)}`, the signature given for {index}")
+            self.signatures.append(given)
+        else:
+            self.signatures.append(_parse_signature(rest))
+
+    def _call(self, line: str) -> None:
+        found = _CALL.fullmatch(line)
+        if not found:
+            raise ValueError("expected `v2, v3 = s1 name(v0, v1) @0`")
+        made, s = [int(v) for v in _VALUES.findall(found[1] or "")], int(found[2])
+        if s >= len(self.signatures):
+            raise ValueError(f"no signature s{s}")
+        signature = self.signatures[s]
+        if _name(signature.name) != found[3]:
+            raise ValueError(f"s{s} is {_name(signature.name)}, not {found[3]}")
+        expected = list(range(len(self.types), len(self.types) + len(signature.outputs)))
+        if made != expected:
+            raise ValueError(f"expected it to make {', '.join(f'v{v}' for v in expected)}")
+        inputs = [int(v) for v in _VALUES.findall(found[4])]
+        if len(inputs) != len(signature.inputs):
+            raise ValueError(f"{signature.name} takes {len(signature.inputs)} inputs, got {len(inputs)}")
+        self.sig.append(s)
+        self.inputs.extend(inputs)
+        self.instance.append(int(found[6]))
+        self.types.extend(signature.outputs)
+        if signature.operation.kind in ("constant", "number"):
+            self.constants.setdefault(s, []).append(_payload(signature, found[5]))
+
+    def program(self) -> Program:
+        if self.instances is None or self.outputs is None:
+            raise ParseError("expected a first line `program ...` and a last line `return ...`")
+        known_types = None
+        if self.known:
+            types = list(dict.fromkeys(t for s in self.signatures for t in s.outputs))
+            missing = [t for t in self.types[: self.known] if t not in types]
+            if missing:
+                raise ParseError(f"known values of type {missing[0]}, which no signature makes")
+            known_types = np.array([types.index(t) for t in self.types[: self.known]], dtype=np.int32)
+        return Program(
+            tuple(self.signatures),
+            np.array(self.sig, dtype=np.int32),
+            np.array(self.inputs, dtype=np.int64),
+            np.array(self.instance, dtype=np.int32),
+            np.array(self.outputs, dtype=np.int64),
+            self.constants,
+            self.known,
+            known_types,
+            self.instances,
+        )
+
+
+def _payload(signature: Signature, text: str | None) -> Any:
+    type_ = signature.outputs[0]
+    if text is None:
+        return torch.zeros(type_.shape, dtype=type_.dtype)
+    if type_.dtype == torch.bool:
+        number: Any = {"True": True, "False": False}[text]
+    elif type_.dtype.is_complex:
+        number = complex(text)
+    else:
+        number = float(text) if type_.dtype.is_floating_point else int(text)
+    return number if signature.operation.kind == "number" else torch.tensor(number, dtype=type_.dtype)
+
+
+def parse_type(text: str) -> TensorType:
+    """`f32[4,5]@cuda:0` as a TensorType."""
+    found = re.fullmatch(r"(\w+)\[([\d,]*)\](?:@([\w:]+))?", text)
+    if not found:
+        raise ValueError(f"no tensor type: {text}")
+    return tensor_type(
+        tuple(int(n) for n in found[2].split(",") if n), _dtype(found[1]), torch.device(found[3] or "cpu")
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(tensor_type((), dtype, torch.device("cpu"))).removesuffix("[]")
+
+
+@functools.cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {_short(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _dtypes():
+        raise ValueError(f"no dtype: {name}")
+    return _dtypes()[name]
+
+
+def _parse_signature(text: str) -> Signature:
+    found = re.match(rf"(\w+) {_NAME}\(([^()]*)\) -> \(([^()]*)\)", text)
+    if not found:
+        raise ValueError("expected `s0 kind name(types) -> (types)`")
+    fields = dict.fromkeys(("shared", "static", "modes", "reason"), "")
+    rest, flags = text[found.end() :].strip(), []
+    while rest:
+        if match := re.match(r"(shared|static|modes|reason)=", rest):
+            value, end = json.JSONDecoder().raw_decode(rest, match.end())
+            fields[match[1]] = value
+            rest = rest[end:].strip()
+        else:
+            flag, _, rest = rest.partition(" ")
+            flags.append(flag)
+    if unknown := [f for f in flags if f not in ("random", "identity")]:
+        raise ValueError(f"unknown word {unknown[0]!r}")
+    inputs, outputs = (_types(found[i]) for i in (3, 4))
+    kind: Any = found[1]
+    operation = Operation(
+        json.loads(found[2]) if found[2].startswith('"') else found[2],
+        kind, rule="parsed from text", random="random" in flags, identity="identity" in flags,
+    )  # fmt: skip
+    slots: list[Any] = [Slot("input", i) for i in range(len(inputs))]
+    slots += [_Static(fields["static"])] if fields["static"] else []
+    return Signature(
+        operation, inputs, outputs,
+        tuple(SharedOperand(None, n) for n in fields["shared"]),
+        Template(tuple(slots), tree_flatten(tuple(slots))[1]),
+        Template.of(tuple(Slot("output", i) for i in range(len(outputs)))),
+        _parse_modes(fields["modes"]) if fields["modes"] else Modes(),
+        reason=fields["reason"],
+    )  # fmt: skip
+
+
+def _types(text: str) -> tuple[TensorType, ...]:
+    return tuple(parse_type(t) for t in re.findall(r"\w+\[[\d,]*\](?:@[\w:]+)?", text))
+
+
+def _parse_modes(text: str) -> Modes:
+    words = text.split()
+    autocast = tuple((d, _dtype(t)) for d, t in re.findall(r"autocast\((\w+),(\w+)\)", text))
+    default = re.search(r"default\((\w+)\)", text)
+    return Modes(
+        "train" in words, "no_grad" not in words, autocast, _dtype(default[1]) if default else torch.float32
+    )
