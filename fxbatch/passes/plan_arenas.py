@@ -135,11 +135,11 @@ def _lay_out_blocks(
     size = np.repeat(rows, width)
     types = len(program.types)
     base = np.zeros(types, dtype=np.int64) if used is None else used
-    start, total = _segmented_starts(arena, size, types)
+    start, total = segmented_starts(arena, size, types)
     return _Blocks(first, arena, start + base[arena] if len(arena) else start, base + total)
 
 
-def _segmented_starts(key: np.ndarray, size: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+def segmented_starts(key: np.ndarray, size: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
     """For pieces in order, each with a key: where each begins among the pieces of its key; total a key."""
     total = np.bincount(key, weights=size, minlength=keys).astype(np.int64)
     by_key = np.argsort(key, kind="stable")
@@ -152,7 +152,7 @@ def _segmented_starts(key: np.ndarray, size: np.ndarray, keys: int) -> tuple[np.
 def _running_offsets(
     step_sig: np.ndarray, rows: np.ndarray, signatures: int, run_before: np.ndarray | None
 ) -> np.ndarray:
-    start, _ = _segmented_starts(step_sig, rows, signatures)
+    start, _ = segmented_starts(step_sig, rows, signatures)
     return start if run_before is None else start + run_before[step_sig]
 
 

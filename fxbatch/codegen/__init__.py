@@ -1,0 +1,1 @@
+"""Operation graphs, kernels, and the two kinds of emitted module (looped, unrolled)."""

@@ -1,0 +1,141 @@
+"""Program -> Needs: which inputs of which signatures need gradients.
+
+Decided on the signature graph (who feeds whom), not call by call: an input slot needs a gradient when any
+value that it reads may carry one.
+
+    >>> needs = find_needs(program, shared_needs, constant_needs)     # doctest: +SKIP
+    >>> needs.inputs[3]                                                # doctest: +SKIP
+    (True, True, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxbatch.ir import Program, offsets
+
+_DENSE_LIMIT = 1 << 22
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Per signature: gradients needed for each input, and whether its outputs carry gradients."""
+
+    inputs: tuple[tuple[bool, ...], ...]
+    outputs: np.ndarray  # bool [signatures' outputs, flat]
+    feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
+
+
+def find_needs(
+    program: Program,
+    shared_needs: Sequence[bool],
+    constant_needs: Mapping[int, bool],
+    *,
+    known_needs: np.ndarray | None = None,
+) -> Needs:
+    """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
+    constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
+    slots, outs = feeding_pairs(program)
+    first_slot, first_out = offsets(program.arity), offsets(program.width)
+    slot_needs = np.zeros(int(first_slot[-1]), dtype=bool)
+    out_needs = np.zeros(int(first_out[-1]), dtype=bool)
+    if known_needs is not None and known_needs.any():
+        flat = _flat_slots(program)
+        early = program.inputs < program.known
+        slot_needs[flat[early][known_needs[program.inputs[early]]]] = True
+
+    owner = np.repeat(np.arange(len(program.signatures)), program.arity)
+    readers: dict[int, list[int]] = {}
+    for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+        readers.setdefault(out, []).append(slot)
+    present = set(np.unique(program.sig).tolist())
+    start = [s for s in range(len(program.signatures)) if s in present]
+    waiting = [
+        s for s in start
+        if shared_needs[s] or constant_needs.get(s) or slot_needs[first_slot[s] : first_slot[s + 1]].any()
+    ]  # fmt: skip
+    done = set()
+    while waiting:
+        s = waiting.pop()
+        signature = program.signatures[s]
+        if s in done or not signature.modes.grad:
+            continue
+        done.add(s)
+        for j, kind in enumerate(signature.outputs):
+            if kind.differentiable:
+                out = int(first_out[s]) + j
+                out_needs[out] = True
+                for slot in readers.get(out, ()):
+                    slot_needs[slot] = True
+                    waiting.append(int(owner[slot]))
+    flags = slot_needs.tolist()
+    inputs = tuple(
+        tuple(
+            flags[first_slot[s] + i] and program.signatures[s].modes.grad and t.differentiable
+            for i, t in enumerate(signature.inputs)
+        )
+        for s, signature in enumerate(program.signatures)
+    )
+    return Needs(inputs, out_needs, (slots, outs))
+
+
+def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarray:
+    """bool [signatures]: whose outputs reach, by differentiable inputs, one of the values `results`."""
+    first_slot, first_out = offsets(program.arity), offsets(program.width)
+    slots, outs = needs.feeds
+    owner_of_out = np.repeat(np.arange(len(program.signatures)), program.width)
+    feeders: dict[int, list[int]] = {}
+    for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+        feeders.setdefault(slot, []).append(out)
+    wanted = np.zeros(len(program.signatures), dtype=bool)
+    flat = flat_outputs(program)[results[results >= program.known] - program.known]
+    waiting = [int(owner_of_out[o]) for o in np.unique(flat).tolist() if needs.outputs[o]]
+    while waiting:
+        s = waiting.pop()
+        if wanted[s]:
+            continue
+        wanted[s] = True
+        for i, need in enumerate(needs.inputs[s]):
+            if need:
+                found = feeders.get(int(first_slot[s]) + i, ())
+                waiting.extend(int(owner_of_out[o]) for o in found if needs.outputs[o])
+    del first_out
+    return wanted
+
+
+def flat_outputs(program: Program) -> np.ndarray:
+    """int64 [values - known]: each value's flat (signature, output) number."""
+    width = program.width[program.sig]
+    first = offsets(width)
+    within = np.arange(first[-1]) - np.repeat(first[:-1], width)
+    return np.repeat(offsets(program.width)[program.sig], width) + within
+
+
+def _flat_slots(program: Program) -> np.ndarray:
+    arity = program.arity[program.sig]
+    first = program.input_offsets
+    within = np.arange(first[-1]) - np.repeat(first[:-1], arity)
+    return np.repeat(offsets(program.arity)[program.sig], arity) + within
+
+
+def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
+    slot = _flat_slots(program)
+    made = program.inputs >= program.known
+    value = program.inputs if made.all() else program.inputs[made]
+    if not made.all():
+        slot = slot[made]
+    out = flat_outputs(program)[value - program.known]
+    outs = int(program.width.sum())
+    slots = int(program.arity.sum())
+    key = slot * outs + out
+    if slots * outs <= _DENSE_LIMIT:
+        seen = np.zeros(slots * outs, dtype=bool)
+        seen[key] = True
+        key = np.flatnonzero(seen)
+    else:
+        key = np.unique(key)
+    return key // max(outs, 1), key % max(outs, 1)

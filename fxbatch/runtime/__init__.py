@@ -1,0 +1,1 @@
+"""Runs plans: buffers, operations compiled per signature, the loop, the autograd function, caches."""

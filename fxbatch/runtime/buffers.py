@@ -1,0 +1,94 @@
+"""Buffers: rows of one tensor type in one piece of memory, pooled from minibatch to minibatch.
+
+>>> pool = BufferPool()
+>>> buffer = Buffer(pool, TensorType((3,), torch.float32, torch.device("cpu")))
+>>> buffer.reserve(4).shape
+torch.Size([4, 3])
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from fxbatch.ir import TensorType
+
+_KEPT = 4  # free buffers kept a type
+
+
+class BufferPool:
+    """Free buffers by tensor type. A buffer is in the pool or in one run, never both."""
+
+    def __init__(self) -> None:
+        self._free: dict[TensorType, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+        self.allocated = 0  # fresh allocations so far
+        self.reused = 0
+
+    def take(self, kind: TensorType, rows: int) -> torch.Tensor:
+        """A tensor [at least rows, *shape] with undefined contents."""
+        with self._lock:
+            free = self._free.get(kind)
+            if free:
+                fitting = [t for t in free if rows <= t.shape[0] <= 8 * rows + 64]
+                if fitting:
+                    best = min(fitting, key=lambda t: t.shape[0])
+                    free[:] = [t for t in free if t is not best]
+                    self.reused += 1
+                    return best
+            self.allocated += 1
+        capacity = max(rows + rows // 4, 1)
+        with torch.inference_mode(False):
+            return torch.empty((capacity, *kind.shape), dtype=kind.dtype, device=kind.device)
+
+    def give(self, kind: TensorType, tensor: torch.Tensor) -> None:
+        """Take a buffer back; the caller must not use it any more."""
+        with self._lock:
+            free = self._free.setdefault(kind, [])
+            free.append(tensor)
+            if len(free) > _KEPT:
+                free.pop(0)
+
+    def clear(self) -> None:
+        """Forget all free buffers."""
+        with self._lock:
+            self._free.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held in free buffers."""
+        with self._lock:
+            return sum(t.nbytes for free in self._free.values() for t in free)
+
+
+class Buffer:
+    """Growing rows of one tensor type. `tensor` is [capacity, *shape]; growing copies what is used."""
+
+    __slots__ = ("kind", "pool", "tensor", "used")
+
+    def __init__(self, pool: BufferPool, kind: TensorType) -> None:
+        self.pool = pool
+        self.kind = kind
+        self.tensor: torch.Tensor | None = None
+        self.used = 0
+
+    def reserve(self, rows: int) -> torch.Tensor:
+        """The tensor, with room for `rows` in all; `used` becomes `rows`."""
+        old = self.tensor
+        if old is None:
+            self.tensor = self.pool.take(self.kind, rows)
+        elif old.shape[0] < rows:
+            self.tensor = self.pool.take(self.kind, max(rows, 2 * old.shape[0]))
+            self.tensor[: self.used].copy_(old[: self.used])
+            self.pool.give(self.kind, old)
+        self.used = rows
+        assert self.tensor is not None
+        return self.tensor
+
+    def release(self) -> None:
+        """Give the memory back to the pool."""
+        if self.tensor is not None:
+            self.pool.give(self.kind, self.tensor)
+            self.tensor = None
+            self.used = 0

@@ -1,0 +1,137 @@
+"""Signature + which gradients it needs -> CompiledOperation: graphs, kernels and the emitted step functions.
+
+>>> cache = OperationCache()                                           # doctest: +SKIP
+>>> compiled = cache.get(signature, (True, True), (True,), shared)      # doctest: +SKIP
+>>> compiled.layout.groups                                             # doctest: +SKIP
+((0, 1),)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxbatch.codegen.kernels import Kernel, emit_kernel
+from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
+from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
+from fxbatch.ir import Layout, Signature, TensorType
+
+Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+@dataclass(eq=False)
+class CompiledOperation:
+    """One signature, ready to run, forwards and backwards. `reason` is set where it runs call by call."""
+
+    signature: Signature
+    needs: Needs
+    layout: Layout
+    reason: str = ""
+    graphs: OperationGraphs | None = None
+    forward: Callable[..., Any] | None = None  # emitted step functions, see codegen/looped.py
+    backward: Callable[..., Any] | None = None
+    parameters: Kernel | None = None
+    unbatched: UnbatchedKernel | None = None
+    grad_groups: tuple[int, ...] = ()
+    grad_outputs: tuple[int, ...] = ()
+    grad_shared: tuple[int, ...] = ()
+    parameter_inputs: tuple[Ref, ...] = ()
+    kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
+    saved_types: tuple[TensorType, ...] = ()
+    extra_types: tuple[TensorType, ...] = ()
+    source: str = ""
+
+    @property
+    def needs_gradient(self) -> bool:
+        return bool(self.grad_groups or self.grad_shared)
+
+
+def _singles(signature: Signature) -> Layout:
+    return Layout(tuple((i,) for i in range(len(signature.inputs))))
+
+
+def compile_operation(
+    signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], **options: Any
+) -> CompiledOperation:
+    """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call."""
+    if signature.operation.kind in ("constant", "number"):
+        return CompiledOperation(signature, needs, Layout(()))
+    if signature.reason:
+        return _call_by_call(signature, needs, signature.reason)
+    built = build_operation(signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options)
+    if isinstance(built, Unbatched):
+        return _call_by_call(signature, needs, built.reason)
+    kept = sorted({r.index for r in (*built.backward_inputs, *built.parameter_inputs) if r.kind == "group"})
+    forward = emit_kernel(built.forward)
+    backward = emit_kernel(built.backward) if built.backward is not None else None
+    parameters = emit_kernel(built.parameters) if built.parameters is not None else None
+    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
+    backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
+    return CompiledOperation(
+        signature,
+        needs,
+        built.layout,
+        graphs=built,
+        forward=forward_step,
+        backward=backward_step,
+        parameters=parameters,
+        grad_groups=built.grad_groups,
+        grad_outputs=built.grad_outputs,
+        grad_shared=built.grad_shared,
+        parameter_inputs=built.parameter_inputs,
+        kept_groups=tuple(kept),
+        saved_types=built.saved_types,
+        extra_types=built.extra_types,
+        source="\n".join(x for x in (forward_source, backward_source) if x),
+    )
+
+
+def _call_by_call(signature: Signature, needs: Needs, reason: str) -> CompiledOperation:
+    grads = any(needs[0]) or any(needs[1])
+    return CompiledOperation(
+        signature,
+        needs,
+        _singles(signature),
+        reason=reason,
+        unbatched=UnbatchedKernel(signature),
+        grad_groups=tuple(i for i, need in enumerate(needs[0]) if need),
+        grad_outputs=tuple(j for j, t in enumerate(signature.outputs) if t.differentiable) if grads else (),
+        grad_shared=tuple(k for k, need in enumerate(needs[1]) if need),
+    )
+
+
+class OperationCache:
+    """Compiled operations by (signature, needs, types of shared operands, options); bounded, counted."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._entries: OrderedDict[tuple[Any, ...], CompiledOperation] = OrderedDict()
+        self.size = size
+        self.hits = 0
+        self.misses = 0
+
+    def get(
+        self, signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], **options: Any
+    ) -> CompiledOperation:
+        """The compiled operation, made now if it is new."""
+        state = tuple((t.shape, t.dtype, t.device) for t in shared)
+        key = (id(signature), needs, state, tuple(sorted(options.items())))
+        found = self._entries.get(key)
+        if found is not None and found.signature is signature:
+            self.hits += 1
+            return found
+        self.misses += 1
+        made = compile_operation(signature, needs, shared, **options)
+        self._entries[key] = made
+        if len(self._entries) > self.size:
+            self._entries.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)

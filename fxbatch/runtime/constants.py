@@ -1,0 +1,32 @@
+"""Constants: the tensors and Python numbers that instances bring along, stacked once a tensor type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.ir import Signature
+
+
+def fill_constants(
+    out: torch.Tensor,
+    signature: Signature,
+    payload: Sequence[Any],
+    first: int,
+    n: int,
+    order: np.ndarray | None,
+) -> None:
+    """Write payloads `first : first + n` into the rows `out` [n, *shape], one copy to its device.
+
+    order: where the payload of each row is, None for as recorded.
+    """
+    items = payload[first : first + n] if order is None else [payload[i] for i in order[first : first + n]]
+    if signature.operation.kind == "number":
+        out.copy_(torch.tensor(items, dtype=out.dtype), non_blocking=True)
+    elif len(items) == 1:
+        out[0].copy_(items[0])
+    else:
+        torch.stack(list(items), out=out)
