@@ -1,0 +1,1 @@
+"""Models written for ONE instance, each in a file to copy; run them with `python examples/NAME.py --help`."""

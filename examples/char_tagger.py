@@ -1,0 +1,255 @@
+"""Named-entity tagger with a character BiLSTM for rare words, written for ONE sentence.
+
+In: a sentence; a frequent word brings its id, a rare one its characters. Out: scores of the tags, a tensor a
+word. Which path a word takes differs from word to word, so the structure differs from sentence to sentence.
+The tagger of Neubig et al. 2017, table 1 ("BiLSTM w/ char"); WikiNER, tested on Wikigold by entity F1.
+
+    model, sentences = example()
+    scores = model(sentences)            # a list of sentences in, a list of lists of scores out
+    model.loss(sentences).sum().backward()
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor, nn
+
+import fxbatch
+from fxbatch.data.ner import read_ner
+from fxbatch.data.paths import find_data
+
+
+@dataclass(frozen=True)
+class Word:
+    """The id of a frequent word, or the character ids of a rare one: tensors without dimensions."""
+
+    id: Tensor | None
+    characters: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Words and the tag id of each."""
+
+    words: Sequence[Word]
+    tags: Sequence[Tensor]
+
+
+class CharTagger(nn.Module):
+    """Embeddings of frequent words and character BiLSTMs for rare ones; a BiLSTM; a hidden layer; scores."""
+
+    def __init__(
+        self,
+        words: int,
+        characters: int,
+        tags: int,
+        *,
+        embedding: int = 128,
+        character_embedding: int = 20,
+        hidden: int = 50,
+        classifier: int = 32,
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(words, embedding)
+        self.character = nn.Embedding(characters, character_embedding)
+        self.spell_forth = nn.LSTMCell(character_embedding, embedding // 2)
+        self.spell_back = nn.LSTMCell(character_embedding, embedding // 2)
+        self.left_to_right = nn.LSTMCell(embedding, hidden)
+        self.right_to_left = nn.LSTMCell(embedding, hidden)
+        self.out = nn.Sequential(nn.Linear(2 * hidden, classifier), nn.Tanh(), nn.Linear(classifier, tags))
+
+    def vector(self, word: Word) -> Tensor:
+        """The vector `[embedding]` of a word: looked up, or spelled out."""
+        if word.id is not None:
+            return self.embed(word.id)
+        letters = [self.character(letter) for letter in word.characters]
+        forth = states(self.spell_forth, letters)[-1]
+        back = states(self.spell_back, letters[::-1])[-1]
+        return torch.cat([forth, back])
+
+    def scores(self, sentence: Sentence) -> list[Tensor]:
+        """Scores `[tags]` of each word."""
+        vectors = [self.vector(word) for word in sentence.words]
+        left = states(self.left_to_right, vectors)
+        right = states(self.right_to_left, vectors[::-1])[::-1]
+        return [self.out(torch.cat(pair)) for pair in zip(left, right, strict=True)]
+
+    @fxbatch.autobatch(out="list")
+    def forward(self, sentence: Sentence) -> list[Tensor]:
+        """Scores `[tags]` of each word."""
+        return self.scores(sentence)
+
+    @fxbatch.autobatch
+    def loss(self, sentence: Sentence) -> Tensor:
+        """Cross entropy, summed over the words: no dimensions."""
+        losses = [F.cross_entropy(*pair) for pair in zip(self.scores(sentence), sentence.tags, strict=True)]
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        return total
+
+
+def states(cell: nn.Module, vectors: Sequence[Tensor]) -> list[Tensor]:
+    """The hidden states `[hidden]` of an LSTM cell after each vector."""
+    state, hidden = None, []
+    for vector in vectors:
+        state = cell(vector, state)
+        hidden.append(state[0])
+    return hidden
+
+
+def entities(tags: Iterable[str]) -> list[tuple[str, int, int]]:
+    """The entities (kind, first word, word after the last) of a tag sequence by the CoNLL rule.
+
+    An entity starts at a `B-` tag, and at an `I-` tag that follows `O` or another kind (conlleval, for IOB2
+    and IOB1 alike); it ends before the next start or `O`.
+    """
+    found: list[tuple[str, int, int]] = []
+    kind, start, position = "", 0, 0
+    for position, tag in enumerate([*tags, "O"]):
+        prefix, _, new = tag.partition("-")
+        if kind and (prefix != "I" or new != kind):
+            found.append((kind, start, position))
+            kind = ""
+        if prefix in ("B", "I") and not kind:
+            kind, start = new, position
+    return found
+
+
+@dataclass
+class EntityScore:
+    """Counts of gold, predicted and right entities; an entity is right when kind and both ends are."""
+
+    gold: int = 0
+    predicted: int = 0
+    right: int = 0
+
+    def add(self, gold: Sequence[str], predicted: Sequence[str]) -> None:
+        """Count one sentence."""
+        wanted, got = entities(gold), entities(predicted)
+        self.gold += len(wanted)
+        self.predicted += len(got)
+        self.right += len([entity for entity in got if entity in wanted])
+
+    @property
+    def precision(self) -> float:
+        """Right ones among the predicted; 0 without any."""
+        return self.right / self.predicted if self.predicted else 0.0
+
+    @property
+    def recall(self) -> float:
+        """Right ones among the gold; 0 without any."""
+        return self.right / self.gold if self.gold else 0.0
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of precision and recall; 0 without right ones."""
+        return 2 * self.right / (self.gold + self.predicted) if self.right else 0.0
+
+
+def build(words: int, characters: int, tags: int, *, embedding: int = 128, hidden: int = 50) -> CharTagger:
+    """The model, at the paper's sizes unless told otherwise."""
+    return CharTagger(words, characters, tags, embedding=embedding, hidden=hidden)
+
+
+def example(*, sentences: int = 8, hidden: int = 8, seed: int = 0) -> tuple[CharTagger, list[Sentence]]:
+    """A small model and random sentences of 1 to 7 words, a third of them spelled out."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    instances = []
+    for _ in range(sentences):
+        words = []
+        for _ in range(chance.randint(1, 7)):
+            letters = torch.randint(0, 20, (chance.randint(1, 6),)).unbind()
+            rare = chance.random() < 1 / 3
+            words.append(Word(None, letters) if rare else Word(torch.tensor(chance.randrange(30))))
+        instances.append(Sentence(words, torch.randint(0, 5, (len(words),)).unbind()))
+    return build(30, 20, 5, embedding=10, hidden=hidden), instances
+
+
+@torch.no_grad()
+def evaluate(
+    model: CharTagger, sentences: Sequence[Sentence], names: Sequence[str], batch_size: int
+) -> EntityScore:
+    """Entities found with the best tag of each word."""
+    score = EntityScore()
+    for start in range(0, len(sentences), batch_size):
+        batch = sentences[start : start + batch_size]
+        for sentence, scores in zip(batch, model(batch), strict=True):
+            best = torch.stack(list(scores)).argmax(1).tolist()
+            gold = torch.stack(list(sentence.tags)).tolist()
+            score.add([names[tag] for tag in gold], [names[tag] for tag in best])
+    return score
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    """Train on WikiNER; entity F1 on Wikigold after each epoch, the last one returned."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", help="folder that holds ner/")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--rare", type=int, default=5, help="words seen at most so often are spelled out")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
+    args = parser.parse_args(argv)
+    torch.manual_seed(args.seed)
+    shuffle = random.Random(args.seed)
+    train, dev, names, sizes = load(args.data, args.limit, args.rare, args.device)
+    model = build(*sizes).to(args.device)
+    optimizer = torch.optim.Adam(model.parameters())
+    score = EntityScore()
+    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
+        for epoch in range(1, args.epochs + 1):
+            shuffle.shuffle(train)
+            batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
+            total = 0.0
+            for batch in track(batches, description=f"epoch {epoch}"):
+                loss = model.loss(batch).sum()
+                optimizer.zero_grad()
+                (loss / len(batch)).backward()
+                optimizer.step()
+                total += loss.item()
+            score = evaluate(model, dev, names, args.batch_size)
+            found = f"precision {score.precision:.2%}, recall {score.recall:.2%}, F1 {score.f1:.2%}"
+            print(f"epoch {epoch}: loss a sentence {total / len(train):.3f}, dev {found}")
+    return score.f1
+
+
+def load(
+    data: str | None, limit: int | None, rare: int, device: str
+) -> tuple[list[Sentence], list[Sentence], list[str], tuple[int, int, int]]:
+    """Train and dev sentences, tag names, and how many words, characters and tags there are."""
+    folder = find_data("ner", data)
+    raw = read_ner(folder / "wikiner10k" / "train.conll.gz")[:limit]
+    raw_dev = read_ner(folder / "wikigold" / "wikigold.conll")[:limit]
+    counts = Counter(form for sentence in raw for form in sentence.forms)
+    words = {form: i for i, form in enumerate(form for form in counts if counts[form] > rare)}
+    alphabet = sorted(Counter("".join(counts)))
+    letters = {"<unknown>": 0} | {letter: i for i, letter in enumerate(alphabet, 1)}
+    names = sorted(Counter(tag for sentence in raw + raw_dev for tag in sentence.tags))
+    place = {form: torch.tensor(i, device=device) for form, i in words.items()}
+    found: list[list[Sentence]] = [[], []]
+    for part, sentences in zip(found, (raw, raw_dev), strict=True):
+        for sentence in sentences:
+            tags = torch.tensor([names.index(tag) for tag in sentence.tags], device=device)
+            tokens = []
+            for form in sentence.forms:
+                spelled = torch.tensor([letters.get(letter, 0) for letter in form], device=device)
+                tokens.append(Word(place[form]) if form in place else Word(None, spelled.unbind()))
+            part.append(Sentence(tokens, tags.unbind()))
+    return found[0], found[1], names, (max(1, len(words)), len(letters), len(names))
+
+
+if __name__ == "__main__":
+    main()
