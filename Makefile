@@ -1,0 +1,77 @@
+# make demo | test | check | bench | soak | conformance | pictures: each makes .venv first, once.
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+ARGS ?=
+
+# Real data, where it lies next to the checkout and nobody has said otherwise.
+ifndef FXBATCH_DATA
+ifneq ($(wildcard ../shared/data/.),)
+export FXBATCH_DATA := $(abspath ../shared/data)
+endif
+endif
+
+# A shell's PYTHONPATH or an activated environment must not leak in.
+unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME
+
+.PHONY: help venv demo test test-slow check format bench soak conformance pictures constraints clean
+
+help:
+	@echo "make demo         train the Tree-LSTM on the Stanford Sentiment Treebank (ARGS='--epochs 2')"
+	@echo "make test         the test suite (ARGS='tests/data -k tree' for a part)"
+	@echo "make check        format, lint, types, import direction"
+	@echo "make bench        benchmarks           make soak         random models, for hours"
+	@echo "make conformance  PyTorch's operators  make pictures     the pictures of README and docs"
+
+# The stamp is written last: an interrupted install is taken up again, a finished one is not repeated.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3.11 or python3.12 found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+venv: $(VENV)/.installed
+
+demo: venv
+	$(VENV)/bin/fxbatch demo $(ARGS)
+
+# Two workers of one thread each: the suite is many small tensors.
+test: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-slow: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --slow $(ARGS)
+
+check: venv
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_imports.py
+
+format: venv
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: venv
+	$(PY) -m benchmarks $(ARGS)
+
+soak: venv
+	$(PY) -m tests.soak $(ARGS)
+
+conformance: venv
+	$(PY) -m tests.conformance $(ARGS)
+
+pictures: venv
+	$(PY) -m docs.make_pictures $(ARGS)
+
+constraints: venv
+	{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""Settings of the whole suite: threads, seeds, what is skipped and why, where the real data is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Random programs take as long as they take; a deadline an example would only test the machine's load.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = pytest.mark.skip(reason="takes minutes; run with --slow")
+    gpu = pytest.mark.skip(reason="no CUDA device here")
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(slow)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(gpu)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    """Each test starts with the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder of real data, `FXBATCH_DATA`; tests that need it skip where there is none."""
+    folder = os.environ.get("FXBATCH_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("no real data: FXBATCH_DATA names no folder")
+    return Path(folder)
