@@ -5,16 +5,75 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+import torch
+
+# Checked against 2.11.0 and 2.13.0: whether any autocast is on, in one call; the stacks of modes of a thread.
+from torch._C import (
+    _get_function_stack_at,
+    _is_any_autocast_enabled,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
+
 # Checked against 2.11.0 and 2.13.0.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+# Checked against 2.11.0 and 2.13.0.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass under way was asked to retain the graph. Checked: 2.11.0, 2.13.0."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def inside_functorch() -> bool:
+    """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def swap_function_modes(modes: list[Any]) -> list[Any]:
+    """Replace this thread's stack of torch function modes by `modes`; returns what was there, bottom first."""
+    before = [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+    if before != modes:
+        for _ in before:
+            _pop_torch_function_stack()
+        for mode in modes:
+            _push_on_torch_function_stack(mode)
+    return before
+
+
+# The cheap form for hot paths: a C function, no Python frame.
+any_autocast = _is_any_autocast_enabled
+module_call = torch.nn.Module._wrapped_call_impl
+
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "any_autocast",
+    "module_call",
+    "swap_function_modes",
     "TreeSpec",
+    "backward_keeps_graph",
+    "inside_functorch",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

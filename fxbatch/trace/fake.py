@@ -1,0 +1,148 @@
+"""Run an operation's body once on fake tensors, to learn what it gives and what it does.
+
+In: a body and the types of its inputs. Out: an Outcome (output types, result pytree, aliases, writes,
+randomness), or the exception that says why the body can't be run without values.
+
+    outcome = run_on_fakes(lambda inputs, shared: torch.add(*inputs), (f32_3, f32_3), ())
+    outcome.outputs      # (f32[3],)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.ir import Slot, Template, TensorType
+from fxbatch.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    tree_flatten,
+)
+
+# What a body raises on fake tensors when it needs values.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class BodyError(Exception):
+    """The body can't be an operation; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a body on fake tensors told."""
+
+    outputs: tuple[TensorType, ...]
+    result: Template  # output slots where the tensors are
+    aliases: tuple[int, ...]  # per output: the input whose memory it shares, -1 for none
+    written: tuple[int, ...]  # inputs that the body writes to
+    written_shared: tuple[int, ...]  # shared operands that the body writes to
+    random: bool  # draws torch random numbers
+    gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
+
+
+class _RandomWatch(TorchDispatchMode):
+    """Sees whether an operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.random = True
+        return func(*args, **(kwargs or {}))
+
+
+def run_on_fakes(
+    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
+    inputs: Sequence[TensorType],
+    shared: Sequence[torch.Tensor],
+    *,
+    grad: bool = True,
+) -> Outcome:
+    """Run `body(inputs, shared)` on fake tensors under the modes that are on.
+
+    Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
+    """
+    watch = _RandomWatch()
+    with torch.inference_mode(False), FakeTensorMode() as mode, torch.set_grad_enabled(grad):
+        fakes = [_fake(t) for t in inputs]
+        fake_shared = [mode.from_tensor(s) for s in shared]
+        before = [f._version for f in fakes]
+        shared_before = [f._version for f in fake_shared]
+        states = _python_random_states()
+        try:
+            with watch:
+                result = body(list(fakes), fake_shared)
+        finally:
+            drew = _restore_python_random(states)
+        if drew:
+            raise BodyError("draws Python or numpy random numbers")
+        return _outcome(result, fakes, fake_shared, before, shared_before, watch.random)
+
+
+def _fake(t: TensorType) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=t.differentiable).clone()
+
+
+def _outcome(
+    result: Any,
+    fakes: list[torch.Tensor],
+    fake_shared: list[torch.Tensor],
+    before: list[int],
+    shared_before: list[int],
+    drew_random: bool,
+) -> Outcome:
+    leaves, spec = tree_flatten(result)
+    storages = {f.untyped_storage()._cdata: i for i, f in reversed(list(enumerate(fakes)))}
+    outputs: list[TensorType] = []
+    aliases: list[int] = []
+    gradients: list[bool] = []
+    slots: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise BodyError(f"gives a {leaf.layout} tensor")
+            slots.append(Slot("output", len(outputs)))
+            outputs.append(TensorType.of(leaf))
+            aliases.append(storages.get(leaf.untyped_storage()._cdata, -1))
+            gradients.append(leaf.requires_grad)
+        elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+            slots.append(leaf)
+        elif isinstance(leaf, (torch.layout, torch.memory_format)):
+            slots.append(leaf)
+        else:
+            raise BodyError(f"returns a {type(leaf).__name__}")
+    return Outcome(
+        outputs=tuple(outputs),
+        result=Template(tuple(slots), spec),
+        aliases=tuple(aliases),
+        written=tuple(i for i, f in enumerate(fakes) if f._version != before[i]),
+        written_shared=tuple(i for i, f in enumerate(fake_shared) if f._version != shared_before[i]),
+        random=drew_random,
+        gradients=tuple(gradients),
+    )
+
+
+def _python_random_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _restore_python_random(states: tuple[Any, Any]) -> bool:
+    """Put Python's and numpy's generators back; whether either had moved."""
+    moved = random.getstate() != states[0]
+    name, keys, position, *rest = np.random.get_state()
+    old_name, old_keys, old_position, *old_rest = states[1]
+    moved |= (name, position, rest) != (old_name, old_position, old_rest) or not np.array_equal(keys, old_keys)
+    if moved:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return moved

@@ -1,0 +1,46 @@
+"""The user's line: the innermost frame outside fxbatch and torch, as "model.py:31".
+
+In: the Python stack of the caller. Out: text. Computed only when it is needed: for a new signature, an
+error or a suspension, never once a call.
+
+    user_line()   # "model.py:31"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user's code, None when there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, _TORCH, *_SKIPPED)):
+            module = frame.f_globals.get("__name__", "")
+            if not module.startswith(("contextlib", "functools", "copy", "threading", "greenlet")):
+                return frame
+        frame = frame.f_back
+    return None
+
+
+def user_line() -> str:
+    """The user's line as "model.py:31", "" when no user code is on the stack."""
+    frame = user_frame()
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def at_line() -> str:
+    """The text " (model.py:31)", to end a message with; "" when there is no user's line."""
+    line = user_line()
+    return f" ({line})" if line else ""
