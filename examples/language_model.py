@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import random
 from collections import Counter
@@ -44,7 +45,7 @@ class LanguageModel(nn.Module):
         """The negative log likelihood of a sentence in nats: no dimensions."""
         states: list[tuple[Tensor, Tensor] | None] = [None] * len(self.cells)
         losses = []
-        for word, following in zip(sentence, sentence[1:], strict=False):
+        for word, following in itertools.pairwise(sentence):
             vector = self.embed(word)
             for layer, cell in enumerate(self.cells):
                 states[layer] = cell(vector, states[layer])
@@ -78,7 +79,7 @@ def perplexity(model: LanguageModel, sentences: Sequence[Sentence], batch_size: 
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train on the sentences of EWT; perplexity of its dev sentences after each epoch, the last one returned."""
+    """Train on the sentences of EWT; dev perplexity after each epoch, the last one returned."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
     parser.add_argument("--epochs", type=int, default=3)

@@ -1,8 +1,8 @@
 """Mixture of experts that routes on a value, written for ONE input.
 
 In: a vector. Out: a prediction. A gate scores the experts and the forward takes the best one with a plain
-`int(...argmax())`; only that expert runs. Inputs of one expert are batched together (Shazeer et al. 2017; with
-one expert an input, Fedus et al. 2021). The task: a function with another rule in each region of the plane.
+`int(...argmax())`; only that expert runs, and inputs of one expert are batched together (Shazeer et al. 2017;
+with one expert an input, Fedus et al. 2021). The task: a function with another rule in each quadrant.
 
     model, points = example()
     predictions = model(points)          # a list of vectors in, [points, 1] out
