@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from fxbatch.data.download import SST_URL, download_sst
-from fxbatch.data.locate import DATA_SETS, cache_folder, locate, search_folders
+from fxbatch.data.paths import DATA_SETS, cache_folder, locate, search_folders
 
 from .errors import CommandError, Status
 from .terminal import notices, output

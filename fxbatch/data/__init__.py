@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxbatch.data.locate import DATA_SETS, DataSet, cache_folder, locate, search_folders
+from fxbatch.data.paths import DATA_SETS, DataSet, cache_folder, find_data, locate, search_folders
 from fxbatch.data.sst import Tree, parse_tree, read_sst, read_trees
 from fxbatch.data.vocabulary import Vocabulary
 
@@ -12,6 +12,7 @@ __all__ = [
     "Tree",
     "Vocabulary",
     "cache_folder",
+    "find_data",
     "locate",
     "parse_tree",
     "read_sst",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fxbatch.data.lines import read_lines
-from fxbatch.data.locate import file_in
+from fxbatch.data.paths import file_in
 from fxbatch.errors import DataError
 
 Label = TypeVar("Label")

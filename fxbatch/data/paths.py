@@ -1,9 +1,10 @@
 """Where data sets are: the given folder, then `FXBATCH_DATA`, then `./data`, then the user's cache folder.
 
-A data set is a folder of its name with known files in it. In: a data set's name. Out: its folder, or None.
+A data set is a folder of its name with known files in it. In: a data set's name. Out: its folder.
 
-    locate("sst")                    # PosixPath('data/sst'), or None
-    locate("sst", "/my/treebanks")   # DataError where it is not there
+    find_data("sst")                    # PosixPath('data/sst'); DataError where none is found
+    find_data("sst", "/my/treebanks")   # DataError where it is not there
+    locate("sst")                       # the folder, or None
 """
 
 from __future__ import annotations
@@ -97,6 +98,20 @@ def locate(name: str, given: str | os.PathLike[str] | None = None) -> Path | Non
         wanted = ", ".join(names[0] for names in data_set.files)
         raise DataError(f"{given}: no {name} here; expected {wanted} in it or in {Path(given) / name}")
     return None
+
+
+def find_data(name: str, given: str | os.PathLike[str] | None = None) -> Path:
+    """Like `locate`, but a DataError that names the searched folders where no folder has the data set."""
+    folder = locate(name, given)
+    if folder is None:
+        searched = ", ".join(f"{folder} ({why})" for why, folder in search_folders())
+        get = (
+            "; `fxbatch data get sst` downloads it"
+            if name == "sst"
+            else f"; it comes from {DATA_SETS[name].source}"
+        )
+        raise DataError(f"{name} was not found in {searched}{get}")
+    return folder
 
 
 def file_in(folder: Path, stem: str) -> Path:
