@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch._C import (
     _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
+    _set_grad_enabled,
 )
 
 # Checked against 2.11.0 and 2.13.0.
@@ -41,6 +44,17 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+@contextlib.contextmanager
+def no_vmap_fallback() -> Iterator[None]:
+    """An operation without a batching rule raises, in place of a loop over rows. Checked: 2.11.0, 2.13.0."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -59,6 +73,7 @@ def swap_function_modes(modes: list[Any]) -> list[Any]:
 
 # The cheap form for hot paths: a C function, no Python frame.
 any_autocast = _is_any_autocast_enabled
+set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
@@ -70,10 +85,12 @@ __all__ = [
     "UnsupportedOperatorException",
     "any_autocast",
     "module_call",
+    "set_grad_enabled",
     "swap_function_modes",
     "TreeSpec",
     "backward_keeps_graph",
     "inside_functorch",
+    "no_vmap_fallback",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

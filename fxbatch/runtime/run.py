@@ -10,7 +10,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from fxbatch.runtime.constants import fill_constants
 
 if TYPE_CHECKING:
     from fxbatch.runtime.engine import Engine
+
+Renumber = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(eq=False)
@@ -91,6 +93,7 @@ class Run:
         self.value_needs = np.zeros(0, dtype=bool)
         self.released = False
         self.launches = 0
+        self.input_ids: list[int] = []  # of the tensors that gradients go to
 
     def __del__(self) -> None:
         self.release()
@@ -129,10 +132,20 @@ class Run:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         if len(program):
             with kernel_modes():
-                self._run(program)
+                self._run(program, self.engine.schedule(program))
 
-    def _run(self, program: Program) -> None:
-        program, schedule = self.engine.prepare(program)
+    def finish(self, program: Program, values: np.ndarray) -> Renumber:
+        """Execute the last calls; nothing but `values` (= program.outputs) is read any more, so the program is
+        rewritten first. Returns the map from the recorder's value ids to this run's."""
+        if not len(program):
+            return lambda ids: ids
+        with kernel_modes():
+            program, schedule = self.engine.prepare(program)
+            if len(program):
+                self._run(program, schedule)
+        return renumbering(values, program.outputs)
+
+    def _run(self, program: Program, schedule: Schedule) -> None:
         needs, compiled = self._compile(program)
         types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
         used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
@@ -211,6 +224,13 @@ class Run:
             for place, row in zip(places.tolist(), rows.unbind(0), strict=True):
                 out[place] = row
         return [x for x in out if x is not None]
+
+
+def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
+    """The map that takes each of the ids `before` to the id at its place in `after`."""
+    order = np.argsort(before)
+    ordered, mapped = before[order], after[order]
+    return lambda ids: mapped[np.searchsorted(ordered, ids)]
 
 
 @contextmanager

@@ -1,0 +1,136 @@
+"""Engine: what lives as long as a decorated callable: signatures, compiled operations, plans, buffers.
+
+>>> engine = Engine(Options())                                # doctest: +SKIP
+>>> engine.call(fn, instances)                                # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.codegen.kernels import Workspace
+from fxbatch.codegen.looped import Scratch, group_type
+from fxbatch.ir import Plan, Program, Schedule, Signature
+from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.policies import make_policy
+from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
+from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.function import take_results
+from fxbatch.runtime.options import Options
+from fxbatch.runtime.plans import PlanCache
+from fxbatch.runtime.results import Results, nest, separate, stack
+from fxbatch.runtime.run import Run
+from fxbatch.trace.minibatch import Recording, record_minibatch
+from fxbatch.trace.table import SignatureTable
+
+Instance = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+        self.scratch: dict[CompiledOperation, Scratch] = {}
+
+
+class Engine:
+    """The state of one decorated callable of one module."""
+
+    def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
+        self.options = options
+        self.root = root
+        self.table = SignatureTable()
+        self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
+        self.pool = BufferPool()
+        self.operations = OperationCache()
+        self.plans = PlanCache()
+        self._sticky: dict[Signature, tuple[bool, ...]] = {}
+        self._local = _PerThread()
+        self.last: Recording | None = None
+
+    # -- what a Run asks for ------------------------------------------------------------------------
+
+    def workspace(self) -> Workspace:
+        """The kernels' workspace of this thread."""
+        return self._local.workspace
+
+    def scratch_of(self, compiled: CompiledOperation) -> Scratch:
+        """Rows that a step gathers and nobody keeps, one a thread and operation."""
+        found = self._local.scratch.get(compiled)
+        if found is None:
+            kinds = []
+            if compiled.graphs is not None:
+                kinds = [group_type(compiled.graphs, g) for g in range(len(compiled.layout.groups))]
+            found = self._local.scratch[compiled] = Scratch(kinds)
+        return found
+
+    def compiled(
+        self, signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], grad: bool
+    ) -> CompiledOperation:
+        """The operation of a signature. Needs only grow from call to call, so that graphs are not remade."""
+        if grad:
+            before = self._sticky.get(signature)
+            inputs = (
+                needs[0] if before is None else tuple(a or b for a, b in zip(needs[0], before, strict=True))
+            )
+            self._sticky[signature] = inputs
+            needs = (inputs, needs[1])
+        return self.operations.get(signature, needs, shared)
+
+    def prepare(self, program: Program) -> tuple[Program, Schedule]:
+        """Rewrites before scheduling, then the schedule."""
+        if self.options.schedule == "fold":
+            return add_pass_through_calls(program)
+        return program, self.schedule(program)
+
+    def schedule(self, program: Program) -> Schedule:
+        """The steps of a program, by the policy of the options."""
+        return self.policy(program)
+
+    def plan(
+        self,
+        program: Program,
+        schedule: Schedule,
+        compiled: Sequence[CompiledOperation | None],
+        known_rows: np.ndarray,
+        used: np.ndarray,
+        before: np.ndarray,
+    ) -> Plan:
+        """Where values live and what steps read."""
+        layouts = [None if c is None else c.layout for c in compiled]
+        return plan_arenas(program, schedule, layouts, known_rows=known_rows, used=used, run_before=before)
+
+    # -- the call -----------------------------------------------------------------------------------
+
+    def execution(self) -> Run | DifferentiableRun:
+        """The state of a new minibatch."""
+        grad = torch.is_grad_enabled()
+        if self.options.backward == "autograd" and grad:
+            return DifferentiableRun(self)
+        return Run(self, grad=grad)
+
+    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
+        """Record all instances, run what is pending, put the results together."""
+        run = self.execution()
+        recording = record_minibatch(
+            fn, instances, self.table, run, return_exceptions=self.options.return_exceptions
+        )
+        self.last = recording
+        return self.finish(run, recording, out)
+
+    def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
+        """Run the last phase and assemble the results."""
+        found = Results(recording.results)
+        values = found.values
+        program = recording.pending_program(values)
+        renumber = run.finish(program, values)
+        take = lambda requests: take_results(run, requests)  # noqa: E731
+        if out == "stack":
+            return stack(found, renumber, take)
+        results = separate(found, renumber, take)
+        return nest(results) if out == "nested" else results

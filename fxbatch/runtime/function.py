@@ -1,0 +1,80 @@
+"""Autograd enters once a minibatch: results of a Run as outputs of one torch.autograd.Function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import GradientError
+from fxbatch.runtime.backward import Backward
+from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.run import Run
+from fxbatch.torch_private import backward_keeps_graph, inside_functorch
+
+
+class MinibatchFunction(torch.autograd.Function):
+    """Forward hands out rows that the run has computed; backward walks the run's steps in reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, requests: Sequence[np.ndarray], *inputs: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.requests = requests
+        ctx.set_materialize_grads(False)
+        outputs = tuple(run.rows(values) for values in requests)
+        plain = [o for o, values in zip(outputs, requests, strict=True) if not run.value_needs[values].any()]
+        ctx.mark_non_differentiable(*plain)
+        ctx.save_for_backward(*inputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GradientError(
+                'backward="compiled" gives first derivatives only; create_graph=True (double backward) needs '
+                '@fxbatch.autobatch(backward="autograd")'
+            )
+        run: Run = ctx.run
+        inputs = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
+        found = Backward(run, ctx.requests, grads).found
+        if not backward_keeps_graph():
+            run.release()
+        return (None, None, *(found.get(run.input_ids[i]) for i in range(len(inputs))))
+
+
+def differentiable_inputs(run: Run) -> list[torch.Tensor]:
+    """The tensors that gradients of a run go to: shared operands and constants that require them."""
+    found: dict[int, torch.Tensor] = {}
+    if run.grad:
+        for tensors in run.shared.values():
+            for t in tensors:
+                if t.requires_grad:
+                    found.setdefault(id(t), t)
+        for phase in run.phases:
+            for payload in phase.program.constants.values():
+                for t in payload:
+                    if isinstance(t, torch.Tensor) and t.requires_grad:
+                        found.setdefault(id(t), t)
+    return list(found.values())
+
+
+def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """One tensor [len(values), *shape] a request (values of one type), attached to autograd."""
+    if not requests:
+        return []
+    if isinstance(run, DifferentiableRun):
+        return [run.rows(values) for values in requests]
+    inputs = differentiable_inputs(run)
+    needed = any(bool(run.value_needs[values].any()) for values in requests)
+    if not inputs or not needed:
+        with torch.no_grad():
+            return [run.rows(values) for values in requests]
+    if inside_functorch():
+        raise GradientError(
+            'torch.func transforms can\'t go through backward="compiled"; use '
+            '@fxbatch.autobatch(backward="autograd")'
+        )
+    run.input_ids = [id(t) for t in inputs]
+    return list(MinibatchFunction.apply(run, requests, *inputs))
