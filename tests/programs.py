@@ -21,11 +21,11 @@ I64 = tensor_type((), torch.int64, torch.device("cpu"))
 
 
 def _sum_of(*tensors: torch.Tensor) -> torch.Tensor:
-    return torch.stack([t.float().expand(4) for t in tensors]).sum(0).sin()
+    return torch.stack([torch.ones(4), *(t.float().expand(4) for t in tensors)]).sum(0).sin()
 
 
 def _two(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.stack([t.float().expand(4) for t in tensors]).sum(0)
+    total = torch.stack([torch.ones(4), *(t.float().expand(4) for t in tensors)]).sum(0)
     return total.sin(), total.cos()
 
 
