@@ -215,6 +215,30 @@ def _functional(
 
 
 @dataclass(frozen=True, eq=False)
+class SignatureColumns:
+    """Columns over a tuple of signatures, made once."""
+
+    types: tuple[TensorType, ...]
+    type_ids: dict[TensorType, int]
+    arity: np.ndarray  # int64 [signatures]
+    width: np.ndarray  # int64 [signatures]
+    first_slot: np.ndarray  # int64 [signatures + 1]: where the inputs of a signature begin among all
+    first_output: np.ndarray  # int64 [signatures + 1]
+    output_types: np.ndarray  # int32 [all outputs]: index into `types`
+
+
+@functools.lru_cache(maxsize=256)
+def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
+    """The columns of these signatures."""
+    types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))
+    ids = {t: i for i, t in enumerate(types)}
+    arity = np.array([len(s.inputs) for s in signatures], dtype=np.int64)
+    width = np.array([len(s.outputs) for s in signatures], dtype=np.int64)
+    flat = np.array([ids[t] for s in signatures for t in s.outputs], dtype=np.int32)
+    return SignatureColumns(types, ids, arity, width, offsets(arity), offsets(width), flat)
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """The calls of a minibatch (or of one phase of it): columns, one row a call, in recorded order.
 
@@ -238,23 +262,28 @@ class Program:
         return len(self.sig)
 
     @functools.cached_property
+    def columns(self) -> SignatureColumns:
+        """What is the same for all programs with these signatures."""
+        return signature_columns(self.signatures)
+
+    @property
     def types(self) -> tuple[TensorType, ...]:
         """All tensor types of the signatures' outputs, in order of first appearance."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in self.signatures)))
+        return self.columns.types
 
-    @functools.cached_property
+    @property
     def type_ids(self) -> dict[TensorType, int]:
-        return {t: i for i, t in enumerate(self.types)}
+        return self.columns.type_ids
 
-    @functools.cached_property
+    @property
     def arity(self) -> np.ndarray:
         """int64 [signatures]: inputs a call."""
-        return np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
+        return self.columns.arity
 
-    @functools.cached_property
+    @property
     def width(self) -> np.ndarray:
         """int64 [signatures]: outputs a call."""
-        return np.array([len(s.outputs) for s in self.signatures], dtype=np.int64)
+        return self.columns.width
 
     @functools.cached_property
     def input_offsets(self) -> np.ndarray:
@@ -279,9 +308,7 @@ class Program:
     @functools.cached_property
     def type_of_value(self) -> np.ndarray:
         """int32 [values]: index into `types`."""
-        ids = [[self.type_ids[t] for t in s.outputs] for s in self.signatures]
-        flat = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.int32)
-        start = offsets(self.width, 0)[:-1]
+        flat, start = self.columns.output_types, self.columns.first_output[:-1]
         width = self.width[self.sig]
         within = np.arange(int(width.sum())) - np.repeat(offsets(width, 0)[:-1], width)
         made = flat[np.repeat(start[self.sig], width) + within] if len(flat) else flat

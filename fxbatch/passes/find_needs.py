@@ -39,7 +39,7 @@ def find_needs(
     """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
     constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
     slots, outs = feeding_pairs(program)
-    first_slot, first_out = offsets(program.arity), offsets(program.width)
+    first_slot, first_out = program.columns.first_slot, program.columns.first_output
     slot_needs = np.zeros(int(first_slot[-1]), dtype=bool)
     out_needs = np.zeros(int(first_out[-1]), dtype=bool)
     if known_needs is not None and known_needs.any():
@@ -84,7 +84,7 @@ def find_needs(
 
 def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarray:
     """bool [signatures]: whose outputs reach, by differentiable inputs, one of the values `results`."""
-    first_slot, first_out = offsets(program.arity), offsets(program.width)
+    first_slot, first_out = program.columns.first_slot, program.columns.first_output
     slots, outs = needs.feeds
     owner_of_out = np.repeat(np.arange(len(program.signatures)), program.width)
     feeders: dict[int, list[int]] = {}
@@ -111,14 +111,14 @@ def flat_outputs(program: Program) -> np.ndarray:
     width = program.width[program.sig]
     first = offsets(width)
     within = np.arange(first[-1]) - np.repeat(first[:-1], width)
-    return np.repeat(offsets(program.width)[program.sig], width) + within
+    return np.repeat(program.columns.first_output[program.sig], width) + within
 
 
 def _flat_slots(program: Program) -> np.ndarray:
     arity = program.arity[program.sig]
     first = program.input_offsets
     within = np.arange(first[-1]) - np.repeat(first[:-1], arity)
-    return np.repeat(offsets(program.arity)[program.sig], arity) + within
+    return np.repeat(program.columns.first_slot[program.sig], arity) + within
 
 
 def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:

@@ -126,11 +126,11 @@ def _lay_out_blocks(
 ) -> _Blocks:
     width = program.width[step_sig]
     first = offsets(width)
-    ids = program.type_ids
-    out_types = np.array([ids[t] for s in program.signatures for t in s.outputs], dtype=np.int64)
+    columns = program.columns
+    out_types = columns.output_types.astype(np.int64)
     within = np.arange(first[-1]) - np.repeat(first[:-1], width)
     arena = (
-        out_types[np.repeat(offsets(program.width)[step_sig], width) + within] if len(out_types) else within
+        out_types[np.repeat(columns.first_output[step_sig], width) + within] if len(out_types) else within
     )
     size = np.repeat(rows, width)
     types = len(program.types)
