@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +23,10 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from fxbatch.data.conllu import Sentence as Tagged
 from fxbatch.data.conllu import read_conllu
-from fxbatch.data.paths import find_data
+from fxbatch.data.paths import file_in, find_data
+from fxbatch.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,13 @@ def example(*, sentences: int = 8, hidden: int = 16, seed: int = 0) -> tuple[Tag
     return build(50, 5, embedding=12, hidden=hidden), instances
 
 
+def encode(sentence: Tagged, words: Vocabulary, tags: Vocabulary) -> Sentence:
+    """Forms and universal tags as numbers."""
+    return Sentence(
+        words.encode(t.form for t in sentence.tokens), tags.encode(t.upos for t in sentence.tokens)
+    )
+
+
 @torch.no_grad()
 def accuracy(model: Tagger, sentences: Sequence[Sentence], batch_size: int) -> float:
     """The share of words whose best tag is the right one."""
@@ -128,19 +136,12 @@ def main(argv: Sequence[str] | None = None) -> float:
     shuffle = random.Random(args.seed)
 
     folder = find_data("ud_ewt", args.data)
-    raw = read_conllu(folder / "en_ewt-ud-train.conllu.gz")[: args.limit]
-    counts = Counter(token.form for sentence in raw for token in sentence.tokens)
-    words = {"<unknown>": 0} | {w: i for i, w in enumerate((w for w in counts if counts[w] > 1), 1)}
-    tags = {t: i for i, t in enumerate(sorted({token.upos for s in raw for token in s.tokens}))}
-
-    def load(sentences) -> list[Sentence]:
-        """Ids on the device: one copy a sentence."""
-        ids = [[(words.get(t.form, 0), tags[t.upos]) for t in s.tokens] for s in sentences]
-        tensors = [torch.tensor(pairs, device=args.device).T for pairs in ids]
-        return [Sentence(w.unbind(), t.unbind()) for w, t in tensors]
-
-    train = load(raw)
-    dev = load(read_conllu(folder / "en_ewt-ud-dev.conllu.gz")[: args.limit])
+    raw, raw_dev = (
+        read_conllu(file_in(folder, f"en_ewt-ud-{part}.conllu"))[: args.limit] for part in ("train", "dev")
+    )
+    words = Vocabulary.build((t.form for s in raw for t in s.tokens), min_count=2, device=args.device)
+    tags = Vocabulary.build((t.upos for s in raw for t in s.tokens), device=args.device)
+    train, dev = ([encode(sentence, words, tags) for sentence in part] for part in (raw, raw_dev))
     model = build(len(words), len(tags), hidden=args.hidden).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     found = 0.0

@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.data.ner import read_ner
-from fxbatch.data.paths import find_data
+from fxbatch.data.ner import entities, read_ner
+from fxbatch.data.paths import file_in, find_data
+from fxbatch.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,12 @@ def states(cell: nn.Module, vectors: Sequence[Tensor]) -> list[Tensor]:
     return hidden
 
 
-def entities(tags: Iterable[str]) -> list[tuple[str, int, int]]:
-    """The entities (kind, first word, word after the last) of a tag sequence by the CoNLL rule.
-
-    An entity starts at a `B-` tag, and at an `I-` tag that follows `O` or another kind (conlleval, for IOB2
-    and IOB1 alike); it ends before the next start or `O`.
-    """
-    found: list[tuple[str, int, int]] = []
-    kind, start, position = "", 0, 0
-    for position, tag in enumerate([*tags, "O"]):
-        prefix, _, new = tag.partition("-")
-        if kind and (prefix != "I" or new != kind):
-            found.append((kind, start, position))
-            kind = ""
-        if prefix in ("B", "I") and not kind:
-            kind, start = new, position
-    return found
-
-
 @dataclass
 class EntityScore:
-    """Counts of gold, predicted and right entities; an entity is right when kind and both ends are."""
+    """Counts of gold, predicted and right entities: the CoNLL 2003 score.
+
+    An entity is right when its kind and both its ends are.
+    """
 
     gold: int = 0
     predicted: int = 0
@@ -228,27 +214,24 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 def load(
     data: str | None, limit: int | None, rare: int, device: str
-) -> tuple[list[Sentence], list[Sentence], list[str], tuple[int, int, int]]:
+) -> tuple[list[Sentence], list[Sentence], Sequence[str], tuple[int, int, int]]:
     """Train and dev sentences, tag names, and how many words, characters and tags there are."""
     folder = find_data("ner", data)
-    raw = read_ner(folder / "wikiner10k" / "train.conll.gz")[:limit]
-    raw_dev = read_ner(folder / "wikigold" / "wikigold.conll")[:limit]
+    raw = read_ner(file_in(folder / "wikiner10k", "train.conll"))[:limit]
+    raw_dev = read_ner(file_in(folder / "wikigold", "wikigold.conll"))[:limit]
     counts = Counter(form for sentence in raw for form in sentence.forms)
-    words = {form: i for i, form in enumerate(form for form in counts if counts[form] > rare)}
-    alphabet = sorted(Counter("".join(counts)))
-    letters = {"<unknown>": 0} | {letter: i for i, letter in enumerate(alphabet, 1)}
-    names = sorted(Counter(tag for sentence in raw + raw_dev for tag in sentence.tags))
-    place = {form: torch.tensor(i, device=device) for form, i in words.items()}
-    found: list[list[Sentence]] = [[], []]
-    for part, sentences in zip(found, (raw, raw_dev), strict=True):
-        for sentence in sentences:
-            tags = torch.tensor([names.index(tag) for tag in sentence.tags], device=device)
-            tokens = []
-            for form in sentence.forms:
-                spelled = torch.tensor([letters.get(letter, 0) for letter in form], device=device)
-                tokens.append(Word(place[form]) if form in place else Word(None, spelled.unbind()))
-            part.append(Sentence(tokens, tags.unbind()))
-    return found[0], found[1], names, (max(1, len(words)), len(letters), len(names))
+    words = Vocabulary.build((form for s in raw for form in s.forms), min_count=rare + 1, device=device)
+    letters = Vocabulary.build("".join(counts), device=device)
+    tags = Vocabulary.build((tag for sentence in raw for tag in sentence.tags), device=device)
+
+    def word(form: str) -> Word:
+        return Word(words.tensor(form)) if form in words else Word(None, letters.encode(form))
+
+    train, dev = (
+        [Sentence([word(form) for form in s.forms], tags.encode(s.tags)) for s in part]
+        for part in (raw, raw_dev)
+    )
+    return train, dev, tags.words, (len(words), len(letters), len(tags))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.data.conllu import read_conllu
-from fxbatch.data.paths import find_data
+from fxbatch.data.paths import file_in, find_data
+from fxbatch.data.vocabulary import Vocabulary
 
+START, END = "<start>", "<end>"
 Sentence = Sequence[Tensor]  # word ids without dimensions
 
 
@@ -94,19 +96,13 @@ def main(argv: Sequence[str] | None = None) -> float:
     shuffle = random.Random(args.seed)
 
     folder = find_data("ud_ewt", args.data)
-    parts = [read_conllu(folder / f"en_ewt-ud-{part}.conllu.gz")[: args.limit] for part in ("train", "dev")]
-    forms = [[[token.form.lower() for token in sentence.tokens] for sentence in part] for part in parts]
-    counts = Counter(form for sentence in forms[0] for form in sentence)
-    kept = [form for form, _ in counts.most_common() if counts[form] > 2]
-    ids = {form: i for i, form in enumerate(["<unknown>", "<start>", "<end>", *kept])}
-    train, dev = (
-        [
-            torch.tensor([1, *(ids.get(form, 0) for form in sentence), 2], device=args.device).unbind()
-            for sentence in part
-        ]
-        for part in forms
-    )
-    model = build(len(ids), hidden=args.hidden).to(args.device)
+    files = [file_in(folder, f"en_ewt-ud-{part}.conllu") for part in ("train", "dev")]
+    parts = [[[t.form.lower() for t in s.tokens] for s in read_conllu(path)[: args.limit]] for path in files]
+    counts = Counter(form for sentence in parts[0] for form in sentence)
+    kept = [form for form, count in counts.most_common() if count > 2]
+    words = Vocabulary(["<unk>", START, END, *kept], device=args.device)
+    train, dev = ([words.encode([START, *sentence, END]) for sentence in part] for part in parts)
+    model = build(len(words), hidden=args.hidden).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     found = math.inf
     with fxbatch.disabled() if args.disabled else contextlib.nullcontext():

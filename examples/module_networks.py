@@ -2,8 +2,8 @@
 
 In: a picture as features of its cells, and a program such as `exists(and(find(red), left_of(find(square))))`.
 Out: the score of "yes". Each function of the program is a small network from attention maps to an attention
-map or an answer, put together as the program says (Andreas et al. 2016). Pictures are drawn; answers come from
-executing the program.
+map or an answer, put together as the program says (Andreas et al. 2016). Pictures are drawn; the answers come
+from executing the program.
 
     model, questions = example()
     scores = model(questions)            # a list of questions in, [questions] out

@@ -16,19 +16,22 @@ import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.data.locate import locate
 from fxbatch.data.molecules import read_molecules
+from fxbatch.data.paths import find_data
+from fxbatch.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class Molecule:
-    """Atom kinds and bond kinds (tensors without dimensions), bonds as pairs of atoms, targets `[targets]`."""
+    """Kinds of atoms and bonds (tensors without dimensions), bonds as pairs of atoms, targets `[targets]`."""
 
     atoms: Sequence[Tensor]
     bonds: Sequence[tuple[int, int]]
@@ -125,7 +128,7 @@ def example(*, molecules: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Mole
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train on 80 % of the molecules; root mean squared error on 10 % after each epoch, the last one returned."""
+    """Train on 90 % of the molecules; root mean squared error on the rest after each epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds molecules/")
     parser.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
@@ -138,12 +141,10 @@ def main(argv: Sequence[str] | None = None) -> float:
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
-    folder = locate("molecules", args.data)
-    if folder is None:
-        parser.error("there is no folder molecules/: name the one that holds it with --data")
-    molecules, sizes, scale = load(folder, args.set, args.limit, args.device)
+    path = find_data("molecules", args.data) / f"graphs_{args.set}.npz"
+    molecules, sizes, scale = load(path, args.limit, args.device)
     shuffle.shuffle(molecules)
-    dev, train = molecules[: len(molecules) // 10], molecules[len(molecules) // 5 :]
+    dev, train = molecules[: len(molecules) // 10], molecules[len(molecules) // 10 :]
     model = build(*sizes).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     error = 0.0
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> float:
                 loss.backward()
                 optimizer.step()
             with torch.no_grad():
-                error = errors(model, dev).mean().sqrt().item() * scale
+                error = (errors(model, dev).mean(0).sqrt() * scale).mean().item()
             print(f"epoch {epoch}: dev root mean squared error {error:.3f}")
     return error
 
@@ -165,3 +166,35 @@ def main(argv: Sequence[str] | None = None) -> float:
 def errors(model: MoleculeNetwork, molecules: Sequence[Molecule]) -> Tensor:
     """Squared errors `[molecules, targets]`."""
     return (model(molecules) - torch.stack([molecule.target for molecule in molecules])).square()
+
+
+def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:
+    """Molecules with standardised targets; how many atom kinds, bond kinds and targets; what 1.0 stands for.
+
+    The kind of an atom is its element, charge, hydrogens and aromaticity. Molecules that lack a target
+    are left out.
+    """
+    raw = [molecule for molecule in read_molecules(path)[:limit] if not np.isnan(molecule.targets).any()]
+    kinds = [
+        [f"{z} {a} {c} {h}" for z, a, c, h in zip(m.atoms, m.aromatic, m.charge, m.hydrogens, strict=True)]
+        for m in raw
+    ]
+    atoms = Vocabulary.build((kind for molecule in kinds for kind in molecule), device=device)
+    bonds = Vocabulary(["none", "1", "2", "3", "4"], device=device)
+    targets = torch.tensor(np.stack([molecule.targets for molecule in raw]))
+    scale = targets.std(0)
+    targets = ((targets - targets.mean(0)) / scale).to(device)
+    molecules = [
+        Molecule(
+            atoms.encode(kind),
+            [(begin, end) for begin, end in m.bonds.tolist()],
+            bonds.encode(map(str, m.bond_types.tolist())),
+            target.clone(),
+        )
+        for m, kind, target in zip(raw, kinds, targets, strict=True)
+    ]
+    return molecules, (len(atoms), len(bonds), targets.shape[1]), scale.to(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +24,8 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.data.conllu import read_conllu
-from fxbatch.data.paths import find_data
+from fxbatch.data.paths import file_in, find_data
+from fxbatch.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -310,23 +310,28 @@ def load(
     Relations are the universal ones, without subtypes, as the CoNLL 2018 shared task scores them.
     """
     folder = find_data("ud_ewt", data)
-    raw = read_conllu(folder / "en_ewt-ud-train.conllu.gz")[:limit]
-    raw_dev = read_conllu(folder / "en_ewt-ud-dev.conllu.gz")[:limit]
-    counts = Counter(token.form for sentence in raw for token in sentence.tokens)
-    words = {"<unknown>": 0} | {w: i for i, w in enumerate((w for w in counts if counts[w] > 1), 1)}
-    tokens = [token for sentence in raw + raw_dev for token in sentence.tokens]
-    tags = {tag: i for i, tag in enumerate(sorted({token.upos for token in tokens}))}
-    relations = {r: i for i, r in enumerate(sorted({token.relation.split(":")[0] for token in tokens}))}
+    raw, raw_dev = (
+        read_conllu(file_in(folder, f"en_ewt-ud-{part}.conllu"))[:limit] for part in ("train", "dev")
+    )
+    tokens = [token for sentence in raw for token in sentence.tokens]
+    words = Vocabulary.build((token.form for token in tokens), min_count=2, device=device)
+    tags = Vocabulary.build((token.upos for token in tokens), device=device)
+    relations = Vocabulary.build(universal(token.relation) for token in tokens)
     found: list[list[Sentence]] = [[], []]
     for part, sentences in zip(found, (raw, raw_dev), strict=True):
         for number, sentence in enumerate(sentences):
-            ids = [[words.get(t.form, 0), tags[t.upos]] for t in sentence.tokens]
-            word, tag = torch.tensor(ids, device=device).T
+            forms = words.encode(t.form for t in sentence.tokens)
+            kinds = tags.encode(t.upos for t in sentence.tokens)
             heads = [t.head for t in sentence.tokens]
-            gold = [relations[t.relation.split(":")[0]] for t in sentence.tokens]
-            part.append(Sentence(word.unbind(), tag.unbind(), heads, gold, number))
+            gold = [relations.number(universal(t.relation)) for t in sentence.tokens]
+            part.append(Sentence(forms, kinds, heads, gold, number))
     train = [sentence for sentence in found[0] if projective(sentence.heads)]
     return train, found[1], (len(words), len(tags), len(relations))
+
+
+def universal(relation: str) -> str:
+    """A relation without its subtype: `obl:tmod` is `obl`."""
+    return relation.partition(":")[0]
 
 
 if __name__ == "__main__":
