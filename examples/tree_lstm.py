@@ -1,0 +1,109 @@
+"""Binary constituency Tree-LSTM with a sentiment label at every node (Tai, Socher & Manning 2015).
+
+In: a binary tree with a word at each leaf and a label 0-4 at each node. Out: the loss of all its nodes and
+the root's scores. Everything below is written for ONE tree; `@fxbatch.autobatch` makes minibatches of it.
+
+    model = TreeLSTM(words=len(vocabulary))
+    loss, scores = model(trees)          # a list of trees in, [trees] and [trees, 5] out
+    loss.mean().backward()
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxbatch
+from fxbatch.data.generated import generate_treebank
+from fxbatch.data.paths import locate
+from fxbatch.data.sst import CLASSES, Tree, read_sst
+from fxbatch.data.vocabulary import Vocabulary
+
+Node = Tree[Tensor, Tensor]  # words and labels are 0-dim int64 tensors
+State = tuple[Tensor, Tensor]  # h and c, [hidden] each
+
+
+class Leaf(nn.Module):
+    """The state of a leaf from its word's vector: no input gate, since nothing is below (their code)."""
+
+    def __init__(self, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.cell = nn.Linear(embedding, hidden)
+        self.gate = nn.Linear(embedding, hidden)
+
+    def forward(self, x: Tensor) -> State:
+        c = self.cell(x)
+        return torch.sigmoid(self.gate(x)) * torch.tanh(c), c
+
+
+class Composer(nn.Module):
+    """The state of an inner node from those of its two parts, with a forget gate each (section 3.2)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gates = nn.Linear(2 * hidden, 5 * hidden)
+
+    def forward(self, hl: Tensor, cl: Tensor, hr: Tensor, cr: Tensor) -> State:
+        i, fl, fr, o, u = self.gates(torch.cat([hl, hr], dim=-1)).chunk(5, dim=-1)
+        c = torch.sigmoid(i) * torch.tanh(u) + torch.sigmoid(fl) * cl + torch.sigmoid(fr) * cr
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class TreeLSTM(nn.Module):
+    """Sentiment of every node: embedding, leaf, composer, and a classifier under dropout."""
+
+    def __init__(
+        self,
+        words: int,
+        *,
+        embedding: int = 300,
+        hidden: int = 150,
+        classes: int = CLASSES,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, embedding)
+        self.leaf = Leaf(embedding, hidden)
+        self.compose = Composer(hidden)
+        self.classify = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, classes))
+        nn.init.normal_(self.embed.weight, std=0.1)
+
+    def encode(self, node: Node) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """h, c and scores of a node, and the summed loss of its subtree."""
+        if node.left is None or node.right is None:
+            h, c = self.leaf(self.embed(node.word))
+            scores = self.classify(h)
+            return h, c, scores, F.cross_entropy(scores, node.label)
+        hl, cl, _, left = self.encode(node.left)
+        hr, cr, _, right = self.encode(node.right)
+        h, c = self.compose(hl, cl, hr, cr)
+        scores = self.classify(h)
+        return h, c, scores, F.cross_entropy(scores, node.label) + (left + right)
+
+    @fxbatch.autobatch
+    def forward(self, tree: Node) -> tuple[Tensor, Tensor]:
+        """Loss of all nodes of one tree, summed: no dimensions; scores of the root: [classes]."""
+        _, _, scores, loss = self.encode(tree)
+        return loss, scores
+
+
+def model_class(schedule: str) -> type[TreeLSTM]:
+    """TreeLSTM with another schedule than the default one."""
+
+    class Scheduled(TreeLSTM):
+        forward = fxbatch.autobatch(schedule=schedule)(TreeLSTM.forward.__wrapped__)  # type: ignore[attr-defined]
+
+    return Scheduled
+
+
+def minibatch(
+    trees: int = 64, hidden: int = 150, embedding: int = 300, seed: int = 0, data: str | None = None
+) -> tuple[TreeLSTM, list[Node]]:
+    """A model and its first trees: the target of `fxbatch dump examples/tree_lstm.py:minibatch`."""
+    folder = locate("sst", data)
+    train = (generate_treebank(seed) if folder is None else read_sst(folder))["train"]
+    vocabulary = Vocabulary.build(leaf.word or "" for tree in train for leaf in tree.leaves())
+    torch.manual_seed(seed)
+    model = TreeLSTM(len(vocabulary), embedding=embedding, hidden=hidden)
+    return model, [vocabulary.encode_tree(tree) for tree in train[:trees]]

@@ -1,0 +1,106 @@
+"""What the demo shows before it trains: launches and speed of one minibatch, and two loss curves.
+
+In: a model and trees. Out: lines on a console, each figure measured here and now.
+
+    first_minibatch(model, trees, console)
+    compare_losses(build, trees, settings, steps=20, console=console)     # True when the curves agree
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from fxbatch_examples.train_sentiment import Settings, Trainer
+from fxbatch_examples.tree_lstm import TreeLSTM
+from rich.console import Console
+from rich.table import Table
+
+import fxbatch
+
+REPEATS = 5
+# Two runs in float32 that differ in the order of their sums only; grows with the steps as errors feed back.
+TOLERANCE = 1e-4
+
+
+def first_minibatch(model: TreeLSTM, trees: list[Any], console: Console) -> None:
+    """Print launches before and after, and the time of forward and backward, batched and one by one."""
+    nodes = sum(tree.nodes for tree in trees)
+    explained = fxbatch.explain(model, trees)
+    console.print(
+        f"one minibatch: {len(trees)} trees, {nodes} nodes; "
+        f"{explained.launches_before} launches one by one, {explained.launches_after} batched",
+        soft_wrap=True,
+    )
+    first = seconds_of(model, trees)
+    batched = statistics.median(seconds_of(model, trees) for _ in range(REPEATS))
+    with fxbatch.disabled():
+        single = min(seconds_of(model, trees) for _ in range(2))
+    console.print(
+        f"forward and backward: {single * 1e3:.0f} ms one by one, {batched * 1e3:.1f} ms batched: "
+        f"{single / batched:.1f} times as fast (the first call took {first * 1e3:.0f} ms)",
+        soft_wrap=True,
+    )
+    model.zero_grad(set_to_none=True)
+
+
+def seconds_of(model: TreeLSTM, trees: list[Any]) -> float:
+    """Seconds of one forward and backward."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    device = next(model.parameters()).device
+    started = _now(device)
+    losses, _ = model(trees)
+    losses.mean().backward()
+    return _now(device) - started
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def compare_losses(
+    build: Callable[[], TreeLSTM], trees: list[Any], settings: Settings, steps: int, console: Console
+) -> bool:
+    """Train two equal models for `steps` steps, batched and one by one, and print both loss curves.
+
+    Without dropout: its random numbers are drawn in another order when trees are batched.
+    """
+    batched, batched_seconds = _curve(build, trees, settings, steps, batch=True)
+    single, single_seconds = _curve(build, trees, settings, steps, batch=False)
+    table = Table("step", "batched", "one by one", "relative difference", box=None, pad_edge=False)
+    worst = 0.0
+    for number, (a, b) in enumerate(zip(batched, single, strict=True), 1):
+        difference = abs(a - b) / max(abs(b), 1e-30)
+        worst = max(worst, difference)
+        table.add_row(str(number), f"{a:.6f}", f"{b:.6f}", f"{difference:.1e}")
+    console.print("loss of the first steps, without dropout, from the same seed")
+    console.print(table)
+    agree = worst <= TOLERANCE
+    verdict = "agree to float32 rounding" if agree else f"differ by more than {TOLERANCE:.0e}"
+    console.print(
+        f"the curves {verdict}: at most {worst:.1e}; {batched_seconds:.1f} s batched, "
+        f"{single_seconds:.1f} s one by one",
+        soft_wrap=True,
+    )
+    return agree
+
+
+def _curve(
+    build: Callable[[], TreeLSTM], trees: list[Any], settings: Settings, steps: int, *, batch: bool
+) -> tuple[list[float], float]:
+    trainer = Trainer(build(), trees, settings)
+    losses = []
+    started = time.perf_counter()
+    with nullcontext() if batch else fxbatch.disabled():
+        for _ in range(steps):
+            if trainer.epoch_is_over:
+                trainer.next_epoch((0.0, 0.0))
+            losses.append(trainer.step())
+    return losses, time.perf_counter() - started
