@@ -103,7 +103,7 @@ class Trainer:
         loss = losses.mean()
         loss.backward()
         self.optimizer.step()
-        value = float(loss)
+        value = float(loss.detach())
         self.position += len(trees)
         self.loss_sum += value * len(trees)
         return value
@@ -159,7 +159,7 @@ class Trainer:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, trees: Sequence[Node], batch_size: int = 250) -> tuple[float, float]:
-    """Of the roots: five classes; and negative against positive, neutral roots left out (the two SST tasks)."""
+    """Of the roots: of five classes; of negative against positive, without neutral roots."""
     model.eval()
     fine = binary = polar = 0
     for start in range(0, len(trees), batch_size):
@@ -182,6 +182,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, stream)
             stream.flush()
             os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -171,7 +171,7 @@ def _settings(options: argparse.Namespace, stored: dict[str, Any] | None, treeba
 
 
 def load_splits(data: Path | None, limit: int | None, device: torch.device) -> tuple[Splits, Vocabulary, str]:
-    """The encoded trees, their words, and the name of the treebank: `sst`, or `generated` where there is none."""
+    """The encoded trees, their words, and the treebank: `sst`, or `generated` where there is none."""
     folder = locate("sst", data)
     if folder is None:
         output().print("no treebank found: training on a small generated one with a learnable rule")

@@ -1,0 +1,184 @@
+"""TARGET arguments: `package.module:function` or `path/to/file.py:function`, to (model, instances).
+
+    model, instances = load_target("examples/tree_lstm.py:minibatch", ["trees=8", "hidden=64"])
+
+The function is called with the `--arg key=value` pairs as keyword arguments. Every mistake is a CommandError
+that names the target, the argument, or the line in the user's file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import CommandError, Status
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments `target` and `--arg`, for each command that looks at a model."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="package.module:function or path/to/file.py:function; the function returns (model, instances)",
+    )
+    parser.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument for the function, a Python literal or else text; may be repeated",
+    )
+
+
+def load_target(target: str, arguments: Sequence[str] = ()) -> tuple[Any, Sequence[Any]]:
+    """(model, instances) of a target. Runs the user's module and function."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise CommandError(
+            f"target {target!r} is no package.module:function or path/to/file.py:function",
+            hint="for example: examples/tree_lstm.py:minibatch",
+        )
+    module = _load_module(place)
+    function = _find_function(module, place, name)
+    keywords = parse_arguments(arguments)
+    _check_keywords(function, target, keywords)
+    result = _call(function, keywords, target)
+    return _checked(result, target)
+
+
+def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """`["hidden=64", "name=small"]` to `{"hidden": 64, "name": "small"}`; a key given twice is an error."""
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise CommandError(f"--arg {argument!r} is no key=value", hint="for example: --arg hidden=64")
+        if key in found:
+            raise CommandError(f"--arg {key} is given twice")
+        try:
+            found[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[key] = text
+    return found
+
+
+def _load_module(place: str) -> ModuleType:
+    if place.endswith(".py") or os.sep in place:
+        return _load_file(Path(place))
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise CommandError(
+                f"no module {error.name!r}", hint="a file is given as path/to/file.py:function"
+            ) from error
+        raise _failed(error, f"importing {place}") from error
+    except (Exception, SystemExit) as error:
+        raise _failed(error, f"importing {place}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CommandError(f"no file {str(path)!r}")
+    name = path.stem if path.stem.isidentifier() else "target"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path.resolve()):
+        name = f"_fxbatch_target_{name}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{str(path)!r} is no Python file", hint="its name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.path.insert(0, str(path.resolve().parent))  # as `python path/to/file.py` does
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(error, f"importing {path}") from error
+    return module
+
+
+def _find_function(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    own = [
+        n
+        for n, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not n.startswith("_")
+    ]
+    close = difflib.get_close_matches(name, own, n=1)
+    hint = f"did you mean {place}:{close[0]}?" if close else f"it has: {', '.join(own) or 'no functions'}"
+    raise CommandError(f"{place} has no function {name!r}", hint=hint)
+
+
+def _check_keywords(function: Callable[..., Any], target: str, keywords: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        raise CommandError(
+            f"{target}: {error}", hint=f"it takes {signature}; pass arguments by --arg key=value"
+        ) from error
+
+
+def _call(function: Callable[..., Any], keywords: dict[str, Any], target: str) -> Any:
+    try:
+        return function(**keywords)
+    except (Exception, SystemExit) as error:
+        raise _failed(error, target) from error
+
+
+def _checked(result: Any, target: str) -> tuple[Any, Sequence[Any]]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise CommandError(
+            f"{target} returned {type(result).__name__}, expected (model, instances)", status=Status.MODEL
+        )
+    model, instances = result
+    if not callable(model):
+        raise CommandError(
+            f"{target} returned a model of type {type(model).__name__}, which can't be called",
+            status=Status.MODEL,
+        )
+    try:
+        return model, instances if isinstance(instances, (list, tuple)) else list(instances)
+    except TypeError as error:
+        kind = type(instances).__name__
+        raise CommandError(
+            f"{target} returned instances of type {kind}, expected a list", status=Status.MODEL
+        ) from error
+
+
+def _failed(error: BaseException, doing: str) -> CommandError:
+    """The user's code raised: the message with the last line of it that is no library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and f.filename.endswith(".py")]
+    theirs = [
+        f
+        for f in own
+        if Path(f.filename).resolve() != Path(__file__).resolve() and "importlib" not in f.filename
+    ]
+    where = f" ({os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({os.path.relpath(error.filename)}:{error.lineno})"
+    text = " ".join(str(error).split())
+    return CommandError(
+        f"{doing}: {type(error).__name__}{': ' + text if text else ''}{where}",
+        hint="--traceback shows where",
+        status=Status.MODEL,
+    )
