@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-import torch
-
 # Checked against 2.11.0 and 2.13.0: whether any autocast is on, in one call; the stacks of modes of a thread.
 from torch._C import (
     _get_function_stack_at,
@@ -36,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def backward_keeps_graph() -> bool:
@@ -58,6 +56,11 @@ def no_vmap_fallback() -> Iterator[None]:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_pytree_node(kind: type) -> bool:
+    """Whether tree_flatten takes objects of this type apart."""
+    return kind in SUPPORTED_NODES
 
 
 def swap_function_modes(modes: list[Any]) -> list[Any]:
@@ -90,6 +93,7 @@ __all__ = [
     "TreeSpec",
     "backward_keeps_graph",
     "inside_functorch",
+    "is_pytree_node",
     "no_vmap_fallback",
     "tree_flatten",
     "tree_leaves",

@@ -1,0 +1,166 @@
+"""Operation graphs against per-row eager, values and gradients, on real numbers.
+
+A wrong batching rule anywhere below makes this raise NotBatchable, so that the operation runs call by call.
+
+    checked = check_graphs(graphs, input_needs, shared_needs, shared)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref
+from fxbatch.codegen.trace_body import devices_of, entered_modes
+from fxbatch.ir import TensorType
+
+_TOLERANCE = {
+    torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 5e-4, torch.complex64: 5e-4,
+    torch.float64: 1e-8, torch.complex128: 1e-8,
+}  # fmt: skip
+Rows = list[torch.Tensor]
+
+
+def _normal(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+    if kind.differentiable:
+        wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+        return torch.randn(n, *kind.shape, generator=gen, dtype=wide).to(kind.device, kind.dtype)
+    return torch.randint(0, 2, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
+
+
+def _positive(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+    x = _normal(kind, n, gen)
+    return (x.abs() / (1 + x.abs())).to(kind.dtype) if kind.differentiable else torch.zeros_like(x)
+
+
+def _definite(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+    x = _normal(kind, n, gen)
+    square = len(kind.shape) >= 2 and kind.shape[-1] == kind.shape[-2] and kind.differentiable
+    return (x @ x.mH + torch.eye(kind.shape[-1], dtype=x.dtype, device=x.device)) if square else x
+
+
+def check_graphs(
+    graphs: OperationGraphs,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> bool:
+    """Whether there were numbers to compare on. Raises NotBatchable where the graphs differ from eager."""
+    if graphs.random:
+        return False
+    needs = [a and t.differentiable for a, t in zip(input_needs, graphs.signature.inputs, strict=True)]
+    for draw in (_normal, _positive, _definite):
+        for n in (3, 1):
+            gen = torch.Generator().manual_seed(n)
+            inputs = [draw(kind, n, gen) for kind in graphs.signature.inputs]
+            try:
+                reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, n)
+            except (RuntimeError, ValueError, IndexError, ArithmeticError):
+                break  # not in this operation's domain: other numbers
+            _compare(run_graphs(graphs, inputs, shared, reference[3], n), reference, graphs)
+        else:
+            return True
+    return False
+
+
+Reference = tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None], Rows]
+
+
+def by_rows(
+    graphs: OperationGraphs,
+    inputs: Rows,
+    needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    gen: torch.Generator,
+    n: int,
+) -> Reference:
+    """Outputs, input gradients, shared gradients and the output gradients used, one row at a time."""
+    signature = graphs.signature
+    rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+    weights = [
+        x.detach().clone().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
+        for x, need in zip(shared, shared_needs, strict=True)
+    ]
+    with entered_modes(signature.modes, devices_of(signature)):
+        results = [signature.run([x[i] for x in rows], weights) for i in range(n)]
+    outputs = [torch.stack(column) for column in zip(*results, strict=True)]
+    given = [_normal(kind, n, gen) for kind in signature.outputs]
+    pairs = [(o, g) for o, g in zip(outputs, given, strict=True) if o.requires_grad]
+    wanted = [x for x in (*rows, *weights) if x.requires_grad]
+    grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        ends, starts = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+    found = iter(grads)
+    slots = [next(found) if x.requires_grad else None for x in (*rows, *weights)]
+    return [o.detach() for o in outputs], slots[: len(rows)], slots[len(rows) :], given
+
+
+@torch.no_grad()
+def run_graphs(
+    graphs: OperationGraphs, inputs: Rows, shared: Sequence[torch.Tensor], given: Rows, n: int
+) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """The same from the three graphs."""
+    layout = graphs.layout
+    groups = [
+        inputs[g[0]] if len(g) == 1 else torch.stack([inputs[m] for m in g], 1) for g in layout.groups
+    ]
+    results = list(graphs.forward(n, *groups, *shared))
+    width = len(graphs.signature.outputs)
+    tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
+    pick: Callable[[Sequence[Ref]], Rows] = lambda refs: [tensors[r.kind][r.index] for r in refs]  # noqa: E731
+    input_grads: list[torch.Tensor | None] = [None] * len(inputs)
+    shared_grads: list[torch.Tensor | None] = [None] * len(shared)
+    if graphs.backward is not None:
+        starts = [given[i] for i in graphs.grad_outputs]
+        found = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
+        for index, grad in zip(graphs.grad_groups, found, strict=False):
+            members = layout.groups[index]
+            for i, m in enumerate(members):
+                input_grads[m] = grad if len(members) == 1 else grad[:, i]
+        tensors["extra"] = found[len(graphs.grad_groups) :]
+    if graphs.parameters is not None:
+        grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
+        for index, grad in zip(graphs.grad_shared, grads, strict=True):
+            shared_grads[index] = grad
+    return results[:width], input_grads, shared_grads
+
+
+def _compare(
+    got: tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]],
+    reference: Reference,
+    graphs: OperationGraphs,
+) -> None:
+    for i, (a, b) in enumerate(zip(got[0], reference[0], strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise NotBatchable(f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}")
+        _close(a, b, f"output {i}")
+    for what, ours, theirs in (("input", got[1], reference[1]), ("shared operand", got[2], reference[2])):
+        for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+            if y is None and (x is None or not x.any()):
+                continue
+            if what == "input" and y is None:
+                continue
+            if x is None or y is None:
+                raise NotBatchable(f"the gradient of {what} {i} is {'missing' if x is None else 'extra'}")
+            _close(x, y, f"the gradient of {what} {i}")
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    if a.is_sparse or b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape:
+        raise NotBatchable(f"{what} is batched to {list(a.shape)}, eager has {list(b.shape)}")
+    tolerance = _TOLERANCE.get(b.dtype, 0.0)
+    if tolerance == 0.0:
+        if not torch.equal(a, b):
+            raise NotBatchable(f"{what} differs from eager")
+        return
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    finite = y.abs()[torch.isfinite(y.abs())]
+    scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
+    if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        raise NotBatchable(f"{what} differs from eager")

@@ -1,0 +1,77 @@
+"""What an operation is made into: the contract between operation graphs and the runtime.
+
+    graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
+    if isinstance(graphs, Unbatched):
+        kernel = UnbatchedKernel(signature)      # call by call; graphs.reason says why
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from fxbatch.ir import Layout, Signature, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A row-wise tensor of an operation, named by where it comes from.
+
+    group: a gathered input group; output: what forward returns; saved: an intermediate that forward
+    saves; extra: a tensor that backward makes for the parameter graph.
+    """
+
+    kind: Literal["group", "output", "saved", "extra"]
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.index}"
+
+
+@dataclass(frozen=True, eq=False)
+class OperationGraphs:
+    """The three graphs of one signature.
+
+    A group of one input is `[n, *shape]`; a group of several is `[n, members, *shape]`.
+
+    * `forward(n, *groups, *shared) -> (*outputs [n, *shape], *saved)`
+    * `backward(n, *grad_outputs, *backward_inputs, *shared) -> (*gradients of grad_groups, *extra)`
+    * `parameters(N, *parameter_inputs, *shared) -> gradients of grad_shared`, with the rows of all steps
+      of the minibatch one after another; it sums over rows, so once is enough.
+
+    `grad_outputs` are the outputs whose gradients backward takes; a differentiable output that is missing
+    there has no path to what needs gradients. `grad_groups` and `grad_shared` have gradients; the others
+    of the needed ones have none (None in autograd's terms).
+    """
+
+    signature: Signature
+    layout: Layout
+    forward: fx.GraphModule
+    saved_types: tuple[TensorType, ...]
+    backward: fx.GraphModule | None
+    grad_outputs: tuple[int, ...]
+    grad_groups: tuple[int, ...]
+    backward_inputs: tuple[Ref, ...]
+    extra_types: tuple[TensorType, ...]
+    parameters: fx.GraphModule | None
+    parameter_inputs: tuple[Ref, ...]
+    grad_shared: tuple[int, ...]
+    random: bool = False
+    checked: bool = True  # compared with per-row eager on real numbers (never when random)
+
+    @property
+    def needs_backward(self) -> bool:
+        return self.backward is not None or self.parameters is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Unbatched:
+    """An operation that can't be batched, and why; it runs call by call."""
+
+    reason: str
+
+
+class NotBatchable(Exception):
+    """Raised inside codegen, with the reason; `build_operation` turns it into `Unbatched`."""

@@ -1,0 +1,111 @@
+"""A signature becomes three graphs: batched forward, backward, and parameter gradients.
+
+In: a Signature and what needs gradients. Out: OperationGraphs, or Unbatched with the reason.
+
+    graphs = build_operation(signature, input_needs=(True, True), shared_needs=(True,), shared=[weight])
+    print(graphs.forward.code)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxbatch.codegen.batch_body import Joint, batch_body
+from fxbatch.codegen.check import check_graphs
+from fxbatch.codegen.clean import clean, is_random, mark_kept_detaches
+from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref, Unbatched
+from fxbatch.codegen.partition import Memory, partition
+from fxbatch.codegen.rewrite import rewrite
+from fxbatch.codegen.rewrite_groups import find_groups, group_inputs
+from fxbatch.codegen.trace_body import trace_body
+from fxbatch.codegen.unbatched import UnbatchedKernel
+from fxbatch.ir import Layout, Signature
+from fxbatch.torch_private import FakeTensorMode
+
+__all__ = ["OperationGraphs", "Ref", "Unbatched", "UnbatchedKernel", "build_operation"]
+
+
+def build_operation(
+    signature: Signature,
+    *,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    memory: Memory = "save",
+) -> OperationGraphs | Unbatched:
+    """Build and check the graphs of a signature.
+
+    `input_needs`, `shared_needs`: which inputs and shared operands need gradients (all False: inference,
+    nothing is saved and there is no backward). `memory="recompute"` makes cheap pointwise results again in
+    backward instead of saving them. What can't be batched is `Unbatched(reason)`, never an exception.
+    """
+    if signature.reason:
+        return Unbatched(signature.reason)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graphs = _build(signature, input_needs, shared_needs, shared, memory)
+            return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
+    except NotBatchable as error:
+        return Unbatched(str(error))
+    except Exception as error:  # tracing runs arbitrary code; whatever it raises is the reason
+        first = str(error).strip().splitlines()
+        return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
+
+
+def _build(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    memory: Memory,
+) -> OperationGraphs:
+    joint, layout = build_joint(signature, input_needs, shared_needs, shared)
+    parts = partition(joint, memory=memory)
+    module = joint.module
+
+    def finish(graph: fx.Graph | None, name: str) -> fx.GraphModule | None:
+        if graph is None:
+            return None
+        clean(graph)
+        rewrite(graph)
+        graph.lint()
+        return fx.GraphModule(module, graph, name)
+
+    forward = finish(parts.forward, "Forward")
+    assert forward is not None
+    return OperationGraphs(
+        signature=signature,
+        layout=layout,
+        forward=forward,
+        saved_types=parts.saved_types,
+        backward=finish(parts.backward, "Backward"),
+        grad_outputs=parts.grad_outputs,
+        grad_groups=parts.grad_groups,
+        backward_inputs=parts.backward_inputs,
+        extra_types=parts.extra_types,
+        parameters=finish(parts.parameters, "Parameters"),
+        parameter_inputs=parts.parameter_inputs,
+        grad_shared=parts.grad_shared,
+        random=signature.operation.random or any(is_random(x) for x in joint.graph.nodes),
+    )
+
+
+def build_joint(
+    signature: Signature, input_needs: Sequence[bool], shared_needs: Sequence[bool], shared: Sequence[torch.Tensor]
+) -> tuple[Joint, Layout]:
+    """The cleaned and rewritten joint graph, before it is cut in three."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    body = trace_body(signature, shared, mode)
+    layout = find_groups(body, signature)
+    body = group_inputs(body, layout, signature)
+    joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)
+    mark_kept_detaches(joint.graph, joint.outputs)
+    clean(joint.graph)
+    rewrite(joint.graph)
+    return joint, layout

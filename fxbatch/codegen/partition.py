@@ -1,0 +1,301 @@
+"""The joint graph in three: forward, backward, and what only parameter gradients need.
+
+In: a Joint. Out: a Partition. What backward and the parameter graph take from forward is a minimum cut:
+inputs and outputs are cheaper to take than intermediates, views and casts are made again, whatever is
+taken is row-wise `[n, ...]`, so that rows of many steps can be put one after another.
+
+    forward: z = addmm(b, x, t(W)); s = sigmoid(z)       backward: dz = sigmoid_backward(g, s); dx = mm(dz, W)
+    parameters: dW = mm(t(dz), x); db = sum(dz, [0])      saved: nothing (s is an output); extra: dz
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx
+import torch
+from torch import fx
+
+from fxbatch.codegen.batch_body import Joint
+from fxbatch.codegen.clean import eliminate_dead, is_random
+from fxbatch.codegen.contract import NotBatchable, Ref
+from fxbatch.codegen.sizes import bytes_per_row, row_type
+from fxbatch.ir import TensorType
+
+aten = torch.ops.aten
+Memory = Literal["save", "recompute"]
+_KEPT_ANYWAY = 0.25  # of the cost of an intermediate: inputs and outputs are in arenas already
+_CHEAP = (
+    aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
+    aten._to_copy.default, aten.detach.default, aten.alias.default, aten.unbind.int, aten.view.dtype,
+    aten.diagonal.default, aten._conj.default, aten.view_as_real.default, aten.view_as_complex.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
+    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.full.default,
+    aten.full_like.default, aten.new_full.default, aten.ones.default, aten.ones_like.default,
+    aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar,
+    aten.logical_not.default, aten.neg.default, aten.sign.default, aten.sgn.default, aten.bitwise_not.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The three graphs and what flows between them."""
+
+    forward: fx.Graph
+    saved: tuple[fx.Node, ...]  # nodes of the joint graph
+    backward: fx.Graph | None
+    grad_outputs: tuple[int, ...]
+    grad_groups: tuple[int, ...]
+    backward_inputs: tuple[Ref, ...]
+    extra: tuple[fx.Node, ...]
+    parameters: fx.Graph | None
+    parameter_inputs: tuple[Ref, ...]
+    grad_shared: tuple[int, ...]
+
+    @property
+    def saved_types(self) -> tuple[TensorType, ...]:
+        return tuple(_row_type(node) for node in self.saved)
+
+    @property
+    def extra_types(self) -> tuple[TensorType, ...]:
+        return tuple(_row_type(node) for node in self.extra)
+
+
+def _row_type(node: fx.Node) -> TensorType:
+    kind = row_type(node)
+    assert kind is not None
+    return kind
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes and all that they need, as an ordered set."""
+    seen: dict[fx.Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def partition(joint: Joint, *, memory: Memory = "save") -> Partition:
+    """Cut the joint graph in three."""
+    outputs = list(joint.outputs)
+    inputs = [x for x in joint.group_gradients if x is not None]
+    shared = [x for x in joint.shared_gradients if x is not None]
+    forward = ancestors(outputs)
+    free = {joint.graph_rows(): None, **dict.fromkeys(joint.shared)}
+    starts = dict.fromkeys(x for x in joint.output_gradients if x is not None)
+    backward = {x: None for x in ancestors(inputs) if x not in forward}
+    later = {x: None for x in ancestors([*inputs, *shared]) if x not in forward}
+    kept = {**dict.fromkeys(joint.groups), **dict.fromkeys(outputs)}
+
+    sinks = [x for node in later for x in node.all_input_nodes if x in forward]
+    sinks += [x for x in (*inputs, *shared) if x in forward]
+    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, kept, _recomputable(memory))
+
+    crossing = [x for node in later if node not in backward for x in node.all_input_nodes]
+    crossing = [x for x in [*crossing, *shared] if x in backward or x in starts]
+    region = {**ancestors(saved), **backward, **starts}
+    at_hand = dict.fromkeys(saved)
+    found = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again_for_parameters)
+    extra = [x for x in found if x not in at_hand]
+    return _assemble(joint, saved, extra, inputs, shared)
+
+
+Again = Callable[[fx.Node], bool]
+
+
+def _recomputable(memory: Memory) -> Again:
+    def again(node: fx.Node) -> bool:
+        if is_random(node) or node.op != "call_function":
+            return False
+        if node.target in _CHEAP or _is_number(node):
+            return True
+        return memory == "recompute" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+    return again
+
+
+def _again_for_parameters(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target in _CHEAP or _is_number(node))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta["values"][0], (int, float, bool))
+
+
+def _again_unless_rows(node: fx.Node) -> bool:
+    return node.op == "call_function" and row_type(node) is None and not is_random(node)
+
+
+def _again_unless_random(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_random(node)
+
+
+def cut(
+    region: dict[fx.Node, None],
+    sinks: list[fx.Node],
+    sources: dict[fx.Node, None],
+    free: dict[fx.Node, None],
+    kept: dict[fx.Node, None],
+    again: Again,
+) -> list[fx.Node]:
+    """The cheapest row-wise tensors of `region` from which the sinks can be computed.
+
+    `free` nodes cost nothing anywhere (n, shared operands); `kept` ones are stored in any case; `again`
+    says which nodes may be computed a second time. Where that leaves no row-wise cut, what isn't row-wise
+    is computed again, then whatever isn't random.
+    """
+    order = [x for x in _depends_on_rows(region, free)]
+    ends = [x for x in dict.fromkeys(sinks) if x in dict.fromkeys(order)]
+    if not ends:
+        return []
+    wider = (again, lambda x: again(x) or _again_unless_rows(x), _again_unless_random)
+    for allowed in wider:
+        flow = _flow(order, ends, sources, kept, allowed)
+        try:
+            _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
+        except networkx.NetworkXUnbounded:
+            continue
+        return [x for x in order if (x, 0) in reachable and (x, 1) not in reachable]
+    raise NotBatchable("gradients need tensors that are not row-wise")
+
+
+def _flow(
+    order: list[fx.Node], ends: list[fx.Node], sources: dict[fx.Node, None], kept: dict[fx.Node, None], again: Again
+) -> networkx.DiGraph:
+    """Each node is an edge whose capacity is what keeping it costs; what must be kept hangs on the source."""
+    flow = networkx.DiGraph()
+    flow.add_node("source")
+    inside = dict.fromkeys(order)
+    for node in order:
+        flow.add_edge((node, 0), (node, 1), capacity=_capacity(node, kept))
+        for source in node.all_input_nodes:
+            if source in inside:
+                flow.add_edge((source, 1), (node, 0), capacity=float("inf"))
+        if node in sources or node.op == "placeholder" or not again(node):
+            flow.add_edge("source", (node, 0), capacity=float("inf"))
+    for node in ends:
+        flow.add_edge((node, 1), "sink", capacity=float("inf"))
+    return flow
+
+
+def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> dict[fx.Node, None]:
+    """The nodes of the region that are not functions of n, shared operands and attributes alone."""
+    found: dict[fx.Node, bool] = {}
+    for node in _in_order(region):
+        if node in free or node.op == "get_attr":
+            found[node] = False
+        elif node.op == "placeholder" or is_random(node):
+            found[node] = True
+        else:
+            found[node] = any(found.get(x, x not in free) for x in node.all_input_nodes)
+    return {node: None for node, yes in found.items() if yes}
+
+
+def _in_order(region: dict[fx.Node, None]) -> list[fx.Node]:
+    graph = next(iter(region)).graph if region else None
+    return [node for node in graph.nodes if node in region] if graph else []
+
+
+def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> float:
+    if row_type(node) is None:
+        return float("inf")
+    cost = bytes_per_row(node)
+    return cost * _KEPT_ANYWAY if node in kept else float(cost)
+
+
+def _assemble(
+    joint: Joint, saved: list[fx.Node], extra: list[fx.Node], inputs: list[fx.Node], shared: list[fx.Node]
+) -> Partition:
+    groups = {x: i for i, x in enumerate(joint.groups)}
+    outputs = {x: i for i, x in reversed(list(enumerate(joint.outputs)))}
+    new_saved = tuple(x for x in saved if x not in groups and x not in outputs)
+    position = {x: i for i, x in enumerate(new_saved)}
+
+    def ref(node: fx.Node) -> Ref:
+        if node in groups:
+            return Ref("group", groups[node])
+        if node in outputs:
+            return Ref("output", outputs[node])
+        return Ref("saved", position[node])
+
+    forward = build(joint, [*joint.groups, *joint.shared], [*joint.outputs, *new_saved])
+    starts = [x for x in joint.output_gradients if x is not None]
+    has_backward = bool(inputs or extra)
+    used_saved: list[fx.Node] = []
+    used_starts: list[fx.Node] = []
+    backward = None
+    if has_backward:
+        used_saved, used_starts = _used([*inputs, *extra], saved, starts)
+        backward = build(joint, [*used_starts, *used_saved, *joint.shared], [*inputs, *extra])
+    parameters = None
+    refs: list[Ref] = []
+    if shared:
+        used, used_extra = _used(shared, saved, extra)
+        parameters = build(joint, [*used, *used_extra, *joint.shared], shared)
+        refs = [ref(x) for x in used] + [Ref("extra", extra.index(x)) for x in used_extra]
+    return Partition(
+        forward=forward,
+        saved=new_saved,
+        backward=backward,
+        grad_outputs=tuple(i for i, x in enumerate(joint.output_gradients) if x in dict.fromkeys(used_starts)),
+        grad_groups=tuple(i for i, x in enumerate(joint.group_gradients) if x is not None),
+        backward_inputs=tuple(ref(x) for x in used_saved),
+        extra=tuple(extra),
+        parameters=parameters,
+        parameter_inputs=tuple(refs),
+        grad_shared=tuple(i for i, x in enumerate(joint.shared_gradients) if x is not None),
+    )
+
+
+def _used(
+    wanted: list[fx.Node], first: list[fx.Node], second: list[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Which of the two lists the wanted nodes are computed from."""
+    stops = dict.fromkeys([*first, *second])
+    seen: dict[fx.Node, None] = {}
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            if node not in stops:
+                stack.extend(node.all_input_nodes)
+    return [x for x in first if x in seen], [x for x in second if x in seen]
+
+
+def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Graph:
+    """A graph `(n, *inputs) -> wanted` of copies of the joint graph's nodes."""
+    graph = fx.Graph()
+    rows = joint.graph_rows()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in [rows, *inputs]:
+        name = node.name if node.op == "placeholder" else f"kept_{node.name}"
+        known[node] = graph.placeholder(name)
+        known[node].meta = dict(node.meta)
+    needed = _between(wanted, known)
+    for node in joint.graph.nodes:
+        if node in needed and node not in known:
+            if node.op == "placeholder":
+                raise NotBatchable(f"{node.name} is needed where it is not at hand")
+            known[node] = graph.node_copy(node, lambda x: known[x])
+    graph.output(tuple(known[x] for x in wanted))
+    eliminate_dead(graph)
+    return graph
+
+
+def _between(wanted: list[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
+    seen: dict[fx.Node, None] = {}
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            if node not in known:
+                stack.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,109 @@
+"""An operation that can't be batched, run call by call on rows, with local autograd.
+
+    kernel = UnbatchedKernel(signature)
+    outputs, tape = kernel.forward(inputs, shared, input_needs=(True,), shared_needs=(True,))
+    input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxbatch.codegen.trace_body import devices_of, entered_modes
+from fxbatch.ir import Layout, Signature
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Tape:
+    """What one step of an unbatched operation leaves for its backward: outputs and leaves, a row each."""
+
+    outputs: list[Tensors] = field(default_factory=list)
+    inputs: list[Tensors] = field(default_factory=list)
+    shared: Tensors = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class UnbatchedKernel:
+    """Runs `signature.run` once a row. Inputs are `[n, *shape]` each; results are stacked."""
+
+    signature: Signature
+
+    @property
+    def layout(self) -> Layout:
+        """Every input is a group of its own."""
+        return Layout(tuple((i,) for i in range(len(self.signature.inputs))))
+
+    def forward(
+        self,
+        groups: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        *,
+        input_needs: Sequence[bool],
+        shared_needs: Sequence[bool],
+        n: int | None = None,
+    ) -> tuple[Tensors, Tape | None]:
+        """Outputs `[n, *shape]` and, if anything needs gradients, the tape. `n` is asked for without inputs."""
+        if n is None:
+            n = len(groups[0])
+        grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
+        tape = Tape(rows=n)
+        if grad:
+            tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
+        weights = tape.shared if grad else list(shared)
+        modes = self.signature.modes
+        with entered_modes(modes, devices_of(self.signature)), torch.set_grad_enabled(grad):
+            for row in range(n):
+                inputs = [
+                    _leaf(x[row], need and grad) for x, need in zip(groups, input_needs, strict=True)
+                ]
+                tape.inputs.append(inputs)
+                tape.outputs.append(self.signature.run(inputs, weights))
+        return self._stack(tape), tape if grad else None
+
+    def _stack(self, tape: Tape) -> Tensors:
+        if not tape.outputs:
+            return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in self.signature.outputs]
+        return [torch.stack([x.detach() for x in column]) for column in zip(*tape.outputs, strict=True)]
+
+    def backward(
+        self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows."""
+        ends: Tensors = []
+        starts: list[torch.Tensor] = []
+        for row, outputs in enumerate(tape.outputs):
+            for out, grad in zip(outputs, grad_outputs, strict=True):
+                if grad is not None and out.requires_grad:
+                    ends.append(out)
+                    starts.append(grad[row])
+        leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
+        wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
+        found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
+        by_row = [
+            [next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs
+        ]
+        shared = [next(found, None) if x.requires_grad else None for x in tape.shared]
+        columns = [_column([grads[i] for grads in by_row], tape, i) for i in range(len(self.signature.inputs))]
+        return columns, shared
+
+
+def _column(grads: list[torch.Tensor | None], tape: Tape, index: int) -> torch.Tensor | None:
+    if all(grad is None for grad in grads):
+        return None
+    rows = [
+        torch.zeros_like(tape.inputs[row][index]) if grad is None else grad for row, grad in enumerate(grads)
+    ]
+    return torch.stack(rows)
+
+
+def _leaf(x: torch.Tensor, need: bool) -> torch.Tensor:
+    leaf = x.detach()
+    if need and (x.is_floating_point() or x.is_complex()):
+        leaf.requires_grad_()
+    return leaf

@@ -1,0 +1,65 @@
+"""Memory that kernels reuse: buffers grown to the largest number of rows, with views kept per number.
+
+    workspace = Workspace()                    # one a thread and run; never shared between threads
+    a, b = workspace.views(kernel, n)          # the kernel's intermediates for n rows, ready made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fxbatch.codegen.kernels import Kernel
+
+_KEPT = 256  # numbers of rows whose views are kept, a kernel
+
+
+class Workspace:
+    """Buffers by (device, dtype, slot), and each kernel's views of them by number of rows."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+        self._views: dict[Kernel, dict[int, tuple[torch.Tensor, ...]]] = {}
+
+    def views(self, kernel: Kernel, n: int) -> tuple[torch.Tensor, ...]:
+        """The intermediates of a kernel for n rows (made once, then found)."""
+        table = self._views.get(kernel)
+        if table is None:
+            table = self._views[kernel] = {}
+        views = table.get(n)
+        if views is None:
+            if len(table) >= _KEPT:
+                table.clear()
+            views = table[n] = self._make(kernel, n)
+        return views
+
+    def _make(self, kernel: Kernel, n: int) -> tuple[torch.Tensor, ...]:
+        buffers = [
+            self._buffer((slot.device, slot.dtype, slot.slot), slot.sizes(n)) for slot in kernel.slots
+        ]
+        return kernel.make_views(n, buffers)
+
+    def _buffer(self, key: tuple[torch.device, torch.dtype, int], sizes: Sequence[int]) -> torch.Tensor:
+        count = 1
+        for size in sizes:
+            count *= size
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < count:
+            grown = max(count, 0 if flat is None else 2 * flat.numel())
+            with torch.inference_mode(False):
+                flat = self._flat[key] = torch.empty(grown, dtype=key[1], device=key[0])
+            self._forget()
+        return flat[:count].view(tuple(sizes))
+
+    def _forget(self) -> None:
+        """A buffer has moved: views of the old one still work, but would keep its memory."""
+        for table in self._views.values():
+            table.clear()
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._flat.clear()
+        self._views.clear()
