@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from fxbatch.batched_graph import BatchedGraph, GraphBuilder, Read
-from fxbatch.passes.rebuild import copy_node
 
 
 def elide_gathers(batched: BatchedGraph) -> BatchedGraph:

@@ -1,0 +1,44 @@
+"""Program -> Program with fewer calls: what a rewrite keeps, renumbered.
+
+keep = np.array([True, True, False]); value_of = np.arange(program.values)
+select_calls(program, keep, value_of)       # value_of[v]: the kept value that stands for v
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from fxbatch.ir import Program
+
+
+def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None = None) -> Program:
+    """The calls where `keep` (bool [calls]) holds; every read value goes through `value_of` first.
+
+    `program.outputs` keep their places: output i of the result stands for output i of the program, so two
+    of them can be the same value. The signatures stay as they are, also those without calls.
+    """
+    new_value = np.full(program.values, -1, dtype=np.int64)
+    new_value[: program.known] = np.arange(program.known)
+    kept_values = np.repeat(keep, program.width[program.sig])
+    new_value[program.known :][kept_values] = program.known + np.arange(int(kept_values.sum()))
+    if value_of is not None:
+        new_value = new_value[value_of]
+    entries = np.repeat(keep, program.arity[program.sig])
+    return dataclasses.replace(
+        program,
+        sig=program.sig[keep],
+        inputs=new_value[program.inputs[entries]],
+        instance=program.instance[keep],
+        outputs=new_value[program.outputs],
+        constants=_payloads(program, keep),
+    )
+
+
+def _payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
+    kept = {}
+    for s, payload in program.constants.items():
+        mine = keep[program.sig == s]
+        kept[s] = payload if mine.all() else [payload[i] for i in np.flatnonzero(mine).tolist()]
+    return kept
