@@ -92,7 +92,7 @@ def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     ):
         return out
     free = [i for i in first.values() if not payload[i].requires_grad]
-    if len(free) < 2 or not sample.layout == torch.strided:
+    if len(free) < 2 or sample.layout != torch.strided:
         return out
     rows = torch.stack([payload[i] for i in free]).reshape(len(free), -1).resolve_conj().resolve_neg()
     bits = rows.contiguous().view(torch.uint8).numpy().reshape(len(free), -1)
