@@ -49,22 +49,22 @@ def read_conllu(path: Path) -> list[Sentence]:
     sentences: list[Sentence] = []
     tokens: list[Token] = []
     comments: dict[str, str] = {}
-    start = number = 0
+    numbers: list[int] = []
     for number, line in read_lines(path):
         if line.startswith("#") and not tokens:
             key, _, value = line[1:].partition("=")
             comments[key.strip()] = value.strip()
         elif not line.strip():
             if tokens:
-                sentences.append(_sentence(tokens, comments, f"{path}:{start}"))
-            tokens, comments = [], {}
+                sentences.append(_sentence(tokens, comments, path, numbers))
+            tokens, comments, numbers = [], {}, []
         else:
-            start = start if tokens else number
             token = _token(line, len(tokens) + 1, f"{path}:{number}")
             if token is not None:
                 tokens.append(token)
+                numbers.append(number)
     if tokens:
-        sentences.append(_sentence(tokens, comments, f"{path}:{start}"))
+        sentences.append(_sentence(tokens, comments, path, numbers))
     if not sentences:
         raise DataError(f"{path}: no sentences in this file")
     return sentences
@@ -84,9 +84,9 @@ def _token(line: str, expected: int, where: str) -> Token | None:
     return Token(form, lemma, upos, xpos, features, int(head), relation)
 
 
-def _sentence(tokens: list[Token], comments: dict[str, str], where: str) -> Sentence:
+def _sentence(tokens: list[Token], comments: dict[str, str], path: Path, numbers: list[int]) -> Sentence:
     for position, token in enumerate(tokens, 1):
         if token.head > len(tokens) or token.head == position:
             found = f"word {position} ({token.form}) has head {token.head}"
-            raise DataError(f"{where}: {found} in a sentence of {len(tokens)} words")
+            raise DataError(f"{path}:{numbers[position - 1]}: {found} in a sentence of {len(tokens)} words")
     return Sentence(tuple(tokens), comments)

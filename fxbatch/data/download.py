@@ -15,6 +15,7 @@ import http.client
 import os
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 import zlib
@@ -49,11 +50,14 @@ def download_sst(
     `on_progress` is called with bytes done and bytes in all (None where the server doesn't say). DataError
     on a failed connection, a broken archive or a wrong checksum; files with a wrong sum never appear.
     """
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise DataError(f"{url}: no URL; expected one that begins with https:// or http://")
     if all(_sum_of(folder / name) == total for name, total in expected.items()):
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        archive = folder / (PurePosixPath(urllib.request.url2pathname(url)).name + ".part")
+        name = PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive"
+        archive = folder / f"{name}.part"
         fetch(url, archive, on_progress=on_progress)
         unpack(archive, folder, expected, source=url)
     except OSError as error:
@@ -93,7 +97,7 @@ def fetch(url: str, part: Path, *, on_progress: OnProgress) -> None:
         raise DataError(f"{url}: no connection: {error.reason}") from error
     except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
         raise DataError(f"{url}: the connection broke off ({error}); run it again to go on") from error
-    except ValueError as error:
+    except ValueError as error:  # such as http://[::1
         raise DataError(f"{url}: no URL: {error}") from error
     if total is not None and part.stat().st_size != total:
         done = part.stat().st_size
