@@ -30,6 +30,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+# Checked against 2.11.0 and 2.13.0: the base class of BatchNorm and InstanceNorm.
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+
+# Checked against 2.11.0 and 2.13.0: what torch.func.functional_call does around the call.
+from torch.nn.utils.stateless import _reparametrize_module as reparametrized
+
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +46,11 @@ from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_le
 def backward_keeps_graph() -> bool:
     """Whether the backward pass under way was asked to retain the graph. Checked: 2.11.0, 2.13.0."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def direct_call(overload: Any) -> Any:
+    """The C++ function behind an OpOverload: 0.4-0.7 us a call cheaper. Checked: 2.11.0, 2.13.0."""
+    return overload._op
 
 
 @contextlib.contextmanager
@@ -84,14 +95,17 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "NormBase",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "any_autocast",
     "module_call",
+    "reparametrized",
     "set_grad_enabled",
     "swap_function_modes",
     "TreeSpec",
     "backward_keeps_graph",
+    "direct_call",
     "inside_functorch",
     "is_pytree_node",
     "no_vmap_fallback",

@@ -37,20 +37,19 @@ class Workspace:
         return views
 
     def _make(self, kernel: Kernel, n: int) -> tuple[torch.Tensor, ...]:
-        buffers = [
-            self._buffer((slot.device, slot.dtype, slot.slot), slot.sizes(n)) for slot in kernel.slots
-        ]
-        return kernel.make_views(n, buffers)
+        with torch.inference_mode(False):
+            return kernel.make_views(n, self._alloc)
 
-    def _buffer(self, key: tuple[torch.device, torch.dtype, int], sizes: Sequence[int]) -> torch.Tensor:
+    def _alloc(
+        self, slot: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]
+    ) -> torch.Tensor:
         count = 1
         for size in sizes:
             count *= size
+        key = (device, dtype, slot)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < count:
-            grown = max(count, 0 if flat is None else 2 * flat.numel())
-            with torch.inference_mode(False):
-                flat = self._flat[key] = torch.empty(grown, dtype=key[1], device=key[0])
+            flat = self._flat[key] = torch.empty(count + count // 4, dtype=dtype, device=device)
             self._forget()
         return flat[:count].view(tuple(sizes))
 

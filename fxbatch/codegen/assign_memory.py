@@ -1,0 +1,241 @@
+"""Where each node of an operation graph is written: a result's memory, a slot of the workspace, or a piece.
+
+In: an operation graph. Out: Memory. Results are written where the caller wants them; what a concatenation
+alone reads is written straight into its place there; dead intermediates' slots are used again.
+
+    memory = assign_memory(graph)
+    memory.place[node]     # Place("slot", 2), Place("output", 0), Place("piece", parent=cat, dim=1, start=0, ...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from fxbatch.codegen.clean import constant_value
+from fxbatch.codegen.kernel_calls import is_pointwise, is_view, out_call
+from fxbatch.codegen.sizes import dtype, is_tensor, shape
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Memory: workspace slot `index`, result `index`, or part of the place of `parent`."""
+
+    kind: Literal["slot", "output", "piece"]
+    index: int = 0
+    parent: fx.Node | None = None
+    dim: int = 0
+    start: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A piece of a concatenation that is copied (from `source`) or filled (with `fill`)."""
+
+    source: fx.Node
+    dim: int
+    start: int
+    size: int
+    fill: float | None
+
+
+@dataclass
+class Memory:
+    """What the emitter asks."""
+
+    outputs: list[fx.Node]
+    place: dict[fx.Node, Place] = field(default_factory=dict)
+    views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # view -> the node whose memory it looks at
+    copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)  # of concatenations
+    opens: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # concatenations begun before a node
+    returned: list[int] = field(default_factory=list)  # results that can't be written to given memory
+    direct: dict[int, fx.Node] = field(default_factory=dict)  # result -> node written straight into it
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The node whose memory `node` looks at."""
+        return self.views.get(node, node)
+
+    def root(self, node: fx.Node) -> Place | None:
+        """The slot or result behind a node, through views and pieces."""
+        place = self.place.get(self.base(node))
+        while place is not None and place.parent is not None:
+            place = self.place[place.parent]
+        return place
+
+    def is_slot(self, node: fx.Node) -> bool:
+        """Whether the node lies in the workspace, so that its views are ready made."""
+        root = self.root(node)
+        return root is not None and root.kind == "slot"
+
+    def is_fill(self, node: fx.Node) -> bool:
+        """Whether a constant tensor is only ever filled into concatenations."""
+        return constant_value(node) is not None and all(user in self.copies for user in node.users)
+
+    def written_in_place(self, index: int) -> bool:
+        return index in self.direct
+
+
+def assign_memory(graph: fx.Graph) -> Memory:
+    """Views, results, pieces of concatenations, then slots by liveness."""
+    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple of nodes
+    memory = Memory(outputs)
+    memory.returned = [i for i, x in enumerate(outputs) if not is_tensor(x) or x.meta["values"][0].is_sparse]
+    layout = _Layouts()
+    for node in graph.nodes:
+        layout.add(node, memory)
+    _place_outputs(memory)
+    _place_pieces(graph, memory)
+    _place_slots(graph, memory)
+    return memory
+
+
+class _Layouts:
+    """Strides at the first sample size, on the meta device, to know which reshapes are views."""
+
+    def __init__(self) -> None:
+        self.like: dict[fx.Node, torch.Tensor] = {}
+
+    def add(self, node: fx.Node, memory: Memory) -> None:
+        if node.op == "output" or not is_tensor(node):
+            return
+        value = node.meta["values"][0]
+        fresh = torch.empty(value.shape, dtype=value.dtype, device="meta") if not value.is_sparse else value
+        if not is_view(node) or node.args[0] not in self.like:
+            self.like[node] = fresh
+            return
+        source = self.like[node.args[0]]
+        try:
+            found = _view(node, source)
+        except RuntimeError:
+            self.like[node] = fresh  # this reshape copies
+            return
+        self.like[node] = found
+        memory.views[node] = memory.base(node.args[0])
+
+
+def _view(node: fx.Node, source: torch.Tensor) -> torch.Tensor:
+    args = fx.map_arg(node.args[1:], lambda x: x.meta["values"][0])
+    if node.target is aten.reshape.default:
+        return source.view(args[0])
+    return node.target(source, *args, **node.kwargs)
+
+
+def _writable(node: fx.Node, memory: Memory) -> bool:
+    """Whether the node makes a dense tensor of its own by a call."""
+    if node.op != "call_function" or node in memory.views or not is_tensor(node):
+        return False
+    if node.meta["values"][0].is_sparse or getattr(node.target, "__name__", "") == "getitem":
+        return False
+    return node.target is aten.cat.default or out_call(node.target) is not None
+
+
+def _place_outputs(memory: Memory) -> None:
+    """A result, or what a result is a reshape of, is written straight into the caller's memory."""
+    for i, node in enumerate(memory.outputs):
+        if i in memory.returned:
+            continue
+        source = node
+        while source in memory.views and source.target is aten.reshape.default:
+            source = source.args[0]
+        if source in memory.place or not _writable(source, memory):
+            continue
+        memory.place[source] = Place("output", i)
+        memory.direct[i] = source
+
+
+def _place_pieces(graph: fx.Graph, memory: Memory) -> None:
+    """What only a concatenation reads is written into its place there; the rest is copied."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is not aten.cat.default or not _writable(node, memory):
+            continue
+        dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape(node))
+        if any(len(shape(x)) != len(shape(node)) or shape(x)[dim][0] for x in node.args[0]):
+            continue
+        start = 0
+        memory.copies[node] = []
+        seen: dict[fx.Node, None] = {}
+        for piece in node.args[0]:
+            size = shape(piece)[dim][1]
+            alone = len(piece.users) == 1 and piece not in seen and piece not in memory.place
+            seen[piece] = None
+            fill = constant_value(piece)
+            if alone and fill is None and _writable(piece, memory) and dtype(piece) == dtype(node):
+                memory.place[piece] = Place("piece", 0, node, dim, start, size)
+            else:
+                memory.copies[node].append(Copy(piece, dim, start, size, fill))
+            start += size
+
+
+def _place_slots(graph: fx.Graph, memory: Memory) -> None:
+    """Slots for the rest, each free again after the last reader of what it holds."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = _last_uses(graph, memory, order)
+    first = _first_writes(graph, memory, order)
+    roots = [x for x in graph.nodes if _writable(x, memory) and memory.place.get(x, None) is None]
+    roots.sort(key=lambda x: first.get(x, order[x]))
+    free: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    busy: list[tuple[int, tuple[torch.dtype, torch.device], int, fx.Node]] = []
+    count: dict[tuple[torch.dtype, torch.device], int] = {}
+    for node in roots:
+        value = node.meta["values"][0]
+        key = (value.dtype, value.device)
+        begin = first.get(node, order[node])
+        still = []
+        for end, other, slot, holder in busy:
+            dying = end < begin or (end == begin and _in_place(node, holder, memory))
+            if dying:
+                free.setdefault(other, []).append(slot)
+            else:
+                still.append((end, other, slot, holder))
+        busy = still
+        pool = free.setdefault(key, [])
+        if pool:
+            slot = pool.pop()
+        else:
+            slot = count.get(key, 0)
+            count[key] = slot + 1
+        memory.place[node] = Place("slot", slot)
+        busy.append((last[node], key, slot, node))
+    nodes = list(graph.nodes)
+    for node in memory.copies:
+        if (start := first.get(node, order[node])) < order[node]:
+            memory.opens.setdefault(nodes[start], []).append(node)
+    for waiting in memory.opens.values():
+        waiting.sort(key=lambda x: -order[x])  # an outer concatenation before those inside it
+
+
+def _in_place(node: fx.Node, holder: fx.Node, memory: Memory) -> bool:
+    """A pointwise call may overwrite an input of its own form that it is the last to read, whole."""
+    if not is_pointwise(node) or shape(holder) != shape(node) or dtype(holder) != dtype(node):
+        return False
+    readers = [x for x in node.all_input_nodes if memory.base(x) is holder]
+    return readers == [holder]
+
+
+def _last_uses(graph: fx.Graph, memory: Memory, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    last: dict[fx.Node, int] = dict(order)
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            holder: fx.Node | None = memory.base(source)
+            while holder is not None:
+                last[holder] = max(last.get(holder, 0), order[node])
+                place = memory.place.get(holder)
+                holder = place.parent if place is not None else None
+    return last
+
+
+def _first_writes(graph: fx.Graph, memory: Memory, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """A concatenation's memory is needed from its first piece on."""
+    first: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        place = memory.place.get(node)
+        while place is not None and place.parent is not None:
+            first[place.parent] = min(first.get(place.parent, order[place.parent]), order[node])
+            place = memory.place.get(place.parent)
+    return first
