@@ -65,6 +65,11 @@ class Configuration:
         """Whether only the root is left."""
         return not self.stack and self.buffer == self.words
 
+    def parse(self) -> Parse:
+        """The parse of a configuration that is done."""
+        heads = [(self.heads[word] + 1) % (self.words + 1) for word in range(self.words)]
+        return Parse(heads, [self.relations[word] for word in range(self.words)])
+
     def legal(self) -> list[str]:
         """The transitions that can be taken here."""
         allowed = [SHIFT] if self.buffer < self.words else []
@@ -182,8 +187,7 @@ class Parser(nn.Module):
             scores = self.scores(vectors, state) + self.illegal[mask_number(state)]
             _, transition, relation = self.actions[int(scores.argmax())]
             state.take(transition, relation)
-        heads = [(state.heads[word] + 1) % (state.words + 1) for word in range(state.words)]
-        return Parse(heads, [state.relations[word] for word in range(state.words)])
+        return state.parse()
 
     @fxbatch.autobatch
     def loss(self, sentence: Sentence) -> Tensor:

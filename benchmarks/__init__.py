@@ -1,0 +1,1 @@
+"""Measurements of fxbatch beside what a user would do instead."""
