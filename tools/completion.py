@@ -3,7 +3,7 @@
 examples:
   source <(fxbatch completion bash)                                   for this shell
   fxbatch completion bash > ~/.local/share/bash-completion/completions/fxbatch
-  fxbatch completion zsh > "${fpath[1]}/_fxbatch"
+  source <(fxbatch completion zsh)                                    after compinit
   fxbatch completion fish > ~/.config/fish/completions/fxbatch.fish
 
 The script is complete in itself: pressing Tab starts no Python. Print it again after an update.
