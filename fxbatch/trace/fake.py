@@ -42,7 +42,9 @@ class Outcome:
     outputs: tuple[TensorType, ...]
     result: Template  # output slots where the tensors are
     aliases: tuple[int, ...]  # per output: the input whose memory it shares, -1 for none
+    same: tuple[int, ...]  # per output: the input that it is, -1 for none
     written: tuple[int, ...]  # inputs that the body writes to
+    reshaped: bool  # the body changes the shape of an input
     written_shared: tuple[int, ...]  # shared operands that the body writes to
     random: bool  # draws torch random numbers
     gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
@@ -86,7 +88,7 @@ def run_on_fakes(
             drew = _restore_python_random(states)
         if drew:
             raise BodyError("draws Python or numpy random numbers")
-        return _outcome(result, fakes, fake_shared, before, shared_before, watch.random)
+        return _outcome(result, inputs, fakes, fake_shared, before, shared_before, watch.random)
 
 
 def _fake(t: TensorType) -> torch.Tensor:
@@ -95,6 +97,7 @@ def _fake(t: TensorType) -> torch.Tensor:
 
 def _outcome(
     result: Any,
+    types: Sequence[TensorType],
     fakes: list[torch.Tensor],
     fake_shared: list[torch.Tensor],
     before: list[int],
@@ -105,6 +108,7 @@ def _outcome(
     storages = {f.untyped_storage()._cdata: i for i, f in reversed(list(enumerate(fakes)))}
     outputs: list[TensorType] = []
     aliases: list[int] = []
+    same: list[int] = []
     gradients: list[bool] = []
     slots: list[Any] = []
     for leaf in leaves:
@@ -114,6 +118,7 @@ def _outcome(
             slots.append(Slot("output", len(outputs)))
             outputs.append(TensorType.of(leaf))
             aliases.append(storages.get(leaf.untyped_storage()._cdata, -1))
+            same.append(next((i for i, f in enumerate(fakes) if f is leaf), -1))
             gradients.append(leaf.requires_grad)
         elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
             slots.append(leaf)
@@ -121,11 +126,14 @@ def _outcome(
             slots.append(leaf)
         else:
             raise BodyError(f"returns a {type(leaf).__name__}")
+    reshaped = [i for i, f in enumerate(fakes) if TensorType.of(f) != types[i]]
     return Outcome(
         outputs=tuple(outputs),
         result=Template(tuple(slots), spec),
         aliases=tuple(aliases),
-        written=tuple(i for i, f in enumerate(fakes) if f._version != before[i]),
+        same=tuple(same),
+        written=tuple(i for i, f in enumerate(fakes) if f._version != before[i] or i in reshaped),
+        reshaped=bool(reshaped),
         written_shared=tuple(i for i, f in enumerate(fake_shared) if f._version != shared_before[i]),
         random=drew_random,
         gradients=tuple(gradients),
@@ -141,7 +149,9 @@ def _restore_python_random(states: tuple[Any, Any]) -> bool:
     moved = random.getstate() != states[0]
     name, keys, position, *rest = np.random.get_state()
     old_name, old_keys, old_position, *old_rest = states[1]
-    moved |= (name, position, rest) != (old_name, old_position, old_rest) or not np.array_equal(keys, old_keys)
+    moved |= (name, position, rest) != (old_name, old_position, old_rest) or not np.array_equal(
+        keys, old_keys
+    )
     if moved:
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -84,4 +84,4 @@ class ReferenceExecution:
     def _real(self, leaf: Any) -> Any:
         from fxbatch.trace.values import Value
 
-        return self.values[leaf.index] if type(leaf) is Value else leaf
+        return self.values[leaf.id] if type(leaf) is Value else leaf

@@ -1,0 +1,60 @@
+"""Which Values share memory, as the tensors that they stand for would.
+
+In: calls whose result is a view of an input (`x[0]`, `x.view(-1)`, dropout in eval). Out: an Alias record on both,
+which `writes` follows when one of them is written to.
+
+    row = x[0]        # alias_of(row).source is x
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fxbatch.torch_private import tree_leaves
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.arguments import Arguments
+    from fxbatch.trace.table import Entry
+
+
+class Alias:
+    """A Value's place among the Values that share its memory."""
+
+    __slots__ = ("again", "call", "output", "source", "views")
+
+    def __init__(self) -> None:
+        self.source: Value | None = None  # what this is a view of
+        self.again: Callable[[], Any] | None = None  # records the view anew, from the source's new content
+        self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (
+            None  # (func, args, kwargs), if a function
+        )
+        self.output = 0  # which leaf of the result
+        self.views: list[weakref.ref[Value]] = []
+
+
+def alias_of(v: Value) -> Alias | None:
+    """The alias record of a Value, None when it shares memory with no other."""
+    return getattr(v, "_alias", None)
+
+
+def link_view(result: Value, source: Value, again: Any, call: Any, output: int) -> None:
+    """Note that `result` is a view of `source`."""
+    alias = Alias()
+    alias.source, alias.again, alias.call, alias.output = source, again, call, output
+    result._alias = alias
+    above = alias_of(source)
+    if above is None:
+        above = source._alias = Alias()
+    above.views.append(weakref.ref(result))
+
+
+def link_views(entry: Entry, result: Any, arguments: Arguments, again: Any, call: Any) -> None:
+    """Note which outputs of a call are views of which inputs."""
+    assert entry.outcome is not None
+    leaves = [x for x in tree_leaves(result) if type(x) is Value]
+    for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
+        if i >= 0:
+            link_view(leaf, arguments.values[i], again, call, output)

@@ -1,0 +1,91 @@
+"""Arguments of a call: which leaves are tensors, and the whole key of the rest.
+
+In: args and kwargs with Values, real tensors and static leaves in nested containers. Out: the input values,
+the shared operands, and a key that is equal exactly for calls of equal structure, types and static arguments.
+
+    found = Arguments(recorder)
+    key = found.key((h, 2))          # found.values == [h]
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxbatch.ir import SharedOperand, Slot, Template
+from fxbatch.torch_private import is_pytree_node, tree_flatten
+from fxbatch.trace.keys import static_key
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+
+class Arguments:
+    """Collects the tensors of a call's arguments in pytree order."""
+
+    __slots__ = ("leaves", "recorder", "shared", "slots", "values")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.values: list[Value] = []  # one an input
+        self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
+        self.shared: list[SharedOperand] = []
+        self.slots: list[Slot] = []  # one a tensor leaf
+
+    def key(self, x: Any) -> Any:
+        """The key of one argument; raises keys.OpaqueArgumentError for a leaf that is no plain data."""
+        kind = type(x)
+        if kind is Value:
+            return self._input(x, x)
+        if kind is tuple or kind is list:
+            return (kind, *[self.key(y) for y in x])
+        if isinstance(x, torch.Tensor):
+            return self._real(x)
+        if kind is dict or kind is OrderedDict:
+            return (kind, tuple(x), *[self.key(y) for y in x.values()])
+        if isinstance(x, tuple) and hasattr(kind, "_fields"):
+            return (kind, *[self.key(y) for y in x])
+        if isinstance(x, np.ndarray):
+            raise TypeError("a numpy array met a value: use torch.from_numpy")
+        if is_pytree_node(kind) and kind is not torch.Size:
+            leaves, spec = tree_flatten(x)
+            return (kind, repr(spec), *[self.key(y) for y in leaves])
+        return static_key(x)
+
+    def _input(self, v: Value, leaf: torch.Tensor) -> int:
+        self.slots.append(Slot("input", len(self.values)))
+        self.values.append(v)
+        self.leaves.append(leaf)
+        return v._type
+
+    def _real(self, t: torch.Tensor) -> Any:
+        shared = self.recorder.shared_operand(t)
+        if shared is None:
+            v = self.recorder.constant(t)
+            assert v is not None
+            return self._input(v, t)
+        self.slots.append(Slot("shared", len(self.shared)))
+        self.shared.append(shared)
+        return ("shared", shared.key, tuple(t.shape), t.dtype, t.device)
+
+    def ids(self) -> list[int]:
+        """Ids of the inputs."""
+        return [v._value for v in self.values]
+
+    def template(self, args: Any, kwargs: Any, first_shared: int = 0) -> Template:
+        """`(args, kwargs)` with slots in place of tensors; shared slots numbered from first_shared."""
+        leaves, spec = tree_flatten((args, kwargs))
+        slots = iter(self.slots)
+        filled = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                slot = next(slots)
+                filled.append(Slot("shared", slot.index + first_shared) if slot.kind == "shared" else slot)
+            else:
+                filled.append(leaf)
+        assert next(slots, None) is None, "arguments flatten in another order than their key"
+        return Template(tuple(filled), spec)

@@ -1,0 +1,223 @@
+"""Record one call of a function: the key, the signature at first sight, the row.
+
+In: a torch function (or one marked @operation) with arguments of which some are Values. Out: its result with
+Values, or what the eager function would raise.
+
+    call_function(recorder, torch.add, (h, c), {})
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
+from fxbatch.ir import Operation, Signature
+from fxbatch.trace.aliases import link_views
+from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.dependent import call_with_values
+from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
+from fxbatch.trace.keys import OpaqueArgumentError
+from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.operations import (
+    FUNCTION,
+    LIFTS,
+    LIFTS_FLOAT,
+    MARKED,
+    function_name,
+    plain_function,
+)
+from fxbatch.trace.state import tracing
+from fxbatch.trace.lifting import call_lifted
+from fxbatch.trace.table import Entry
+from fxbatch.trace.values import Value
+from fxbatch.trace.writes import written_call, written_entry
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+
+@dataclass(frozen=True)
+class Known:
+    """A call whose result the types alone tell: no call is recorded."""
+
+    result: Any
+
+
+@dataclass(frozen=True)
+class Dependent:
+    """A call that needs values: its instance is suspended."""
+
+    reason: str
+
+
+def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record `func(*args, **kwargs)` and give its result with Values."""
+    recorder.sync_modes()
+    func = plain_function(func)
+    if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
+        args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
+        found = call_lifted(recorder, func, args)
+        if found is not None:
+            return found
+    arguments = Arguments(recorder)
+    try:
+        key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
+    except OpaqueArgumentError as error:
+        raise TypeError(
+            f"{function_name(func)}() met a value together with a {error.kind}{at_line()}"
+        ) from None
+    entry = recorder.functions.get(key)
+    if entry is None:
+        if kwargs.get("out") is not None:
+            raise InPlaceError(
+                f"{function_name(func)}: out= can't be recorded; use the result instead{at_line()}"
+            )
+        entry = _new_function(recorder, key, func, args, kwargs, arguments)
+    if type(entry) is Known:
+        return entry.result
+    if type(entry) is Dependent:
+        return call_with_values(recorder, func, args, kwargs, arguments, entry.reason)
+    if entry.written:
+        return written_call(recorder, arguments, entry)
+    result = recorder.emit(entry, arguments.ids())
+    if entry.aliased:
+        again = functools.partial(call_function, recorder, func, args, kwargs)
+        link_views(entry, result, arguments, again, (func, args, kwargs))
+    elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
+        recorder.pairs[(func, args[0]._type, args[1]._type)] = entry
+    return result
+
+
+def _new_function(
+    recorder: Recorder,
+    key: Any,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+) -> Any:
+    table = recorder.table
+    with table.lock, tracing(None):
+        entry = recorder.functions.get(key)
+        if entry is None:
+            target = Operation(function_name(func), "function", func, FUNCTION)
+            entry = function_entry(recorder, target, args, kwargs, arguments)
+            recorder.functions[key] = entry
+        return entry
+
+
+def function_entry(
+    recorder: Recorder, made: Operation, args: Any, kwargs: Any, arguments: Arguments
+) -> Entry | Known | Dependent:
+    """The signature of a function call that was not met before, from one run on fake tensors."""
+    table = recorder.table
+    name = made.name
+    template = arguments.template(args, kwargs)
+    inputs = tuple(recorder.type_of(v) for v in arguments.values)
+
+    def body(tensors: Any, shared: Any) -> Any:
+        a, k = template.fill(input=tensors, shared=shared)
+        return made.target(*a, **k)
+
+    real = [s.resolve() for s in arguments.shared]
+    try:
+        outcome = run_on_fakes(body, inputs, real, grad=recorder.grad)
+    except NEEDS_VALUES as error:
+        return Dependent(_why_values(error))
+    except BodyError as error:
+        raise TraceError(f"{name}: {error}{at_line()}") from None
+    refuse_shared_writes(name, outcome)
+    if outcome.written:
+        return written_entry(recorder, made, args, kwargs, arguments, outcome)
+    if not outcome.outputs:
+        return Known(outcome.result.fill(output=()))
+    operation = table.operation(
+        (made.target, made.kind, outcome.random),
+        lambda: Operation(made.name, made.kind, made.target, made.rule, random=outcome.random),
+    )
+    return table.add(
+        Signature(
+            operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result,
+            recorder.modes(), location=user_line(),
+        ),
+        outcome,
+    )  # fmt: skip
+
+
+def refuse_shared_writes(name: str, outcome: Outcome) -> None:
+    """A write to a parameter or buffer can't be batched."""
+    if outcome.written_shared:
+        raise BatchCoupledError(
+            f"{name}: writes to a parameter or buffer, which all instances share (as BatchNorm does in "
+            f"training): use eval(), or a normalisation without running statistics{at_line()}"
+        )
+
+
+def _why_values(error: BaseException) -> str:
+    kind = type(error).__name__
+    if kind == "DynamicOutputShapeException":
+        return "output shape depends on values"
+    if kind == "DataDependentOutputException":
+        return "result depends on values"
+    return f"can't be run on fake tensors: {str(error).splitlines()[0][:120]}"
+
+
+# Marked functions
+
+
+def call_marked(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of an `@operation` function or method while tracing."""
+    if args and isinstance(args[0], torch.nn.Module):
+        from fxbatch.trace.modules import call_method
+
+        return call_method(recorder, func, args, kwargs)
+    recorder.sync_modes()
+    arguments = Arguments(recorder)
+    name = function_name(func)
+    try:
+        key = ("marked", func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
+    except OpaqueArgumentError as error:
+        recorder.table.note_traced_through(name, f"{error} (marked @operation)", user_line())
+        return func(*args, **kwargs)
+    if not arguments.values:
+        return func(*args, **kwargs)
+    entry = recorder.functions.get(key)
+    if entry is None:
+        entry = _new_marked(recorder, key, func, name, args, kwargs, arguments)
+    if type(entry) is not Entry or entry.written:
+        return func(*args, **kwargs)
+    result = recorder.emit(entry, arguments.ids())
+    if entry.aliased:
+        again = functools.partial(call_marked, recorder, func, args, kwargs)
+        link_views(entry, result, arguments, again, (func, args, kwargs))
+    return result
+
+
+def _new_marked(
+    recorder: Recorder, key: Any, func: Any, name: str, args: Any, kwargs: Any, arguments: Arguments
+) -> Any:
+    table = recorder.table
+    with table.lock, tracing(None):
+        entry = recorder.functions.get(key)
+        if entry is None:
+            try:
+                entry = function_entry(
+                    recorder, Operation(name, "function", func, MARKED), args, kwargs, arguments
+                )
+            except (BatchCoupledError, InPlaceError):
+                raise
+            except (
+                Exception
+            ) as error:  # the body runs again, traced through, and raises there what is the user's
+                entry = Dependent(
+                    f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+                )
+            if type(entry) is Dependent:
+                table.note_traced_through(name, f"{entry.reason} (marked @operation)", user_line())
+            recorder.functions[key] = entry
+        return entry

@@ -1,0 +1,116 @@
+"""Calls whose result or output shape depends on values: the instance waits for its inputs.
+
+In: a function that can't be run on fake tensors (`x[mask]`, `nonzero`, `torch.equal`). Out: what it gives, with
+Values where gradients can flow, recorded as an operation whose output types are known.
+
+    x[mask]     # reads mask; records x[indices] with the indices as a constant
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
+from fxbatch.torch_private import tree_flatten
+from fxbatch.trace.location import user_line
+from fxbatch.trace.operations import FUNCTION, function_name
+from fxbatch.trace.state import tracing
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.arguments import Arguments
+    from fxbatch.trace.record import Recorder
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def call_with_values(
+    recorder: Recorder,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+    reason: str,
+) -> Any:
+    """The result of `func(*args, **kwargs)`, asking for as few values as will do."""
+    if func is torch.Tensor.__getitem__:
+        return recorder.call(func, (args[0], _indices(recorder, args[1])), kwargs)
+    if func in (torch.masked_select, torch.Tensor.masked_select) and len(args) == 2:
+        x, mask = args
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        return x.expand(shape)[mask.expand(shape)]
+    if func is torch.Tensor.__setitem__:
+        return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
+    return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+
+
+def _indices(recorder: Recorder, index: Any) -> Any:
+    """An index with its masks replaced by the indices of what they select."""
+    if type(index) is tuple:
+        parts: list[Any] = []
+        for part in index:
+            found = _indices(recorder, part)
+            parts.extend(found if type(found) is tuple else [found])
+        return tuple(parts)
+    if isinstance(index, torch.Tensor) and index.dtype in _MASKS and index.dim():
+        (real,) = recorder.read([index]) if type(index) is Value else (index,)
+        return tuple(real.nonzero(as_tuple=True))
+    if type(index) is Value:
+        return recorder.read([index])[0]
+    return index
+
+
+def _run_on_values(
+    recorder: Recorder,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+    reason: str,
+) -> Any:
+    real = recorder.read(arguments.values)
+    template = arguments.template(args, kwargs)
+    shared = [s.resolve() for s in arguments.shared]
+    with tracing(None), torch.no_grad():
+        a, k = template.fill(input=real, shared=[s.detach() for s in shared])
+        result = func(*a, **k)
+    leaves, spec = tree_flatten(result)
+    if not any(isinstance(x, torch.Tensor) for x in leaves):
+        return result
+    if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves):
+        return _as_constants(recorder, result)
+    types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
+    arguments_key = (arguments.key(args), arguments.key(kwargs))
+    key = ("dependent", func, *arguments_key, types)
+    entry = recorder.functions.get(key)
+    table = recorder.table
+    with table.lock:
+        if entry is None:
+            name = function_name(func)
+            operation = table.operation(
+                (func, "function", False), lambda: Operation(name, "function", func, FUNCTION)
+            )
+            inputs = tuple(recorder.type_of(v) for v in arguments.values[: len(real)])
+            count = iter(range(len(types)))
+            slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
+            signature = Signature(
+                operation, inputs, types, tuple(arguments.shared[: len(shared)]), template, Template(slots, spec),
+                recorder.modes(), location=user_line(), reason=reason,
+            )  # fmt: skip
+            entry = recorder.functions[key] = table.add(signature)
+    outputs = recorder.row(entry, arguments.ids()[: len(real)])
+    return entry.signature.result.fill(output=outputs)
+
+
+def _as_constants(recorder: Recorder, result: Any) -> Any:
+    leaves, spec = tree_flatten(result)
+    slots, outputs = [], []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            slots.append(Slot("output", len(outputs)))
+            outputs.append(recorder.constant(leaf))
+        else:
+            slots.append(leaf)
+    return Template(tuple(slots), spec).fill(output=outputs)

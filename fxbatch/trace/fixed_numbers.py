@@ -1,0 +1,53 @@
+"""Lifted numbers that turn out to be one number: put it back into the operation.
+
+In: the columns of a phase. Out: the columns with, for each lifted signature whose number was the same in every
+call that the table has seen, the signature with the number fixed (`h * 0.5`, `1 - z`, `h[0]`).
+
+    mul(h, n) with n = 0.5 in all calls   =>   mul(h; 0.5)
+    mul(h, n) with n = 0.5 and 0.7        =>   unchanged: one batch
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fxbatch.trace.keys import static_key
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+_VARIED = object()
+
+
+def fix_uniform_numbers(
+    recorder: Recorder, sig: np.ndarray, inputs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The signature and input columns with uniform numbers fixed; value ids stay."""
+    table = recorder.table
+    arity = np.array([len(s.inputs) for s in table.signatures], dtype=np.int64)[sig]
+    first = np.cumsum(arity) - arity
+    keep = np.ones(len(inputs), dtype=bool)
+    changed = sig.copy()
+    for sid in recorder.lifted:
+        rows = np.flatnonzero(sig == sid)
+        lifted = table.lifted[sid]
+        places = first[rows] + lifted.position
+        used = inputs[places]
+        number = recorder.number_of[int(used[0]) + recorder.base]
+        if not _stays_uniform(table.uniform, sid, number, bool((used == used[0]).all())):
+            continue
+        changed[rows] = lifted.fixed(number).sid
+        keep[places] = False
+    if keep.all():
+        return sig, inputs
+    return changed, inputs[keep]
+
+
+def _stays_uniform(uniform: dict[int, Any], sid: int, number: Any, same: bool) -> bool:
+    key = static_key(number) if same else _VARIED
+    before = uniform.setdefault(sid, key)
+    if before is not _VARIED and before != key:
+        uniform[sid] = _VARIED
+    return uniform[sid] is not _VARIED

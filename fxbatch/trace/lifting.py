@@ -1,0 +1,126 @@
+"""Python numbers that meet values: lifted to constants of shape [], so that they don't split batches.
+
+In: `h * node.weight`, `h[node.index]`. Out: a call with the number as an input; where all calls turn out to have
+the same number, `fixed_numbers` puts it back.
+
+    call_lifted(recorder, torch.mul, (h, 0.5))   # mul(f32[3], f32[])
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.ir import Operation, Signature, Slot, Template
+from fxbatch.trace.aliases import link_view
+from fxbatch.trace.fake import run_on_fakes
+from fxbatch.trace.keys import static_key
+from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
+from fxbatch.trace.state import tracing
+from fxbatch.trace.table import Entry, Lifted
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+_GETITEM = torch.Tensor.__getitem__
+
+
+def call_lifted(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> Any:
+    """The call of a two-argument function with its Python number lifted; None when there is none to lift."""
+    a, b = args
+    if type(a) is Value and type(b) in (int, float):
+        v, number, position = a, b, 1
+    elif type(b) is Value and type(a) in (int, float):
+        v, number, position = b, a, 0
+    else:
+        return None
+    t = recorder.type_of(v)
+    dtype = None if recorder.autocast else lifted_dtype(func, t, number)
+    if dtype is None:
+        return None
+    lifted = recorder.number(number, dtype, t.device)
+    key = ("lifted", func, v._type, lifted._type, type(number), position)
+    entry = recorder.functions.get(key)
+    if entry is None:
+        entry = _new_lifted(recorder, key, func, func, v, lifted, position)
+    recorder.lifted[entry.sid] = True
+    ids = (v._value, lifted._value) if position == 1 else (lifted._value, v._value)
+    return recorder.emit(entry, ids)
+
+
+def call_row(recorder: Recorder, v: Value, index: int) -> Any:
+    """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
+    recorder.sync_modes()
+    t = recorder.type_of(v)
+    if not t.shape:
+        raise IndexError(
+            "invalid index of a 0-dim tensor. Use `tensor.item()` in Python to convert a 0-dim tensor to a number"
+        )
+    size = t.shape[0]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}{at_line()}")
+    row = index + size if index < 0 else index
+    lifted = recorder.number(row, torch.int64, t.device)
+    key = ("lifted row", v._type, lifted._type)
+    entry = recorder.functions.get(key)
+    if entry is None:
+        entry = _new_lifted(recorder, key, take_row, _GETITEM, v, lifted, 1)
+    recorder.lifted[entry.sid] = True
+    result = recorder.emit(entry, (v._value, lifted._value))
+    again = functools.partial(call_row, recorder, v, row)
+    link_view(result, v, again, (_GETITEM, (v, row), {}), 0)
+    return result
+
+
+def _new_lifted(
+    recorder: Recorder, key: Any, func: Any, fixed_func: Any, v: Value, lifted: Value, position: int
+) -> Entry:
+    table = recorder.table
+    with table.lock, tracing(None):
+        entry = recorder.functions.get(key)
+        if entry is not None:
+            return entry
+        types = [recorder.type_of(v), recorder.type_of(lifted)]
+        if position == 0:
+            types.reverse()
+        slots = (Slot("input", 0), Slot("input", 1))
+        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.grad)
+        modes, location = recorder.modes(), user_line()
+        entry = table.add(
+            Signature(
+                table.operation((func, "function", False), _function(func, function_name(fixed_func))),
+                tuple(types), outcome.outputs, (), Template.of((slots, {})), outcome.result, modes,
+                location=location,
+            ),
+            outcome,
+        )  # fmt: skip
+        t, functions, s = types[1 - position], recorder.functions, entry.signature
+
+        def fixed(number: Any) -> Entry:
+            fixed_key = ("fixed", *key, static_key(number))
+            with table.lock:
+                made = functions.get(fixed_key)
+                if made is None:
+                    x = Slot("input", 0)
+                    arguments = Template.of(((x, number) if position == 1 else (number, x), {}))
+                    made = functions[fixed_key] = table.add(
+                        Signature(
+                            table.operation((fixed_func, "function", False), _function(fixed_func)),
+                            (t,), s.outputs, (), arguments, s.result, modes, location=location,
+                        ),
+                        outcome,
+                    )  # fmt: skip
+                return made
+
+        table.lifted[entry.sid] = Lifted(position, fixed)
+        recorder.functions[key] = entry
+        return entry
+
+
+def _function(func: Any, name: str = "") -> Callable[[], Operation]:
+    return lambda: Operation(name or function_name(func), "function", func, FUNCTION)

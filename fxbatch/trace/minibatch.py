@@ -1,0 +1,255 @@
+"""Record a minibatch: every instance's forward once, suspended where it asks for a value.
+
+In: the user's forward, the arguments of each instance, an Execution that can run programs. Out: a Recording: results
+with Values as leaves, what is still pending, and counts.
+
+    recording = record_minibatch(model.forward, [((tree,), {}) for tree in trees], table, execution)
+    program = recording.pending_program(recording.output_ids())
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import greenlet
+import torch
+
+from fxbatch.errors import TraceError
+from fxbatch.ir import Program
+from fxbatch.torch_private import tree_leaves
+from fxbatch.trace.location import user_line
+from fxbatch.trace.patch import patched
+from fxbatch.trace.record import Recorder
+from fxbatch.trace.state import ThreadModes, current_recorder, tracing
+from fxbatch.trace.statistics import Statistics
+from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.values import Value
+
+
+class Execution(Protocol):
+    """What runs programs. Value numbers are those of the recording's programs."""
+
+    def run(self, program: Program) -> None:
+        """Run the calls of one phase; all earlier phases have run."""
+
+    def read(self, values: Sequence[int]) -> list[torch.Tensor]:
+        """Real detached tensors of values that have run, by one transfer from the device."""
+
+    def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
+        """Real tensors that carry gradients; only `lazy` asks for them."""
+
+
+def recording_here() -> bool:
+    """Whether this thread is recording: a decorated callable is then traced through."""
+    return current_recorder() is not None
+
+
+class Recording:
+    """A recorded minibatch."""
+
+    def __init__(self, recorder: Recorder, results: list[Any], statistics: Statistics) -> None:
+        self.recorder = recorder
+        self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
+        self.statistics = statistics
+
+    def pending_program(self, outputs: Sequence[int] = ()) -> Program:
+        """The calls that no phase has run yet, as a Program; they count as run from here on."""
+        return self.recorder.pending_program(outputs)
+
+    def output_ids(self) -> list[int]:
+        """Numbers of the values in the results, each once, in order of first appearance."""
+        leaves = (x for r in self.results for x in tree_leaves(r))
+        return list(dict.fromkeys(x.id for x in leaves if type(x) is Value))
+
+    def close(self) -> None:
+        """No more calls: a Value that is used from here on is an error with the user's line."""
+        self.recorder.closed = self.recorder.closed or "its minibatch is over"
+        self.recorder.ask = None
+
+
+def record_minibatch(
+    fn: Callable[..., Any],
+    instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    table: SignatureTable,
+    execution: Execution,
+    *,
+    return_exceptions: bool = False,
+    roots: Sequence[torch.nn.Module] | None = None,
+) -> Recording:
+    """Call `fn(*args, **kwargs)` for each instance and record what happens.
+
+    roots: modules that are traced through and searched for parameters; by default the module that fn is a method of.
+    An exception of an instance is raised with a note that names the instance, after all other instances were closed;
+    with return_exceptions it becomes that instance's result.
+    """
+    if roots is None:
+        owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
+        roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
+    recorder = Recorder(table, roots, len(instances))
+    run = _Run(fn, instances, recorder, execution, return_exceptions)
+    with patched():
+        run.all()
+    return Recording(recorder, run.results, run.statistics)
+
+
+class _Parked:
+    """An instance that waits for values."""
+
+    __slots__ = ("answer", "greenlet", "instance", "modes", "values")
+
+    def __init__(self, instance: int, waiting: Any, values: list[Value], modes: ThreadModes) -> None:
+        self.instance = instance
+        self.greenlet = waiting
+        self.values = values
+        self.modes = modes
+        self.answer: list[torch.Tensor] = []
+
+
+class _Run:
+    """The loop over instances: one worker greenlet, a fresh one whenever an instance is parked."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        instances: Any,
+        recorder: Recorder,
+        execution: Execution,
+        keep_exceptions: bool,
+    ) -> None:
+        self.fn = fn
+        self.instances = instances
+        self.recorder = recorder
+        self.execution = execution
+        self.keep_exceptions = keep_exceptions
+        self.results: list[Any] = [None] * len(instances)
+        self.statistics = Statistics(len(instances))
+        self.parked: list[_Parked] = []
+        self.next = 0  # the next instance to start
+        self.running = 0  # the instance whose code runs now
+        self.failed: BaseException | None = None
+        self.closing = False
+        self.main = greenlet.getcurrent()
+        self.modes = ThreadModes()
+        self.context = contextvars.copy_context()
+
+    def all(self) -> None:
+        """Run every instance to its end."""
+        self.recorder.ask = self._ask
+        try:
+            self._start()
+            while self.parked:
+                self._phase()
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self.recorder.ask = None
+            self.modes.restore()
+
+    # In the main greenlet
+
+    def _start(self) -> None:
+        """Start instances until all are done or parked."""
+        while self.next < len(self.instances) and self.failed is None:
+            worker = greenlet.greenlet(self._work, self.main)
+            worker.gr_context = self.context.copy()
+            with tracing(self.recorder):
+                worker.switch()
+            self.modes.restore()
+        self._raise()
+
+    def _phase(self) -> None:
+        """Run what is pending as one batch and let the parked instances go on, in order."""
+        parked, self.parked = sorted(self.parked, key=_instance), []
+        wanted = list(dict.fromkeys(v._value for p in parked for v in p.values))
+        base = self.recorder.base
+        calls = self.recorder.pending
+        try:
+            self.execution.run(self.recorder.pending_program([]))
+            numbers = [w - base for w in wanted]
+            answers = dict(zip(wanted, self.execution.read(numbers), strict=True))
+        except BaseException:
+            self.parked = parked
+            raise
+        self.statistics.phase(calls, [p.instance for p in parked])
+        for k, p in enumerate(parked):
+            p.answer = [answers[v._value] for v in p.values]
+            self.running = p.instance
+            self.recorder.begin(p.instance)
+            p.modes.restore()
+            p.greenlet.switch()
+            self.modes.restore()
+            if self.failed is not None:
+                self.parked = self.parked + parked[k + 1 :]
+                self._raise()
+        self._start()
+
+    def _raise(self) -> None:
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            raise failed
+
+    def _close(self) -> None:
+        """Close all parked instances: their `finally` blocks run, nothing else."""
+        self.closing = True
+        parked, self.parked = sorted(self.parked, key=_instance), []
+        for p in parked:
+            if not p.greenlet.dead:
+                p.modes.restore()
+                p.greenlet.throw(greenlet.GreenletExit)
+                self.modes.restore()
+
+    # In a worker greenlet
+
+    def _work(self) -> None:
+        """Run instances one after another, until one of them was parked: then a fresh worker has taken over."""
+        while self.next < len(self.instances):
+            instance = self.next
+            self.next += 1
+            self.running = instance
+            self.recorder.begin(instance)
+            args, kwargs = self.instances[instance]
+            parks = self.statistics.suspensions
+            try:
+                self.results[instance] = self.fn(*args, **kwargs)
+            except greenlet.GreenletExit:
+                if not self.closing:
+                    raise
+                return
+            except Exception as error:
+                self._note(error, instance)
+                if not self.keep_exceptions:
+                    self.failed = error
+                    return
+                self.results[instance] = error
+            except BaseException as error:
+                self.failed = error
+                return
+            if self.statistics.suspensions != parks:
+                return
+
+    def _note(self, error: BaseException, instance: int) -> None:
+        if isinstance(error, RecursionError):
+            error.add_note(
+                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
+            )
+        error.add_note(f"fxbatch: in instance {instance} of the minibatch")
+
+    def _ask(self, values: list[Value]) -> list[torch.Tensor]:
+        """Real tensors of the values: parks this instance until the batch has run."""
+        if self.closing:
+            raise TraceError("a value was asked for while its instance was being closed")
+        me = greenlet.getcurrent()
+        if me is self.main or me.parent is not self.main:
+            raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
+        parked = _Parked(self.running, me, values, ThreadModes())
+        self.parked.append(parked)
+        self.statistics.asked(user_line(), len(values))
+        self.main.switch()
+        return parked.answer
+
+
+def _instance(parked: _Parked) -> int:
+    return parked.instance

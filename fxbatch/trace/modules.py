@@ -1,0 +1,333 @@
+"""Module calls while tracing: which are one operation, which are traced through.
+
+In: `nn.Module.__call__`, patched while at least one thread traces. Out: recorded calls, or the module's own forward
+run with Values.
+
+    with patched():                 # this process
+        with tracing(recorder):     # this thread
+            cell(h, c)              # one row
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.errors import BatchCoupledError, FxbatchError
+from fxbatch.ir import Operation, SharedOperand, Signature
+from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
+from fxbatch.trace.aliases import link_views
+from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.fake import BodyError, run_on_fakes
+from fxbatch.trace.keys import OpaqueArgumentError
+from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
+from fxbatch.trace.state import state, tracing
+from fxbatch.trace.table import Entry
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ModuleRecord:
+    """What the table knows of one module (or one marked method of it)."""
+
+    __slots__ = ("method", "module", "through", "variants")
+
+    def __init__(self, module: torch.nn.Module, method: str | None) -> None:
+        self.module = module
+        self.method = method
+        self.through = ""  # why it is traced through from now on, whatever it is called with
+        self.variants: dict[
+            Any, dict[Any, Any]
+        ] = {}  # (modes, parameter types) -> argument key -> Entry or reason
+
+
+class Examined:
+    """A module as it is now: its tensors, or why it can't be one operation."""
+
+    __slots__ = ("coupled", "reason", "shared", "names", "training", "key")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.reason = ""
+        self.coupled = ""
+        self.names: list[str] = []
+        self.shared: list[SharedOperand] = []
+        self.training = module.training
+        key: list[Any] = []
+        for prefix, m in module.named_modules(remove_duplicate=False):
+            if any(m.__dict__.get(h) for h in _HOOKS):
+                self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
+            if isinstance(m, NormBase) and m.training and m.running_mean is not None:
+                self.coupled = f"{prefix + ': ' if prefix else ''}{type(m).__name__}"
+            key.append(m.training)
+            self._add_tensors(prefix, m, key)
+        self.key = tuple(key)
+
+    def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[Any]) -> None:
+        plain = {k: x for k, x in m.__dict__.items() if isinstance(x, torch.Tensor)}
+        for tensors in (m._parameters, m._buffers, plain):
+            for name, t in tensors.items():
+                if t is None:
+                    continue
+                if type(t) is Value:
+                    self.reason = f"keeps a value in its attribute {name!r}"
+                    continue
+                self.names.append(f"{prefix}.{name}" if prefix else name)
+                self.shared.append(SharedOperand(m, name))
+                key.append((name, t.shape, t.dtype, t.device))
+
+
+def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.__call__` while some thread traces."""
+    recorder = state.recorder
+    if recorder is None:
+        return module_call(self, *args, **kwargs)
+    if not kwargs and _is_grad_enabled() is recorder.grad and not any_autocast():
+        known = recorder.fast.get(id(self))
+        if known is not None:
+            types = []
+            ids = []
+            for a in args:
+                if type(a) is not Value:
+                    if type(a) is not _Tensor:
+                        break
+                    a = recorder.constant(a)
+                    if a is None:
+                        break
+                types.append(a._type)
+                ids.append(a._value)
+            else:
+                entry = known.get(tuple(types))
+                if entry is not None:
+                    return recorder.emit(entry, ids)
+    return call_module(recorder, self, args, kwargs)
+
+
+def call_module(
+    recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A module call that the fast path did not settle."""
+    recorder.sync_modes()
+    if any(module is r for r in recorder.roots):
+        return module_call(module, *args, **kwargs)
+    through = functools.partial(module_call, module, *args, **kwargs)
+    return _call(recorder, module, None, args, kwargs, through)
+
+
+def call_method(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a method that is marked `@operation`."""
+    recorder.sync_modes()
+    module, *rest = args
+    return _call(
+        recorder, module, func.__name__, tuple(rest), kwargs, functools.partial(func, *args, **kwargs)
+    )
+
+
+def _call(
+    recorder: Recorder,
+    module: torch.nn.Module,
+    method: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    through: Callable[[], Any],
+) -> Any:
+    record = _record(recorder, module, method)
+    if record.through:
+        return through()
+    arguments = Arguments(recorder)
+    try:
+        key = (arguments.key(args), arguments.key(kwargs) if kwargs else None)
+    except OpaqueArgumentError as error:
+        _note(recorder, module, method, str(error))
+        return through()
+    if not arguments.values:
+        return through()
+    examined = _examined(recorder, record)
+    if examined.reason:
+        _note(recorder, module, method, examined.reason)
+        return through()
+    if examined.coupled:
+        raise BatchCoupledError(
+            f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
+            f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
+        )
+    entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
+    entry = entries.get(key)
+    if entry is None:
+        entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
+    if type(entry) is not Entry:
+        return through()
+    result = recorder.emit(entry, arguments.ids())
+    if entry.aliased:
+        again = functools.partial(_call, recorder, module, method, args, kwargs, through)
+        link_views(
+            entry, result, arguments, again, None if method or not _whole(entry) else (module, args, kwargs)
+        )
+    elif method is None and not kwargs and len(arguments.values) == len(args):
+        recorder.fast.setdefault(id(module), {})[tuple(v._type for v in arguments.values)] = entry
+    return result
+
+
+def _whole(entry: Entry) -> bool:
+    """Whether the only output is all of the only input, unchanged (dropout in eval)."""
+    s = entry.signature
+    return s.inputs == s.outputs and entry.outcome is not None and entry.outcome.same == (0,)
+
+
+def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> ModuleRecord:
+    table = recorder.table
+    record = table.modules.get((id(module), method))
+    if record is None:
+        with table.lock:
+            record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
+            if not any(module is m for r in recorder.roots for m in r.modules()):
+                table.owners.setdefault(id(module), module)
+                recorder.owners = None
+    return record
+
+
+def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
+    found = recorder.examined.get(id(record.module))
+    if found is None:
+        found = recorder.examined[id(record.module)] = Examined(record.module)
+    return found
+
+
+def _note(recorder: Recorder, module: torch.nn.Module, method: str | None, reason: str) -> None:
+    name = type(module).__name__ + (f".{method}" if method else "")
+    if (name, reason) not in recorder.table.traced_through:
+        recorder.table.note_traced_through(name, reason, user_line())
+
+
+def _rule(module: torch.nn.Module, method: str | None) -> str:
+    if method is not None or is_marked(module):
+        return MARKED
+    home = type(module).__module__
+    leaf = home.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, torch.nn.Sequential)
+    return TORCH_MODULE if leaf else PLAIN_MODULE
+
+
+def _new_entry(
+    recorder: Recorder,
+    record: ModuleRecord,
+    examined: Examined,
+    entries: dict[Any, Any],
+    key: Any,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+) -> Entry | str:
+    module, method = record.module, record.method
+    rule = _rule(module, method)
+    with recorder.table.lock, tracing(None):
+        entry = entries.get(key)
+        if entry is not None:
+            return entry
+        if rule is PLAIN_MODULE and sum(type(e) is Entry for e in entries.values()) >= MANY_SHAPES:
+            record.through = f"met more than {MANY_SHAPES} signatures: its parts batch better"
+            _note(recorder, module, method, record.through)
+            return record.through
+        try:
+            entry = _signature(recorder, record, examined, rule, args, kwargs, arguments)
+        except FxbatchError:
+            raise
+        except Exception as error:  # traced through, its parts raise again what is the user's own mistake
+            text = str(error).splitlines()[0][:160] if str(error) else ""
+            entry = text if isinstance(error, BodyError) else f"{type(error).__name__}: {text}"
+            _note(recorder, module, method, entry)
+        entries[key] = entry
+        return entry
+
+
+def _signature(
+    recorder: Recorder,
+    record: ModuleRecord,
+    examined: Examined,
+    rule: str,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+) -> Entry:
+    table, module, method = recorder.table, record.module, record.method
+    names = tuple(examined.names)
+    template = arguments.template(args, kwargs, first_shared=len(names))
+    inputs = tuple(recorder.type_of(v) for v in arguments.values)
+    shared = (*examined.shared, *arguments.shared)
+
+    def body(tensors: Any, operands: Any) -> Any:
+        tensors_now = dict(zip(names, operands, strict=False))
+        given = dict(tensors_now)
+        a, k = template.fill(input=tensors, shared=operands)
+        with reparametrized(module, tensors_now):
+            result = module_call(module, *a, **k) if method is None else getattr(module, method)(*a, **k)
+        changed = [n for n in names if tensors_now[n] is not given[n]]
+        if changed:
+            raise BatchCoupledError(f"{type(module).__name__}: assigns its buffer {changed[0]!r}{at_line()}")
+        return result
+
+    attributes = _attributes(module)
+    try:
+        outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
+    finally:
+        changed = _restore_attributes(attributes)
+    if changed:
+        raise BodyError(f"changes its attribute {changed!r}")
+    if outcome.written_shared:
+        raise BatchCoupledError(
+            f"{type(module).__name__}: writes to a parameter or buffer, which all instances share{at_line()}"
+        )
+    if outcome.written:
+        raise BodyError("writes to its inputs")
+    if not outcome.outputs:
+        raise BodyError("returns no tensor")
+    name = _name(recorder, module) + (f".{method}" if method else "")
+    operation = table.operation(
+        ("module", id(module), method, outcome.random),
+        lambda: Operation(name, "module", module, rule, random=outcome.random, method=method),
+    )
+    signature = Signature(
+        operation, inputs, outcome.outputs, shared, template, outcome.result,
+        recorder.modes(module.training), names, location=user_line(),
+    )  # fmt: skip
+    return table.add(signature, outcome)
+
+
+def _name(recorder: Recorder, module: torch.nn.Module) -> str:
+    for root in recorder.roots:
+        for name, m in root.named_modules():
+            if m is module and name:
+                return name
+    return type(module).__name__
+
+
+_Snapshot = list[tuple[torch.nn.Module, dict[str, Any]]]
+
+
+def _attributes(module: torch.nn.Module) -> _Snapshot:
+    return [(m, dict(m.__dict__)) for m in module.modules()]
+
+
+def _restore_attributes(snapshot: _Snapshot) -> str:
+    """Put plain attributes back; the name of one that had changed, else ""."""
+    changed = ""
+    for m, before in snapshot:
+        for name in [n for n in m.__dict__ if n not in before]:
+            del m.__dict__[name]
+            changed = name
+        for name, value in before.items():
+            if m.__dict__.get(name) is not value:
+                m.__dict__[name] = value
+                changed = name
+    return changed
+
+
+_is_grad_enabled = torch.is_grad_enabled
+_Tensor = torch.Tensor

@@ -1,0 +1,165 @@
+"""What is one operation: the marker, the names, and which Python numbers are lifted.
+
+In: torch functions, modules, what the user marks. Out: `ir.Operation`s with the rule that made them so.
+
+    @operation
+    def attend(query, keys):
+        return torch.softmax(keys @ query, 0) @ keys
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fxbatch.trace.state import state
+
+TORCH_MODULE = "a torch.nn module (rule 1)"
+PLAIN_MODULE = "a submodule called with tensors and plain scalars (rule 2)"
+MARKED = "marked @fxbatch.operation (rule 3)"
+FUNCTION = "a torch function that met a value (rule 4)"
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
+def operation(target: Marked) -> Marked:
+    """Batch a function, method or module class as one unit, whatever is inside it.
+
+    The body must be a function of its tensor arguments, its plain arguments and (for methods and modules)
+    the module's parameters and buffers. A body that needs values of tensors, or other objects, is traced
+    through instead; `fxbatch.explain` says why.
+    """
+    if isinstance(target, type):
+        if not issubclass(target, torch.nn.Module):
+            raise TypeError(
+                f"@operation takes a function, a method or a torch.nn.Module class, got {target!r}"
+            )
+        target.__fxbatch_operation__ = True  # type: ignore[attr-defined]  # read by the recorder
+        return target
+    if isinstance(target, torch.nn.Module):
+        target.__fxbatch_operation__ = True  # type: ignore[assignment]  # one module object
+        return target
+
+    @functools.wraps(target)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if state.recorder is None:
+            return target(*args, **kwargs)
+        from fxbatch.trace.calls import call_marked
+
+        return call_marked(state.recorder, target, args, kwargs)
+
+    marked.__fxbatch_operation__ = True  # type: ignore[attr-defined]  # read by tools
+    return marked  # type: ignore[return-value]  # wraps keeps the signature
+
+
+def is_marked(module: torch.nn.Module) -> bool:
+    """Whether this module or its class is marked @operation."""
+    return getattr(module, "__fxbatch_operation__", False) is True
+
+
+class Attribute:
+    """A tensor attribute as a function: `Attribute("T")(x)` is `x.T`; picklable."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return getattr(x, self.name)
+
+    def __repr__(self) -> str:
+        return f"Attribute({self.name!r})"
+
+    def __reduce__(self) -> Any:
+        return attribute, (self.name,)
+
+
+@functools.cache
+def attribute(name: str) -> Attribute:
+    """The one Attribute of a name."""
+    return Attribute(name)
+
+
+def plain_function(func: Any) -> Any:
+    """The function to call for what `__torch_function__` was given: getters become Attributes."""
+    owner = getattr(func, "__self__", None)
+    if owner is not None and getattr(func, "__name__", "") == "__get__" and hasattr(owner, "__name__"):
+        return attribute(owner.__name__)
+    if isinstance(owner, property) and getattr(func, "__name__", "") == "__get__":
+        assert owner.fget is not None
+        return attribute(owner.fget.__name__)
+    return func
+
+
+def function_name(func: Any) -> str:
+    """A short name: "add", "softmax", "T"."""
+    name = getattr(func, "__name__", None) or type(func).__name__
+    return name.strip("_") if name.startswith("__") else name
+
+
+def take_row(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x[index]` for an integer tensor of shape []: the lifted form of `h[node.index]`."""
+    return x.index_select(0, index.reshape(1)).squeeze(0)
+
+
+_BOTH = (
+    "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod",
+    "eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "greater_equal", "less_equal", "not_equal",
+    "subtract", "multiply", "divide",
+)  # fmt: skip
+_DUNDERS = (
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__div__", "__rdiv__",
+)  # fmt: skip
+_POWERS = ("pow", "float_power", "__pow__", "__rpow__")
+
+
+def _functions(names: tuple[str, ...]) -> frozenset[Any]:
+    found = [getattr(where, n) for n in names for where in (torch, torch.Tensor) if hasattr(where, n)]
+    return frozenset(found)
+
+
+LIFTS = _functions(_BOTH + _DUNDERS)  # functions of two arguments whose number may be a tensor of shape []
+LIFTS_FLOAT = _functions(_POWERS)  # the same, for floating-point tensors only
+
+
+def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:
+    """The dtype of a lifted number beside a tensor of type t, None when it must stay static.
+
+    Exact only: eager casts the number to the computation's dtype, so a [] tensor of that dtype is the same.
+    """
+    dtype = t.dtype
+    if func in LIFTS:
+        floats = dtype in (torch.float32, torch.float64)
+        if not floats and dtype is not torch.int64:
+            return None
+    elif func in LIFTS_FLOAT:
+        floats = dtype in (torch.float32, torch.float64)
+        if not floats:
+            return None
+    else:
+        return None
+    if type(number) is int:
+        return dtype if -(2**63) <= number < 2**63 else None
+    if type(number) is float:
+        return dtype if floats else torch.get_default_dtype()
+    return None
+
+
+def source_of(func: Any) -> str:
+    """Where a Python function is written: "model.py:12", "" for builtins."""
+    try:
+        code = inspect.unwrap(func).__code__
+    except AttributeError:
+        return ""
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"

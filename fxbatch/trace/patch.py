@@ -1,0 +1,162 @@
+"""What is changed in torch while some thread traces, and put back afterwards, exceptions or not.
+
+with patched():
+    ...             # nn.Module calls, custom autograd functions and torch.tensor know Values
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxbatch.errors import TraceError
+from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.trace.location import at_line
+from fxbatch.trace.modules import traced_call
+from fxbatch.trace.state import state
+from fxbatch.trace.values import Value
+
+_lock = threading.Lock()
+_users = 0
+_saved: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Patch torch while inside; nested and concurrent uses share one patch."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _remove()
+
+
+def _install() -> None:
+    for owner, name, new in _PATCHES:
+        _saved.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, new)
+
+
+def _remove() -> None:
+    while _saved:
+        owner, name, old = _saved.pop()
+        setattr(owner, name, old)
+
+
+class CustomFunction:
+    """A `torch.autograd.Function` as a plain function: `CustomFunction(cls)(x)` is `cls.apply(x)`."""
+
+    def __init__(self, cls: type[torch.autograd.Function]) -> None:
+        self.cls = cls
+        self.__name__ = cls.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return custom_function, (self.cls,)
+
+
+@functools.cache
+def custom_function(cls: type[torch.autograd.Function]) -> CustomFunction:
+    """The one CustomFunction of a class."""
+    return CustomFunction(cls)
+
+
+_apply = torch.autograd.Function.__dict__["apply"].__func__
+
+
+def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder = state.recorder
+    if recorder is not None and any(type(x) is Value for x in tree_leaves((args, kwargs))):
+        return recorder.call(custom_function(cls), args, kwargs)
+    return _apply(cls, *args, **kwargs)
+
+
+def _with_real_tensors(func: Any) -> Any:
+    """`torch.tensor` and `as_tensor`: copies of contents, so Values inside are read."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        recorder = state.recorder
+        if recorder is not None:
+            found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
+            if found:
+                real = dict(zip(map(id, found), recorder.read(found), strict=True))
+                args, kwargs = tree_map(lambda x: real.get(id(x), x), (args, kwargs))
+        return func(*args, **kwargs)
+
+    return functools.wraps(func)(made)
+
+
+_as_tensor = torch.as_tensor
+
+
+def _traced_as_tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+    if type(data) is Value and state.recorder is not None:
+        return data.to(*args, **kwargs) if args or kwargs else data
+    return _real_as_tensor(data, *args, **kwargs)
+
+
+_real_as_tensor = _with_real_tensors(_as_tensor)
+
+
+def _invalidating(func: Any) -> Any:
+    """A method that changes what a module is: modules are looked at again at their next call."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = func(self, *args, **kwargs)
+        if state.recorder is not None:
+            state.recorder.forget_modules()
+        return result
+
+    return functools.wraps(func)(method)
+
+
+_setattr = torch.nn.Module.__setattr__
+
+
+def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
+    recorder = state.recorder
+    if recorder is None:
+        return _setattr(self, name, value)
+    if type(value) is Value:
+        if name in self.__dict__.get("_buffers", ()) or name in self.__dict__.get("_parameters", ()):
+            raise TraceError(
+                f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the value of one"
+                f"{at_line()}"
+            )
+        object.__setattr__(self, name, value)
+        return None
+    if name == "training" or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        recorder.forget_modules()
+    return _setattr(self, name, value)
+
+
+_Module = torch.nn.Module
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (_Module, "__call__", traced_call),
+    (_Module, "__setattr__", _traced_setattr),
+    *(
+        (_Module, name, _invalidating(_Module.__dict__[name]))
+        for name in (
+            "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
+            "register_full_backward_hook", "register_full_backward_pre_hook", "register_buffer",
+            "register_parameter", "add_module",
+        )
+    ),
+    (torch.autograd.Function, "apply", classmethod(_traced_apply)),
+    (torch, "tensor", _with_real_tensors(torch.tensor)),
+    (torch, "as_tensor", _traced_as_tensor),
+)  # fmt: skip

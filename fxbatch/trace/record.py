@@ -1,0 +1,336 @@
+"""The recorder: the calls of a whole minibatch as columns, one row a call.
+
+In: calls (a signature's Entry and the ids of its inputs). Out: Values, and on demand an `ir.Program` of what
+was recorded since the last phase.
+
+    recorder = Recorder(table)
+    value = recorder.emit(entry, ids)
+    program = recorder.pending_program([])       # and marks its calls as run
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.ir import Modes, Program, SharedOperand, TensorType
+from fxbatch.torch_private import any_autocast
+from fxbatch.trace.calls import call_function
+from fxbatch.trace.fixed_numbers import fix_uniform_numbers
+from fxbatch.trace.gradients import GradientFlags
+from fxbatch.trace.lifting import call_row
+from fxbatch.trace.location import at_line
+from fxbatch.trace.state import autocast_state, state
+from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.values import Value, new_value
+from fxbatch.trace.writes import rebind
+
+# Each recorder numbers its values from another multiple of this: a value of another recording is always found.
+_RANGE = 1 << 40
+_ranges = itertools.count(1)
+
+
+class Recorder:
+    """Columns of one minibatch. `sigs` and `inputs` hold what no phase has run yet."""
+
+    def __init__(
+        self, table: SignatureTable, roots: Sequence[torch.nn.Module] = (), instances: int = 0
+    ) -> None:
+        if len(table) > table.limit:
+            table.clear()
+        self.table = table
+        self.generation = table.generation
+        self.roots = tuple(roots)  # traced through, and searched for owners of parameters
+        self.instances = instances
+        self.base = next(_ranges) * _RANGE
+        self.count = self.base  # id of the next value
+        self.sigs: list[int] = []
+        self.inputs: list[int] = []
+        self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
+        self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
+        self.payload: dict[int, list[Any]] = {}
+        self.constants: dict[int, tuple[Value, torch.Tensor, int | None]] = {}
+        self.unchecked: list[
+            tuple[Value, torch.Tensor, int | None]
+        ] = []  # constants that no phase has read yet
+        self.numbers: dict[Any, Value] = {}
+        self.number_of: dict[int, Any] = {}  # value id -> lifted number
+        self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
+        self.constant_entries: dict[Any, Entry] = {}
+        self.owners: dict[int, tuple[torch.nn.Module, str]] | None = None
+        self.ask: Callable[[list[Value]], list[torch.Tensor]] | None = None  # gives real tensors, may suspend
+        self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
+        self.closed = ""  # why nothing can be recorded any more
+        self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
+        self.gradients = GradientFlags()
+        self.calls = 0  # calls that phases have run
+        self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
+        self._known_types = np.empty(1024, dtype=np.int32)
+        self._known = 0
+        self._mode_key: Any = None
+        self._by_mode: dict[Any, tuple[dict[int, Any], dict[Any, Any], dict[Any, Entry]]] = {}
+        self.autocast = False
+        self.sync_modes()
+
+    # Modes
+
+    def sync_modes(self) -> None:
+        """Look at torch's modes again, and use the tables of these modes."""
+        self.grad = torch.is_grad_enabled()
+        self.autocast = any_autocast()
+        casts: tuple[tuple[str, torch.dtype], ...] = ()
+        if self.autocast:
+            casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
+        key = (self.grad, casts, torch.get_default_dtype())
+        if key != self._mode_key:
+            self._mode_key = key
+            if key not in self._by_mode:
+                pairs, functions = self.table.entries.setdefault(("by mode", key), ({}, {}))
+                self._by_mode[key] = ({}, functions, pairs)
+            self.fast, self.functions, self.pairs = self._by_mode[key]
+
+    def modes(self, training: bool = False) -> Modes:
+        """The modes of a signature made now."""
+        grad, casts, default = self._mode_key
+        return Modes(training, grad, casts, default)
+
+    def forget_modules(self) -> None:
+        """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
+        for fast, _, _ in self._by_mode.values():
+            fast.clear()
+        self.examined.clear()
+        self.owners = None
+
+    # Calls
+
+    def begin(self, instance: int) -> None:
+        """The calls from here on belong to this instance."""
+        if self.runs[-1] != instance:
+            if self.starts[-1] == len(self.sigs):
+                self.runs[-1] = instance
+            else:
+                self.starts.append(len(self.sigs))
+                self.runs.append(instance)
+
+    def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
+        """Record one call; its result with Values."""
+        self.sigs.append(entry.sid)
+        self.inputs.extend(ids)
+        n = self.count
+        if entry.alone >= 0:
+            self.count = n + 1
+            v = new_value(Value)
+            v._value = n
+            v._type = entry.alone
+            v._recorder = self
+            return v
+        outputs = []
+        for t in entry.types:
+            v = new_value(Value)
+            v._value = n
+            v._type = t
+            v._recorder = self
+            outputs.append(v)
+            n += 1
+        self.count = n
+        assert entry.signature.result is not None
+        return entry.signature.result.fill(output=outputs)
+
+    def row(self, entry: Entry, ids: Sequence[int]) -> list[Value]:
+        """Record one call; its outputs as a flat list."""
+        self.sigs.append(entry.sid)
+        self.inputs.extend(ids)
+        outputs = [self.value(self.count + i, t) for i, t in enumerate(entry.types)]
+        self.count += len(outputs)
+        return outputs
+
+    def value(self, number: int, type_id: int) -> Value:
+        """A Value object with this id."""
+        v = new_value(Value)
+        v._value = number
+        v._type = type_id
+        v._recorder = self
+        return v
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of a torch function."""
+        return call_function(self, func, args, kwargs)
+
+    def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """Real detached tensors of the values; may suspend the instance."""
+        if self.closed or self.ask is None:
+            raise TraceError(
+                f"a value was asked for after its minibatch was over: use the results of the call{at_line()}"
+            )
+        return self.ask(list(values))
+
+    def row_of(self, v: Value, index: int) -> Any:
+        """Record `v[index]`."""
+        return call_row(self, v, index)
+
+    def rebind(self, v: Value, new: Value, name: str) -> None:
+        """Give v, and what shares its memory, the content of `new`."""
+        rebind(self, v, new, name)
+
+    def can_read(self) -> bool:
+        """Whether a value can be asked for now, here."""
+        return self.ask is not None and not self.closed and state.recorder is self
+
+    def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]:
+        """Real tensors with gradients, where the recording can give them (`lazy`)."""
+        if self.give is None:
+            raise TraceError(f"{what} inside a per-instance forward: call it on the results{at_line()}")
+        return self.give(list(values))
+
+    def requires_grad(self, v: Value) -> bool:
+        """Whether an eager tensor would require a gradient here."""
+        return self.gradients.of(self, v)
+
+    # Constants, numbers, shared operands
+
+    def constant(self, t: torch.Tensor) -> Value | None:
+        """The value of a real tensor; None when it is a shared operand."""
+        hit = self.constants.get(id(t))
+        if hit is not None and (hit[2] is None or hit[2] == t._version):
+            return hit[0]
+        if self.owner_of(t) is not None:
+            return None
+        entry = self.constant_entries.get((t.shape, t.dtype, t.device))
+        if entry is None or t.layout is not torch.strided:
+            entry = self._constant_entry(t)
+        v = self.emit(entry, ())
+        self.payload.setdefault(entry.sid, []).append(t)
+        kept = (v, t, None if t.is_inference() else t._version)
+        self.constants[id(t)] = kept
+        self.unchecked.append(kept)
+        return v
+
+    def _constant_entry(self, t: torch.Tensor) -> Entry:
+        if t.layout is not torch.strided:
+            raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
+        entry = self.table.constant(TensorType.of(t))
+        self.constant_entries[(t.shape, t.dtype, t.device)] = entry
+        return entry
+
+    def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
+        """The value of a lifted Python number; equal numbers of a minibatch are one value."""
+        key = (dtype, device, number, str(number) if number == 0 else "")
+        v = self.numbers.get(key)
+        if v is None:
+            entry = self.table.number(dtype, device)
+            v = self.emit(entry, ())
+            self.payload.setdefault(entry.sid, []).append(number)
+            self.numbers[key] = v
+            self.number_of[v._value] = number
+        return v
+
+    def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
+        """The module and name of a parameter or buffer of the modules met; None for other tensors."""
+        owners = self.owners
+        if owners is None:
+            owners = self.owners = self._find_owners()
+        return owners.get(id(t))
+
+    def shared_operand(self, t: torch.Tensor) -> SharedOperand | None:
+        """The shared operand that t is, None when it is no parameter or buffer."""
+        found = self.owner_of(t)
+        if found is not None:
+            return SharedOperand(*found)
+        return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
+
+    def _find_owners(self) -> dict[int, tuple[torch.nn.Module, str]]:
+        owners: dict[int, tuple[torch.nn.Module, str]] = {}
+        for root in (*self.roots, *self.table.owners.values()):
+            for module in root.modules():
+                for tensors in (module._parameters, module._buffers):
+                    for name, t in tensors.items():
+                        if t is not None:
+                            owners.setdefault(id(t), (module, name))
+        return owners
+
+    # Types
+
+    def type_of(self, v: Value) -> TensorType:
+        """The tensor type of a value."""
+        return self.table.types[v._type]
+
+    # Phases
+
+    def pending_program(self, outputs: Sequence[int]) -> Program:
+        """The calls since the last phase as a Program; they count as run from here on."""
+        self._check()
+        table = self.table
+        sig = np.array(self.sigs, dtype=np.int32)
+        inputs = np.array(self.inputs, dtype=np.int64)
+        inputs -= self.base
+        if len(inputs) and (int(inputs.min()) < 0 or int(inputs.max()) >= self.count - self.base):
+            self.closed = "a value of another recording was used in it"
+            raise TraceError(
+                "a value of another minibatch (or of a finished call) was used: values live for one decorated "
+                "call; keep real results instead, for instance with .detach() after the call"
+            )
+        if self.lifted:
+            sig, inputs = fix_uniform_numbers(self, sig, inputs)
+        lengths = np.diff(np.array([*self.starts, len(sig)], dtype=np.int64))
+        program = Program(
+            signatures=table.snapshot(),
+            sig=sig,
+            inputs=inputs,
+            instance=np.repeat(np.array(self.runs, dtype=np.int32), lengths),
+            outputs=np.array(outputs, dtype=np.int64),
+            constants=self.payload,
+            known=self._known,
+            known_types=self._known_types[: self._known] if self._known else None,
+            instances=self.instances,
+        )
+        self.gradients.phase(sig, inputs)
+        self._mark_run(sig)
+        return program
+
+    def _check(self) -> None:
+        if self.closed:
+            raise TraceError(f"this recording can't go on: {self.closed}")
+        if self.generation != self.table.generation:
+            raise TraceError("the table of signatures was cleared while a recording was going on")
+        for v, t, version in self.unchecked:
+            if version is not None and t._version != version:
+                raise InPlaceError(
+                    f"a tensor {self.type_of(v)} was written to after an operation had used it, before the "
+                    "operation ran: clone() it before the write"
+                )
+
+    def _mark_run(self, sig: np.ndarray) -> None:
+        made = self.count - self.base - self._known
+        flat, width = self._output_types()
+        counts = width[sig]
+        starts = np.cumsum(width) - width
+        within = np.arange(made) - np.repeat(np.cumsum(counts) - counts, counts)
+        if self._known + made > len(self._known_types):
+            grown = np.empty(2 * (self._known + made), dtype=np.int32)
+            grown[: self._known] = self._known_types[: self._known]
+            self._known_types = grown
+        self._known_types[self._known : self._known + made] = flat[np.repeat(starts[sig], counts) + within]
+        self._known += made
+        self.calls += len(self.sigs)
+        self.sigs, self.inputs, self.payload, self.unchecked, self.lifted = [], [], {}, [], {}
+        self.starts, self.runs = [0], [self.runs[-1]]
+
+    def _output_types(self) -> tuple[np.ndarray, np.ndarray]:
+        outputs = self.table.outputs
+        flat = np.array(list(itertools.chain.from_iterable(outputs)), dtype=np.int32)
+        return flat, np.array([len(o) for o in outputs], dtype=np.int64)
+
+    @property
+    def known(self) -> int:
+        """Values that earlier phases have computed."""
+        return self._known
+
+    @property
+    def pending(self) -> int:
+        """Calls that no phase has run yet."""
+        return len(self.sigs)

@@ -1,0 +1,90 @@
+"""What this thread is tracing, and the modes that a parked instance must get back.
+
+with tracing(recorder):        # this thread's current recorder
+    fn(instance)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.errors import TraceError
+from fxbatch.torch_private import any_autocast, set_grad_enabled, swap_function_modes
+from fxbatch.trace.location import at_line
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+
+
+class _State(threading.local):
+    recorder: Recorder | None = None
+
+
+state = _State()
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of this thread, None when it is not tracing."""
+    return state.recorder
+
+
+@contextlib.contextmanager
+def tracing(recorder: Recorder | None) -> Iterator[None]:
+    """Make `recorder` this thread's current one (None: pause tracing)."""
+    before = state.recorder
+    state.recorder = recorder
+    try:
+        yield
+    finally:
+        state.recorder = before
+
+
+_AUTOCAST_KINDS = ("cpu", "cuda")
+
+
+class ThreadModes:
+    """Torch's modes of this thread: grad, autocast, torch function modes, tracing. `restore` puts them back."""
+
+    __slots__ = ("autocast", "functions", "grad", "inference", "recorder")
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = autocast_state() if any_autocast() else None
+        self.functions = swap_function_modes([])
+        swap_function_modes(self.functions)
+        self.recorder = state.recorder
+
+    def restore(self) -> None:
+        """Make these the thread's modes again."""
+        if torch.is_inference_mode_enabled() != self.inference:
+            raise TraceError(
+                "a value was asked for inside torch.inference_mode() in the per-instance forward: "
+                "use torch.no_grad() there, or put the whole call into inference_mode" + at_line()
+            )
+        set_grad_enabled(self.grad)
+        if self.autocast is not None or any_autocast():
+            _set_autocast(self.autocast)
+        swap_function_modes(self.functions)
+        state.recorder = self.recorder
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """(device type, enabled, dtype) for each device type that autocast knows here."""
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_KINDS)
+
+
+def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> None:
+    for kind in _AUTOCAST_KINDS:
+        enabled, dtype = False, None
+        for k, e, d in wanted or ():
+            if k == kind:
+                enabled, dtype = e, d
+        torch.set_autocast_enabled(kind, enabled)
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)

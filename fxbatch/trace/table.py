@@ -1,0 +1,161 @@
+"""The signature table: one id for each whole key, one object for each signature.
+
+In: what a call is (operation, input types, shared operands, static arguments, modes). Out: stable integer
+ids. A table lives as long as its decorated callable, so what is made per signature is found by id.
+
+    table = SignatureTable()
+    sid = table.intern(key, lambda: Signature(...))
+    table.signatures[sid]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxbatch.ir import Operation, Signature, TensorType, tensor_type
+from fxbatch.trace.fake import Outcome
+
+
+@dataclass(frozen=True)
+class TracedThrough:
+    """A module or function that is no operation: its parts are recorded instead."""
+
+    name: str
+    reason: str
+    location: str  # the user's line
+
+
+class Entry:
+    """A signature as the recorder needs it: ids, and how the result is built."""
+
+    __slots__ = ("aliased", "alone", "outcome", "sid", "signature", "types", "write", "written")
+
+    def __init__(
+        self, sid: int, signature: Signature, types: tuple[int, ...], outcome: Outcome | None
+    ) -> None:
+        self.sid = sid
+        self.signature = signature
+        self.types = types  # type id of each output
+        self.outcome = outcome
+        single = outcome is None or outcome.result.spec.is_leaf()
+        self.alone = (
+            types[0] if single and len(types) == 1 else -1
+        )  # its type id when the result is one tensor
+        self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
+        self.written: tuple[
+            int, ...
+        ] = ()  # inputs that the user's call writes to: outputs are their new contents
+        self.write: Outcome | None = None  # of the call as the user made it
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A signature whose input `position` is a lifted Python number: `fixed(number)` is the entry without it."""
+
+    position: int
+    fixed: Callable[[Any], Entry]
+
+
+class SignatureTable:
+    """Interns signatures by their whole key; thread safe; ids are stable until `clear()`."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self.limit = limit
+        self.lock = threading.RLock()
+        self.generation = 0  # bumped by clear(): ids of another generation mean nothing
+        self.hits = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.signatures: list[Signature] = []
+        self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs
+        self.gradients: list[tuple[bool, ...]] = []  # per signature and output: whether a gradient can pass
+        self.types: list[TensorType] = []  # in the order of Program.types
+        self.sizes: list[torch.Size] = []  # shape of each type
+        self.type_ids: dict[TensorType, int] = {}
+        self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
+        self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
+        self.operations: dict[Hashable, Operation] = {}
+        self.lifted: dict[int, Lifted] = {}
+        self.uniform: dict[
+            int, Any
+        ] = {}  # lifted signature -> key of the one number met, None when they varied
+        self.traced_through: dict[tuple[str, str], TracedThrough] = {}
+        self.owners: dict[int, tuple[Any, str]] = {}  # id(tensor) -> (owner, name)
+        self._snapshot: tuple[Signature, ...] = ()
+
+    def clear(self) -> None:
+        """Forget all signatures. Not while a recording is going on."""
+        with self.lock:
+            self.generation += 1
+            self._reset()
+
+    def __len__(self) -> int:
+        return len(self.signatures)
+
+    def type_id(self, t: TensorType) -> int:
+        """The id of a type that some signature gives."""
+        return self.type_ids[t]
+
+    def snapshot(self) -> tuple[Signature, ...]:
+        """All signatures as a tuple, index = id."""
+        if len(self._snapshot) != len(self.signatures):
+            self._snapshot = tuple(self.signatures)
+        return self._snapshot
+
+    def add(self, signature: Signature, outcome: Outcome | None = None) -> Entry:
+        """Give a new signature its id. The caller holds the lock and has looked its key up."""
+        sid = len(self.signatures)
+        for t in signature.outputs:
+            if t not in self.type_ids:
+                self.type_ids[t] = len(self.types)
+                self.types.append(t)
+                self.sizes.append(torch.Size(t.shape))
+        types = tuple(self.type_ids[t] for t in signature.outputs)
+        self.signatures.append(signature)
+        self.outputs.append(types)
+        passes = (
+            outcome.gradients if outcome is not None else tuple(t.differentiable for t in signature.outputs)
+        )
+        self.gradients.append(passes)
+        return Entry(sid, signature, types, outcome)
+
+    def operation(self, key: Hashable, make: Callable[[], Operation]) -> Operation:
+        """The one Operation of a target."""
+        with self.lock:
+            found = self.operations.get(key)
+            if found is None:
+                found = self.operations[key] = make()
+            return found
+
+    def constant(self, t: TensorType) -> Entry:
+        """The signature of constants of type t."""
+        key = ("constant", t)
+        with self.lock:
+            entry = self.entries.get(key)
+            if entry is None:
+                operation = self.operation("constant", lambda: Operation("constant", "constant"))
+                entry = self.entries[key] = self.add(Signature(operation, (), (t,)))
+            return entry
+
+    def number(self, dtype: torch.dtype, device: torch.device) -> Entry:
+        """The signature of lifted Python numbers of a dtype: shape []."""
+        key = ("number", dtype, device)
+        with self.lock:
+            entry = self.entries.get(key)
+            if entry is None:
+                operation = self.operation("number", lambda: Operation("number", "number"))
+                t = tensor_type((), dtype, device)
+                entry = self.entries[key] = self.add(Signature(operation, (), (t,)))
+            return entry
+
+    def note_traced_through(self, name: str, reason: str, location: str) -> None:
+        """Remember, for `explain`, why a module or function is no operation."""
+        with self.lock:
+            if len(self.traced_through) < self.limit:
+                self.traced_through.setdefault((name, reason), TracedThrough(name, reason, location))

@@ -1,0 +1,243 @@
+"""In-place writes, functionalised with the aliasing that eager tensors have.
+
+In: calls that write to an input (`x += 1`, `x[0] = v`, `y.copy_(z)`). Out: recorded calls without writes; every
+Value whose content the write changes is rebound to its new content.
+
+    row = x[0]        # a view of x
+    row += 1          # records add, then a scatter for x; rebinds row and x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.errors import InPlaceError
+from fxbatch.ir import Operation, Signature, Template
+from fxbatch.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from fxbatch.trace.aliases import alias_of
+from fxbatch.trace.fake import Outcome, run_on_fakes
+from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.operations import FUNCTION, function_name
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.arguments import Arguments
+    from fxbatch.trace.record import Recorder
+    from fxbatch.trace.table import Entry
+
+# Functions that give a view or a copy, depending on strides that a recording does not know.
+_NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+# In-place functions whose name without the underscore is the same function out of place.
+_PURE = (
+    "add", "sub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "relu", "sigmoid",
+    "tanh", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "index_add", "index_copy", "scatter",
+    "scatter_add", "addmm", "addcmul", "addcdiv", "lerp", "sin", "cos", "floor", "ceil", "round", "tril", "triu",
+    "remainder", "fmod", "floor_divide", "true_divide", "subtract", "multiply", "divide", "masked_scatter",
+)  # fmt: skip
+_PURE_DUNDERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+# The same, for functions that change the shape.
+_RESHAPING = ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
+
+
+def _pure_forms() -> dict[Any, Any]:
+    forms: dict[Any, Any] = {}
+    for name in (*_PURE, *_RESHAPING):
+        for where in (torch, torch.Tensor):
+            written, pure = getattr(where, name + "_", None), getattr(torch.Tensor, name, None)
+            if written is not None and pure is not None:
+                forms[written] = pure
+    for name in _PURE_DUNDERS:
+        written, pure = (
+            getattr(torch.Tensor, f"__i{name}__", None),
+            getattr(torch.Tensor, f"__{name}__", None),
+        )
+        if written is not None and pure is not None:
+            forms[written] = pure
+    return forms
+
+
+_PURE_FORMS = _pure_forms()
+
+
+def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `func` on copies of the tensor leaves at `places`: their new contents, then its other results."""
+    leaves, spec = tree_flatten((args, kwargs))
+    for p in places:
+        leaves[p] = leaves[p].clone()
+    a, k = tree_unflatten(leaves, spec)
+    copies = [leaves[p] for p in places]
+    result = func(*a, **k)
+    others = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    return copies + [x for x in others if not any(x is c for c in copies)]
+
+
+def written_entry(
+    recorder: Recorder, made: Operation, args: Any, kwargs: Any, arguments: Arguments, outcome: Outcome
+) -> Entry:
+    """The signature, without writes, of a call that writes to its inputs."""
+    inputs = tuple(recorder.type_of(v) for v in arguments.values)
+    pure = _PURE_FORMS.get(made.target)
+    if pure is not None and outcome.written == (0,):
+        operation = Operation(function_name(pure), "function", pure, FUNCTION)
+        entry = _signed(recorder, operation, args, kwargs, arguments, inputs, outcome)
+        allowed = function_name(pure) in _RESHAPING
+        if entry is not None and (entry.signature.outputs == inputs[:1] or allowed):
+            return entry
+    if outcome.reshaped:
+        raise InPlaceError(f"{made.name} changes the shape of a tensor in place{at_line()}")
+    leaves, _ = tree_flatten((args, kwargs))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    slots = [i for i, slot in zip(tensors, arguments.slots, strict=True) if slot.kind == "input"]
+    places = tuple(slots[i] for i in outcome.written)
+    operation = Operation(made.name, "function", on_copies, FUNCTION)
+    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, inputs, outcome)
+    assert entry is not None
+    return entry
+
+
+def _signed(
+    recorder: Recorder,
+    made: Operation,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+    inputs: tuple[Any, ...],
+    written: Outcome,
+) -> Entry | None:
+    table = recorder.table
+    template: Template = arguments.template(args, kwargs)
+
+    def body(tensors: Any, shared: Any) -> Any:
+        a, k = template.fill(input=tensors, shared=shared)
+        return made.target(*a, **k)
+
+    outcome = run_on_fakes(body, inputs, [s.resolve() for s in arguments.shared], grad=recorder.grad)
+    if outcome.written or outcome.written_shared:
+        return None
+    operation = table.operation(
+        (made.target, made.name, outcome.random),
+        lambda: Operation(made.name, "function", made.target, FUNCTION, random=outcome.random),
+    )
+    signature = Signature(
+        operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result, recorder.modes(),
+        location=user_line(),
+    )  # fmt: skip
+    entry = table.add(signature, outcome)
+    entry.written, entry.write = written.written, written
+    return entry
+
+
+def written_call(recorder: Recorder, arguments: Arguments, entry: Entry) -> Any:
+    """Record a call that writes to its inputs, and rebind them."""
+    name = entry.signature.name
+    targets = []
+    for i in entry.written:
+        leaf = arguments.leaves[i]
+        if type(leaf) is not Value:
+            raise InPlaceError(
+                f"{name} writes a value into a real tensor {tuple(leaf.shape)}, which stays a real tensor: build "
+                f"the result with torch.stack or torch.cat, or start from value.new_zeros(...){at_line()}"
+            )
+        targets.append(leaf)
+    outputs = recorder.row(entry, arguments.ids())
+    copies, rest = outputs[: len(targets)], outputs[len(targets) :]
+    for target, new in zip(targets, copies, strict=True):
+        rebind(recorder, target, new, name)
+    return _result(entry, arguments, rest)
+
+
+def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> Any:
+    """What the eager call returns: written tensors are the user's own objects."""
+    write = entry.write
+    assert write is not None
+    left = iter(rest)
+    outputs = [arguments.leaves[i] if i >= 0 else next(left) for i in write.same]
+    return write.result.fill(output=outputs)
+
+
+def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
+    """Give v, and whatever shares its memory, the new content."""
+    alias = alias_of(v)
+    path = [v]
+    while alias is not None and alias.source is not None:
+        path.append(alias.source)
+        alias = alias_of(alias.source)
+    root = path[-1]
+    if any(kept[0] is root for kept in recorder.constants.values()):
+        raise InPlaceError(
+            f"{name} writes through a view into a real tensor, which stays a real tensor: clone() it first{at_line()}"
+        )
+    if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views)):
+        v._value, v._type = new._value, new._type
+        return
+    if new._type != v._type:
+        raise InPlaceError(f"{name} changes the shape of a tensor that has views{at_line()}")
+    contents = [new]
+    for node, source in zip(path, path[1:], strict=False):
+        contents.append(_scatter(recorder, source, node, contents[-1], name))
+    for node, content in zip(path, contents, strict=True):
+        node._value = content._value
+    _refresh(root, {id(p) for p in path}, name)
+
+
+def _scatter(recorder: Recorder, source: Value, view: Value, new: Value, name: str) -> Value:
+    """The content of `source` after its view `view` was given the content `new`."""
+    alias = alias_of(view)
+    assert alias is not None
+    if alias.call is None:
+        raise InPlaceError(f"{name} writes to a view that a module made: clone() it first{at_line()}")
+    func, args, kwargs = alias.call
+    label = getattr(func, "__name__", "")
+    if label in _NEEDS_STRIDES:
+        raise InPlaceError(
+            f"{name} writes to the result of {label}(), which is a view or a copy depending on strides: use "
+            f"view() or clone(){at_line()}"
+        )
+    if not args or args[0] is not source:
+        raise InPlaceError(
+            f"{name} writes to a view made by {label}() in a way that can't be recorded{at_line()}"
+        )
+    from fxbatch.trace.calls import call_function
+
+    return call_function(recorder, write_through, (source, new, func, alias.output, *args[1:]), kwargs)
+
+
+def write_through(
+    base: torch.Tensor, new: torch.Tensor, func: Any, output: int, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`base` with its view `func(base, *args, **kwargs)` (leaf `output` of it) replaced by `new`."""
+    copy = base.clone()
+    view = tree_leaves(func(copy, *args, **kwargs))[output]
+    view.copy_(new)
+    return copy
+
+
+def _refresh(source: Value, fresh: set[int], name: str) -> None:
+    """Record all other views of a rewritten source anew, top down."""
+    alias = alias_of(source)
+    if alias is None:
+        return
+    kept = []
+    before = list(alias.views)
+    for ref in before:
+        view = ref()
+        if view is None:
+            continue
+        kept.append(ref)
+        below = alias_of(view)
+        assert below is not None and below.again is not None
+        if id(view) not in fresh:
+            label = getattr(below.call[0], "__name__", "") if below.call is not None else ""
+            if label in _NEEDS_STRIDES:
+                raise InPlaceError(
+                    f"{name} writes to a tensor of which {label}() gave a view or a copy, depending on strides: "
+                    f"use view() or clone(){at_line()}"
+                )
+            result = [x for x in tree_leaves(below.again()) if type(x) is Value][below.output]
+            view._value = result._value
+        _refresh(view, fresh, name)
+    alias.views[:] = kept
