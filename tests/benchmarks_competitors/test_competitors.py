@@ -183,7 +183,7 @@ def test_fold_batches_by_depth_and_method() -> None:
 
 
 def test_agenda_batches_what_depth_cannot() -> None:
-    """The same function at several depths waits until all of its calls can run (Neubig et al., section 3.2)."""
+    """A function called at several depths waits until all its calls can run (Neubig et al., section 3.2)."""
     batch = Agenda()
     table = torch.eye(3)
     chance = random.Random(0)
