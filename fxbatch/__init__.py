@@ -1,1 +1,55 @@
-"""fxbatch: write the model for one instance, run it on a minibatch."""
+"""fxbatch: write the model for one instance, run it on a minibatch.
+
+    class Model(nn.Module):
+        @fxbatch.autobatch
+        def forward(self, tree): ...
+
+    model(trees)
+"""
+
+from __future__ import annotations
+
+from fxbatch.decorator import autobatch, disabled
+from fxbatch.errors import (
+    BatchCoupledError,
+    BlockTypeError,
+    DataError,
+    FxbatchError,
+    GradientError,
+    InPlaceError,
+    InstanceError,
+    MinibatchError,
+    OptionError,
+    ResultError,
+    StaleTraceError,
+    TraceError,
+    VerifyError,
+)
+from fxbatch.explanation import Explanation
+from fxbatch.inspection import Minibatch, compile_minibatch, explain
+from fxbatch.trace.operations import operation
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchCoupledError",
+    "BlockTypeError",
+    "DataError",
+    "Explanation",
+    "FxbatchError",
+    "GradientError",
+    "InPlaceError",
+    "InstanceError",
+    "Minibatch",
+    "MinibatchError",
+    "OptionError",
+    "ResultError",
+    "StaleTraceError",
+    "TraceError",
+    "VerifyError",
+    "autobatch",
+    "compile_minibatch",
+    "disabled",
+    "explain",
+    "operation",
+]

@@ -23,7 +23,7 @@ from fxbatch.errors import MinibatchError
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.trace.minibatch import recording_here
+from fxbatch.trace.state import current_recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,7 +123,7 @@ class Autobatched:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, instances = self.split(args, kwargs)
-        if recording_here() or _switch.disabled:
+        if _switch.disabled or current_recorder() is not None:
             return self.one_by_one(instances)
         return self.engine(owner).call(self.fn, instances, self.options.out)
 
@@ -167,7 +167,7 @@ def _instances_of(fn: Callable[..., Any], name: str, value: Any) -> Sequence[Any
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             raise MinibatchError(
-                f"{fn.__qualname__}: {name} is a tensor without dimensions; its first dimension is the instances"
+                f"{fn.__qualname__}: {name} has no dimensions; its first dimension is the instances"
             )
         return value.unbind(0)
     raise MinibatchError(

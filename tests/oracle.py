@@ -1,7 +1,7 @@
 """The oracle: the undecorated forward, one instance at a time, with float64 as referee.
 
-    check_equal(model, trees)                 # values and gradients, raises AssertionError where they differ
-    assert_launches(model, trees, 7)
+check_equal(model, trees)                 # values and gradients, raises AssertionError where they differ
+assert_launches(model, trees, 7)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ULPS = 16.0  # ... plus this many units in the last place of the largest value
 
 
 def to_double(x: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy with float tensors in float64 (and complex in complex128); the same object stays one object."""
+    """A deep copy with float tensors in float64, complex in complex128; one object stays one object."""
     memo = {} if memo is None else memo
     if id(x) in memo:
         return memo[id(x)]
@@ -63,7 +63,9 @@ def float_tensors(x: Any, found: dict[int, torch.Tensor] | None = None) -> list[
     return list(found.values())
 
 
-def run(model: Callable[..., Any], args: Sequence[Any], *, gradients: bool = True) -> list[torch.Tensor | None]:
+def run(
+    model: Callable[..., Any], args: Sequence[Any], *, gradients: bool = True
+) -> list[torch.Tensor | None]:
     """All tensors of the result, then the gradient of every parameter and differentiable input."""
     result = model(*args)
     tensors = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
@@ -86,7 +88,9 @@ def run(model: Callable[..., Any], args: Sequence[Any], *, gradients: bool = Tru
 
 def _weights(t: torch.Tensor) -> torch.Tensor:
     n = t.numel()
-    return (torch.arange(n, dtype=torch.float64, device=t.device).mul(0.7).sin() + 0.3).view(t.shape).to(t.dtype)
+    return (
+        (torch.arange(n, dtype=torch.float64, device=t.device).mul(0.7).sin() + 0.3).view(t.shape).to(t.dtype)
+    )
 
 
 def compare(
@@ -115,7 +119,9 @@ def compare(
         error = (b.to(x.dtype) - x)[finite].abs().max().item() if finite.any() else 0.0
         scale = x[finite].abs().max().item() if finite.any() else 0.0
         allowed = FACTOR * own + ULPS * torch.finfo(b.dtype).eps * max(scale, 1e-30)
-        assert error <= allowed, f"tensor {i}: error {error:.3g}, allowed {allowed:.3g} (eager's own: {own:.3g})"
+        assert error <= allowed, (
+            f"tensor {i}: error {error:.3g}, allowed {allowed:.3g} (eager's own: {own:.3g})"
+        )
 
 
 def check_equal(

@@ -7,11 +7,14 @@ needs: a narrow, an expand, or an index_select of their concatenation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from fxbatch.codegen.trace_body import devices_of
+from fxbatch.codegen.unrolled import RowByRow, stack_payload
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
@@ -72,7 +75,7 @@ class DifferentiableRun:
     def run(self, program: Program) -> None:
         """Execute the calls of a program."""
         if len(program):
-            self._run(program, self.engine.schedule(program))
+            self.execute(program, self.engine.schedule(program))
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls, rewritten; the map from the recorder's value ids to this run's."""
@@ -80,17 +83,18 @@ class DifferentiableRun:
             return lambda ids: ids
         program, schedule = self.engine.prepare(program)
         if len(program):
-            self._run(program, schedule)
+            self.execute(program, schedule)
         return renumbering(values, program.outputs)
 
-    def _run(self, program: Program, schedule: Schedule) -> None:
+    def execute(self, program: Program, schedule: Schedule) -> None:
+        """Run a scheduled program."""
         present = np.zeros(len(program.signatures), dtype=bool)
         present[program.sig] = True
         shared = {
             s: [x.resolve() for x in sig.shared] for s, sig in enumerate(program.signatures) if present[s]
         }
         compiled = [
-            self._compiled(signature, shared[s]) if present[s] else None
+            self.compiled(signature, shared[s]) if present[s] else None
             for s, signature in enumerate(program.signatures)
         ]
         types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
@@ -107,7 +111,8 @@ class DifferentiableRun:
         self.value_row = plan.row_of_value
         self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
 
-    def _compiled(self, signature: Signature, shared: Sequence[torch.Tensor]) -> CompiledOperation:
+    def compiled(self, signature: Signature, shared: Sequence[torch.Tensor]) -> CompiledOperation:
+        """The operation without backward graphs: autograd differentiates its forward graph."""
         needs = ((False,) * len(signature.inputs), (False,) * len(signature.shared))
         return self.engine.operations.get(signature, needs, shared)
 
@@ -153,24 +158,23 @@ class DifferentiableRun:
         self, compiled: CompiledOperation, n: int, inputs: list[torch.Tensor], shared: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         signature = compiled.signature
-        with torch.set_grad_enabled(signature.modes.grad and torch.is_grad_enabled()):
-            if compiled.graphs is not None:
-                with torch.autocast("cpu", enabled=False):
-                    return list(compiled.graphs.forward(n, *inputs, *shared))[: len(signature.outputs)]
-            rows = [signature.run([x[i] for x in inputs], shared) for i in range(n)]
-            return [torch.stack(column) for column in zip(*rows, strict=True)]
+        grad = signature.modes.grad and torch.is_grad_enabled()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if compiled.graphs is None:
+                return list(RowByRow(signature)(n, *inputs, *shared))
+            for device in devices_of(signature):
+                stack.enter_context(torch.autocast(device, enabled=False))  # casts are in the graph
+            return list(compiled.graphs.forward(n, *inputs, *shared))[: len(signature.outputs)]
 
     def _constants(
         self, program: Program, s: int, first: int, n: int, order: np.ndarray | None
     ) -> torch.Tensor:
-        payload: list[Any] = program.constants[s]
+        payload = program.constants[s]
         items = (
             payload[first : first + n] if order is None else [payload[i] for i in order[first : first + n]]
         )
-        kind = program.signatures[s].outputs[0]
-        if program.signatures[s].operation.kind == "number":
-            return torch.tensor(items, dtype=kind.dtype, device=kind.device)
-        return torch.stack(list(items))
+        return stack_payload(program.signatures[s], items)
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(values), *shape] of values of one type."""

@@ -15,7 +15,9 @@ import torch
 
 from fxbatch.codegen.kernels import Workspace
 from fxbatch.codegen.looped import Scratch, group_type
+from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.ir import Plan, Program, Schedule, Signature
+from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
@@ -23,9 +25,10 @@ from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import take_results
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.plans import PlanCache
+from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Run
+from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -48,10 +51,10 @@ class Engine:
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = BufferPool()
         self.operations = OperationCache()
-        self.plans = PlanCache()
+        self.plans: ContentCache[Any] = ContentCache()
+        self.modules: ContentCache[Unrolled] = ContentCache()
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
-        self.last: Recording | None = None
 
     # -- what a Run asks for ------------------------------------------------------------------------
 
@@ -105,11 +108,17 @@ class Engine:
         layouts = [None if c is None else c.layout for c in compiled]
         return plan_arenas(program, schedule, layouts, known_rows=known_rows, used=used, run_before=before)
 
+    def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
+        """The unrolled module of a program's structure, emitted when it is new."""
+        return self.modules.get(PlanKey.of(program, self.options.schedule), emit)
+
     # -- the call -----------------------------------------------------------------------------------
 
     def execution(self) -> Run | DifferentiableRun:
         """The state of a new minibatch."""
         grad = torch.is_grad_enabled()
+        if self.options.mode == "unrolled":
+            return UnrolledRun(self)
         if self.options.backward == "autograd" and grad:
             return DifferentiableRun(self)
         return Run(self, grad=grad)
@@ -117,11 +126,20 @@ class Engine:
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
         """Record all instances, run what is pending, put the results together."""
         run = self.execution()
-        recording = record_minibatch(
-            fn, instances, self.table, run, return_exceptions=self.options.return_exceptions
+        return self.finish(run, self.record(fn, instances, run), out)
+
+    def record(
+        self, fn: Callable[..., Any], instances: Sequence[Instance], run: Run | DifferentiableRun
+    ) -> Recording:
+        """Run the user's forward on each instance, recording; `run` executes what instances wait for."""
+        return record_minibatch(
+            fn,
+            instances,
+            self.table,
+            run,
+            return_exceptions=self.options.return_exceptions,
+            roots=() if self.root is None else (self.root,),
         )
-        self.last = recording
-        return self.finish(run, recording, out)
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""

@@ -7,67 +7,62 @@ whole. Bounded; hits and misses are counted.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from fxbatch.ir import Plan, Program, Schedule
+from fxbatch.ir import Program
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlanKey:
     """Everything that schedule and plan depend on."""
 
-    signatures: tuple[Any, ...]
+    signatures: tuple[Any, ...]  # Signature objects, compared by identity
     sig: bytes
     inputs: bytes
     outputs: bytes
+    known: int
     policy: str
 
     @staticmethod
     def of(program: Program, policy: str) -> PlanKey:
         return PlanKey(
-            tuple(map(id, program.signatures)),
+            program.signatures,
             program.sig.tobytes(),
             program.inputs.tobytes(),
             program.outputs.tobytes(),
+            program.known,
             policy,
         )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What is kept: the signatures are held so that their ids in the key stay theirs."""
-
-    program: Program
-    schedule: Schedule
-    plan: Plan
-    layouts: tuple[Any, ...]
-
-
-class PlanCache:
-    """Least recently used plans."""
+class ContentCache(Generic[T]):
+    """Least recently used things made from a program's content."""
 
     def __init__(self, size: int = 64) -> None:
         self.size = size
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[PlanKey, Planned] = OrderedDict()
+        self._entries: OrderedDict[PlanKey, T] = OrderedDict()
 
-    def get(self, key: PlanKey) -> Planned | None:
+    def get(self, key: PlanKey, make: Callable[[], T]) -> T:
+        """What was made for this content, made now if it is new."""
         found = self._entries.get(key)
-        if found is None:
-            self.misses += 1
-        else:
+        if found is not None:
             self.hits += 1
             self._entries.move_to_end(key)
-        return found
-
-    def put(self, key: PlanKey, planned: Planned) -> None:
-        self._entries[key] = planned
+            return found
+        self.misses += 1
+        made = self._entries[key] = make()
         if len(self._entries) > self.size:
             self._entries.popitem(last=False)
+        return made
 
     def clear(self) -> None:
+        """Forget everything."""
         self._entries.clear()
 
     def __len__(self) -> int:

@@ -131,21 +131,24 @@ class Run:
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         if len(program):
-            with kernel_modes():
-                self._run(program, self.engine.schedule(program))
+            self.execute(program, self.engine.schedule(program))
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
-        """Execute the last calls; nothing but `values` (= program.outputs) is read any more, so the program is
+        """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
         rewritten first. Returns the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        with kernel_modes():
-            program, schedule = self.engine.prepare(program)
-            if len(program):
-                self._run(program, schedule)
+        program, schedule = self.engine.prepare(program)
+        if len(program):
+            self.execute(program, schedule)
         return renumbering(values, program.outputs)
 
-    def _run(self, program: Program, schedule: Schedule) -> None:
+    def execute(self, program: Program, schedule: Schedule) -> None:
+        """Run a scheduled program."""
+        with kernel_modes():
+            self._execute(program, schedule)
+
+    def _execute(self, program: Program, schedule: Schedule) -> None:
         needs, compiled = self._compile(program)
         types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
         used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
@@ -377,7 +380,13 @@ def _run_call_by_call(
     assert compiled.unbatched is not None
     n = int(phase.plan.step_rows[step])
     inputs = [source_rows(source, n).clone() for source in sources]
-    results, tape = compiled.unbatched.forward(inputs, run.shared[compiled.signature], compiled.needs)
+    results, tape = compiled.unbatched.forward(
+        inputs,
+        run.shared[compiled.signature],
+        input_needs=compiled.needs[0],
+        shared_needs=compiled.needs[1],
+        n=n,
+    )
     for out, result in zip(outs, results, strict=True):
         out.copy_(result)
     if compiled.needs_gradient:

@@ -1,7 +1,8 @@
-"""Plans against brute force: what each step reads is what the program says, with rows that are written already."""
+"""Plans against brute force: each step reads what the program says, from rows that are written."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -182,7 +183,7 @@ def check_gradients(
                 assert kind == GRADIENT_SUM
                 bags = found.bags[found.bag[0][read + j] :][: len(calls)].tolist() + [stop - start]
                 rows = found.indices[start:stop]
-                got = [sum(arenas[arena][rows[a:b]].tolist()) for a, b in zip(bags, bags[1:], strict=False)]
+                got = [sum(arenas[arena][rows[a:b]].tolist()) for a, b in itertools.pairwise(bags)]
             assert got == [expected[int(program.first_value[c]) + j] for c in calls.tolist()]
             totals = [a + b for a, b in zip(totals, got, strict=True)]
         for g, gather in zip(range(len(groups[step.signature])), step.inputs, strict=False):

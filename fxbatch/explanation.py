@@ -1,0 +1,145 @@
+"""Explanation: what batching did to a minibatch, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.runtime.run import Phase
+from fxbatch.trace.statistics import Statistics
+
+
+@dataclass
+class OperationRow:
+    """One signature: why it is an operation, and how its calls were batched."""
+
+    operation: str
+    signature: str
+    rule: str
+    location: str
+    calls: int = 0
+    steps: int = 0
+    launches: int = 0
+    largest: int = 0
+    batched: bool = True
+
+
+@dataclass
+class UnbatchedRow:
+    """A signature that runs call by call, and why."""
+
+    signature: str
+    reason: str
+    location: str
+    calls: int
+
+
+def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
+    """A row a signature, in order of first use."""
+    rows: dict[Any, OperationRow] = {}
+    for phase in phases:
+        for s, n in zip(phase.plan.step_signature.tolist(), phase.plan.step_rows.tolist(), strict=True):
+            compiled = phase.compiled[s]
+            assert compiled is not None
+            signature = compiled.signature
+            if is_constant(signature):
+                continue
+            row = rows.get(signature)
+            if row is None:
+                row = rows[signature] = OperationRow(
+                    signature.name,
+                    str(signature),
+                    signature.operation.rule,
+                    signature.location,
+                    batched=not compiled.reason,
+                )
+            row.calls += n
+            row.steps += 1
+            row.launches += n if compiled.reason else 1
+            row.largest = max(row.largest, n)
+    return list(rows.values())
+
+
+@dataclass
+class Explanation:
+    """What `fxbatch.explain` found. launches_before: calls one by one; launches_after: batched launches."""
+
+    instances: int
+    operations: list[OperationRow]
+    launches_before: int
+    launches_after: int
+    steps: int
+    lower_bound: int
+    gathers_indexed: int
+    gathers_elided: int
+    bytes_gathered: int
+    unbatched: list[UnbatchedRow] = field(default_factory=list)
+    traced_through: list[dict[str, Any]] = field(default_factory=list)
+    phases: int = 1
+    statistics: Statistics | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Steps over the lower bound (the sum over signatures of the longest chain of its calls)."""
+        return self.steps / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def advice(self) -> list[str]:
+        """What would help."""
+        found = [
+            f"{row.signature} runs call by call ({row.calls} calls): {row.reason} ({row.location})"
+            for row in self.unbatched
+        ]
+        by_operation: dict[str, int] = {}
+        for row in self.operations:
+            by_operation[row.operation] = by_operation.get(row.operation, 0) + 1
+        found += [
+            f"{name} has {count} signatures: different shapes or static arguments don't batch"
+            for name, count in by_operation.items()
+            if count > 4
+        ]
+        hint = self.statistics.hint() if self.statistics is not None else ""
+        return found + ([hint] if hint else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as plain data."""
+        data = dataclasses.asdict(dataclasses.replace(self, statistics=None))
+        del data["statistics"]
+        if self.statistics is not None:
+            data["suspended"] = [p.instances for p in self.statistics.phases]
+            data["lines"] = dict(self.statistics.lines)
+        return {**data, "ratio": self.ratio, "advice": self.advice}
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=f"{self.instances} instances: {self.launches_before} launches one by one, "
+                      f"{self.launches_after} batched")  # fmt: skip
+        for name in ("operation", "signature", "calls", "launches", "largest", "why an operation", "line"):
+            table.add_column(name, justify="right" if name in ("calls", "launches", "largest") else "left")
+        for row in self.operations:
+            table.add_row(
+                row.operation, row.signature, str(row.calls), str(row.launches), str(row.largest), row.rule,
+                row.location,
+            )  # fmt: skip
+        lines = [
+            f"steps {self.steps}, lower bound {self.lower_bound} (ratio {self.ratio:.2f}), phases {self.phases}",
+            f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
+            f"({self.bytes_gathered / 1e6:.1f} MB)",
+        ]
+        lines += [
+            f"traced through: {t['name']}: {t['reason']} ({t['location']})" for t in self.traced_through
+        ]
+        lines += [f"would help: {line}" for line in self.advice]
+        return Group(table, Text("\n".join(lines)))
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()

@@ -1,0 +1,176 @@
+"""Look inside: the plan and module of one minibatch, and why what was batched how.
+
+minibatch = fxbatch.compile_minibatch(model, trees)
+print(minibatch.program, minibatch.schedule, minibatch.code)
+print(fxbatch.explain(model, trees))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.batched_graph import BatchedGraph
+from fxbatch.codegen.unrolled import Unrolled
+from fxbatch.decorator import find_autobatched
+from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
+from fxbatch.ir import INDEX, Plan, Program, Schedule
+from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.function import take_results
+from fxbatch.runtime.options import Options
+from fxbatch.runtime.results import Results, stack
+from fxbatch.runtime.run import Phase, Run, renumbering
+from fxbatch.runtime.unrolled_run import UnrolledRun
+from fxbatch.trace.minibatch import Recording
+
+
+@dataclasses.dataclass(eq=False)
+class Minibatch:
+    """One minibatch, recorded, planned and emitted; call it to run it again with the parameters of now.
+
+    program: as recorded (its last phase where instances waited for values); rewritten: after the rewrites;
+    phases: all phases that ran. `code` is the emitted source of the looped module, `graph_module` the
+    unrolled module.
+    """
+
+    engine: Engine
+    recording: Recording
+    program: Program
+    rewritten: Program
+    schedule: Schedule
+    plan: Plan
+    phases: tuple[Phase, ...]
+    results: Results
+    values: np.ndarray
+
+    @property
+    def operations(self) -> list[CompiledOperation]:
+        """The compiled operations in order of first use."""
+        found: dict[CompiledOperation, None] = {}
+        for phase in self.phases:
+            for s in phase.plan.step_signature.tolist():
+                compiled = phase.compiled[s]
+                if compiled is not None and not is_constant(compiled.signature):
+                    found.setdefault(compiled)
+        return list(found)
+
+    @property
+    def code(self) -> str:
+        """The emitted source: a step function forwards and backwards an operation, with its kernel."""
+        return "\n\n".join(
+            c.source if c.source else f"# {c.signature}\n# runs call by call: {c.reason}"
+            for c in self.operations
+        )
+
+    @functools.cached_property
+    def batched_graph(self) -> BatchedGraph:
+        """The networkx graph whose nodes are batched calls."""
+        return batch_calls(self.rewritten, self.schedule)
+
+    @functools.cached_property
+    def unrolled(self) -> Unrolled:
+        """The unrolled module with what its arguments and results are."""
+        return UnrolledRun(self.engine).emit(self.rewritten, self.schedule)
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The unrolled module: an fx.GraphModule of gathers, batched operations and cats."""
+        return self.unrolled.graph_module
+
+    def __call__(self) -> Any:
+        """Run again; the stacked results."""
+        if len(self.phases) > 1:
+            raise ValueError("instances waited for values: only a whole minibatch can be run again")
+        run = Run(self.engine, grad=torch.is_grad_enabled())
+        run.execute(self.rewritten, self.schedule)
+        renumber = renumbering(self.values, self.rewritten.outputs)
+        return stack(self.results, renumber, lambda requests: take_results(run, requests))
+
+
+def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
+    """Record, rewrite, schedule, plan and run one minibatch, and keep every form for inspection.
+
+    model: a module with a decorated forward (or other method), or a decorated function; args: as for a
+    decorated call. options override those of the decorator.
+    """
+    engine, recording, run, program, found = _record(model, args, options)
+    values = found.values
+    rewritten, schedule = program, engine.schedule(program)
+    if len(program):
+        rewritten, schedule = engine.prepare(program)
+        run.execute(rewritten, schedule)
+    last = run.phases[-1] if run.phases else None
+    if last is None:
+        raise ValueError("no instance made a call: there is nothing to compile")
+    return Minibatch(
+        engine, recording, program, rewritten, schedule, last.plan, tuple(run.phases), found, values
+    )
+
+
+def _record(
+    model: Any, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Engine, Recording, Run, Program, Results]:
+    autobatched, owner = find_autobatched(model)
+    chosen = Options.of(**{**dataclasses.asdict(autobatched.options), **options})
+    given = tuple(args) if owner is None or not autobatched.is_method else (owner, *args)
+    owner, instances = autobatched.split(given, {})
+    engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
+    run = Run(engine, grad=torch.is_grad_enabled())
+    recording = engine.record(autobatched.fn, instances, run)
+    found = Results(recording.results)
+    return engine, recording, run, recording.pending_program(found.values), found
+
+
+def explain(model: Any, *args: Any, **options: Any) -> Explanation:
+    """What batching did to this minibatch, and why: run once, then described. Prints as a table."""
+    minibatch = compile_minibatch(model, *args, **options)
+    steps = before = after = indexed = elided = bytes_copied = 0
+    bound = 0
+    unbatched: dict[str, UnbatchedRow] = {}
+    for phase in minibatch.phases:
+        bound += lower_bound(phase.program)
+        for k, s in enumerate(phase.plan.step_signature.tolist()):
+            compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
+            assert compiled is not None
+            if is_constant(compiled.signature):
+                continue
+            steps += 1
+            before += n
+            after += n if compiled.reason else 1
+            if compiled.reason:
+                row = unbatched.setdefault(
+                    str(compiled.signature),
+                    UnbatchedRow(str(compiled.signature), compiled.reason, compiled.signature.location, 0),
+                )
+                row.calls += n
+        kinds = phase.plan.gather_kind
+        indexed += int((kinds == INDEX).sum())
+        elided += int((kinds != INDEX).sum())
+        sizes = np.array([t.numel * t.dtype.itemsize for t in phase.plan.arenas], dtype=np.int64)
+        copied = kinds == INDEX
+        bytes_copied += int((sizes[phase.plan.gather_arena] * phase.plan.gather_rows)[copied].sum())
+    table = minibatch.engine.table
+    return Explanation(
+        instances=len(minibatch.recording.results),
+        operations=describe_operations(minibatch.phases),
+        launches_before=before,
+        launches_after=after,
+        steps=steps,
+        lower_bound=bound,
+        gathers_indexed=indexed,
+        gathers_elided=elided,
+        bytes_gathered=bytes_copied,
+        unbatched=list(unbatched.values()),
+        traced_through=[dataclasses.asdict(t) for t in table.traced_through.values()],
+        phases=len(minibatch.phases),
+        statistics=minibatch.recording.statistics,
+    )
