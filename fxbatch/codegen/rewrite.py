@@ -5,10 +5,16 @@ from __future__ import annotations
 from torch import fx
 
 from fxbatch.codegen.clean import clean
+from fxbatch.codegen.rewrite_gates import rewrite_gates
 from fxbatch.codegen.rewrite_linear import rewrite_linear
+from fxbatch.codegen.rewrite_products import rewrite_products
+from fxbatch.codegen.rewrite_slices import rewrite_slices
 
 REWRITES = (
     rewrite_linear,  # products and biases become addmm, before anything looks at additions
+    rewrite_slices,  # gradients of slices side by side, so that the next pass sees neighbours
+    rewrite_gates,  # one kernel for neighbouring gates
+    rewrite_products,  # last: it hides additions and products from the others
 )
 
 
