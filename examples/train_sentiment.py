@@ -191,11 +191,15 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state that `save_checkpoint` wrote; tensors and plain data only. DataError where it is none."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such checkpoint")
+    if not zipfile.is_zipfile(path):  # torch.load would take it for a plain pickle
+        raise DataError(
+            f"{path}: no readable checkpoint: no file that torch.save writes, or only a part of one"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such checkpoint") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError) as error:
         raise DataError(f"{path}: no readable checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise DataError(f"{path}: no checkpoint of this program (format {FORMAT})")

@@ -194,6 +194,8 @@ def train(trainer: Trainer, dev: list[Any], checkpoint: Path) -> bool:
     """Train to the last epoch, saving as it goes; False when it was interrupted."""
     saved = time.monotonic()
     with _stop_on_signal() as stop, _progress() as progress:
+        if not trainer.done:
+            output().print(f"training; Ctrl-C leaves a checkpoint, {checkpoint}", style="dim", soft_wrap=True)
         while not trainer.done:
             title = f"epoch {trainer.epoch + 1}/{trainer.settings.epochs}"
             task = progress.add_task(
