@@ -1,0 +1,202 @@
+"""Contenders of a case: a model that is decorated anew with options, its undecorated loop, hand-batched modules.
+
+In: a model of models.py or of the examples, and Batches. Out: Contenders for measure.py, which all run the same
+minibatch in a round, each round another one, so that nobody profits from having met a structure before.
+
+    work = Training(model, batches)
+    [work.one_by_one(), work.batched("fxbatch"), work.by_hand("by hand", LevelTreeLSTM(model))]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import fxbatch
+from benchmarks.measure import Clock, Contender
+from benchmarks.models import losses_once
+
+Instance = TypeVar("Instance")
+
+
+class Batches(Generic[Instance]):
+    """Minibatches by round, made when a round first asks and kept until the next round."""
+
+    def __init__(self, make: Callable[[int], list[Instance]]) -> None:
+        self.make = make
+        self._round = -1
+        self._batch: list[Instance] = []
+
+    @staticmethod
+    def of(instances: Sequence[Instance], size: int) -> Batches[Instance]:
+        """Slices of `size` instances, round after round; from the start again where they are used up."""
+        count = max(1, len(instances) // size)
+        return Batches(lambda number: list(instances[(number % count) * size : (number % count + 1) * size]))
+
+    def __getitem__(self, number: int) -> list[Instance]:
+        if number != self._round:
+            self._round, self._batch = number, self.make(number)
+        return self._batch
+
+    def prepare(self, number: int) -> None:
+        """Make the minibatch of a round; for Contender.prepare."""
+        self[number]
+
+
+def decorated(model: nn.Module, method: str, **options: Any) -> Callable[[Sequence[Any]], Any]:
+    """A decorated method of the model's class, bound to the model, decorated anew with other options."""
+    fn = undecorated(model, method)
+    options.setdefault("out", getattr(type(model), method).__fxbatch__.options.out)
+    batched = fxbatch.autobatch(**options)(fn)
+    return lambda batch: batched(model, batch)
+
+
+def undecorated(model: nn.Module, method: str) -> Callable[..., Any]:
+    """The function under the decorator: takes the model and one instance."""
+    found: Callable[..., Any] = getattr(type(model), method).__wrapped__
+    return found
+
+
+Gradients = Callable[[], dict[str, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Forward and backward of a loss; `update` is a step of the optimizer after it, where it is part of the task.
+
+    The outcome is the summed loss and the gradient of every parameter.
+    """
+
+    model: nn.Module
+    batches: Batches[Any]
+    method: str = "loss"
+    update: float | None = None  # learning rate of plain SGD
+
+    def one_by_one(self, name: str = "one by one") -> Contender:
+        """The undecorated loss in a loop, the embedding looked up once a minibatch. Needs `losses_once`."""
+        return self.contender(name, lambda batch: losses_once(self.model, batch).sum())
+
+    def loop(self, name: str = "one by one, embedding in the loop") -> Contender:
+        """The undecorated loss in a loop, as `fxbatch.disabled()` runs it."""
+        fn = undecorated(self.model, self.method)
+        return self.contender(name, lambda batch: torch.stack([fn(self.model, x) for x in batch]).sum())
+
+    def batched(self, name: str = "fxbatch", **options: Any) -> Contender:
+        """The decorated loss, with options."""
+        run = decorated(self.model, self.method, **options)
+        return self.contender(name, lambda batch: run(batch).sum())
+
+    def by_hand(self, name: str, hand: Any) -> Contender:
+        """A hand-batched module with `loss(batch)`, the sum; `gradients()` where it has parameters of its own."""
+        return self.contender(name, hand.loss, getattr(hand, "gradients", None), hand)
+
+    def contender(
+        self,
+        name: str,
+        loss: Callable[[Sequence[Any]], Tensor],
+        gradients: Gradients | None = None,
+        module: nn.Module | None = None,
+    ) -> Contender:
+        """Anything that gives the summed loss of a minibatch."""
+        trained = module or self.model
+        parameters = list(trained.parameters())
+        optimizer = None if self.update is None else torch.optim.SGD(parameters, self.update)
+
+        def run(clock: Clock) -> None:
+            batch = self.batches[clock.round]
+            for parameter in parameters:
+                parameter.grad = None
+            with clock("forward"):
+                total = loss(batch)
+            with clock("backward"):
+                total.backward()
+            if optimizer is not None:
+                with clock("update"):
+                    optimizer.step()
+
+        def outcome() -> dict[str, Tensor]:
+            for parameter in [*parameters, *self.model.parameters()]:
+                parameter.grad = None
+            total = loss(self.batches[0])
+            total.backward()
+            found = (
+                {n: p.grad for n, p in self.model.named_parameters()} if gradients is None else gradients()
+            )
+            tensors = {f"gradient of {n}": g.detach().clone() for n, g in found.items() if g is not None}
+            return {"loss": total.detach().clone(), **tensors}
+
+        return Contender(name, run, outcome, self.batches.prepare)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Forward under no_grad, the model in eval mode. The outcome is the results, put together."""
+
+    model: nn.Module
+    batches: Batches[Any]
+    method: str = "forward"
+
+    def one_by_one(self, name: str = "one by one") -> Contender:
+        """The undecorated forward in a loop, the embedding looked up once. Needs `scores_once`."""
+        return self.contender(name, lambda batch: scores_once(self.model, batch))
+
+    def loop(self, name: str = "one by one, embedding in the loop") -> Contender:
+        """The undecorated forward in a loop, as `fxbatch.disabled()` runs it."""
+        fn = undecorated(self.model, self.method)
+        return self.contender(name, lambda batch: [fn(self.model, x) for x in batch])
+
+    def batched(self, name: str = "fxbatch", **options: Any) -> Contender:
+        """The decorated forward, with options."""
+        return self.contender(name, decorated(self.model, self.method, **options))
+
+    def by_hand(self, name: str, hand: Callable[[Sequence[Any]], Any]) -> Contender:
+        """Anything that takes a minibatch and gives its results."""
+        return self.contender(name, hand)
+
+    def contender(self, name: str, forward: Callable[[Sequence[Any]], Any]) -> Contender:
+        def run(clock: Clock) -> None:
+            with torch.no_grad():
+                forward(self.batches[clock.round])
+
+        def outcome() -> dict[str, Tensor]:
+            with torch.no_grad():
+                return {"result": joined(forward(self.batches[0])).clone()}
+
+        return Contender(name, run, outcome, self.batches.prepare)
+
+
+def joined(result: Any) -> Tensor:
+    """All tensors of a result, one after the other, as rows of their last dimension."""
+    if isinstance(result, Tensor):
+        return result.detach().reshape(-1, result.shape[-1] if result.dim() else 1)
+    return torch.cat([joined(part) for part in result])
+
+
+def scores_once(model: Any, trees: Sequence[Any]) -> Tensor:
+    """Scores `[trees, classes]` of roots, one tree after the other, the embedding looked up once for all."""
+    words = [model.words_of(tree) for tree in trees]
+    rows = iter(model.embed(torch.stack([word for tree in words for word in tree])).unbind())
+    scores = []
+    for tree, own in zip(trees, words, strict=True):
+        scores.append(model.out(model.encode(tree, iter([next(rows) for _ in own]))[0]))
+    return torch.stack(scores)
+
+
+def compiled(name: str, contender: Callable[[str], Contender]) -> tuple[Contender | None, str]:
+    """A contender under torch.compile, or None with the reason where it does not work here.
+
+    The whole outcome is run once, which compiles; any error of the compiler is the reason.
+    """
+    made = contender(name)
+    try:
+        if made.prepare is not None:
+            made.prepare(0)
+        assert made.outcome is not None
+        made.outcome()
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says is why it is skipped
+        return None, f"torch.compile: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+    return made, ""

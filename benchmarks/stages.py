@@ -1,0 +1,113 @@
+"""Where a step's time goes before the first kernel: seconds of trace, merge, rewrite, schedule and plan.
+
+In: runs of decorated callables. Out: seconds a stage, each without the stages inside it; what `explain` counts.
+
+    with stage_times() as seconds:
+        model.loss(trees)
+    seconds["trace"], seconds["plan"]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+import fxbatch
+from benchmarks.contenders import Batches, Training, decorated
+from benchmarks.measure import Clock, Contender
+from fxbatch.runtime.engine import Engine
+from fxbatch.trace.minibatch import Recording
+
+# Stage, class, method. A stage inside another counts for itself alone.
+STAGES: tuple[tuple[str, type, str], ...] = (
+    ("trace", Engine, "record"),
+    ("merge", Recording, "pending_program"),
+    ("rewrite", Engine, "prepare"),
+    ("schedule", Engine, "schedule"),
+    ("plan", Engine, "plan"),
+)
+NAMES = tuple(name for name, _, _ in STAGES)
+
+
+@contextlib.contextmanager
+def stage_times() -> Iterator[dict[str, float]]:
+    """Seconds by stage of everything that runs within, in this thread; complete when it ends."""
+    seconds = dict.fromkeys(NAMES, 0.0)
+    inner = [0.0]  # seconds of stages inside the one that runs
+
+    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                seconds[name] += took - inner.pop()
+                inner[-1] += took
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, owner, method in STAGES:
+            stack.enter_context(mock.patch.object(owner, method, timed(name, getattr(owner, method))))
+        yield seconds
+
+
+def staged(contender: Contender) -> Contender:
+    """The same contender, its forward split into the stages and the rest, which keeps the name `forward`."""
+
+    def run(clock: Clock) -> None:
+        with stage_times() as seconds:
+            contender.run(clock)
+        before = sum(seconds.values())
+        clock.phases["forward"] = clock.phases.get("forward", before) - before
+        clock.phases = {**seconds, **clock.phases}
+
+    return Contender(
+        contender.name, run, contender.outcome, contender.prepare, contender.limit, contender.group
+    )
+
+
+def prepared(contender: Contender) -> Contender:
+    """The same contender with one phase `preparation`: all stages together."""
+    inner = staged(contender)
+
+    def run(clock: Clock) -> None:
+        inner.run(clock)
+        clock.phases["preparation"] = sum(clock.phases.pop(name) for name in NAMES)
+
+    return Contender(contender.name, run, contender.outcome, contender.prepare)
+
+
+def preparation_contender(
+    model: nn.Module, method: str, batches: Batches[Any]
+) -> tuple[list[Contender], dict[str, str]]:
+    """`cold`: a step with new instances; `warm`: one whose traces were made before. And what can't run."""
+    train = Training(model, batches, method)
+    return [prepared(train.batched("cold"))], {"warm": "cached traces are not part of this version"}
+
+
+def counted(model: nn.Module, method: str, batch: list[Any], **options: Any) -> dict[str, float]:
+    """Launches before and after, steps over their lower bound, gathers read in place: numbers of a case."""
+    found = fxbatch.explain(getattr(model, method), batch, **options)
+    gathers = found.gathers_elided + found.gathers_indexed
+    return {
+        "launches one by one": found.launches_before,
+        "launches batched": found.launches_after,
+        "steps": found.steps,
+        "steps / lower bound": found.ratio,
+        "gathers read in place": found.gathers_elided / gathers if gathers else 1.0,
+        "unbatched calls": sum(row.calls for row in found.unbatched),
+        "phases": found.phases,
+    }
+
+
+__all__ = ["NAMES", "counted", "decorated", "prepared", "preparation_contender", "stage_times", "staged"]

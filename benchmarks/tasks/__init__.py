@@ -1,0 +1,1 @@
+"""The tasks of the benchmarks, one a file; registry.py lists them."""
