@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.ir import Operation, Signature
+from fxbatch.ir import Operation, Signature, Template
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.dependent import call_with_values
@@ -30,6 +30,7 @@ from fxbatch.trace.operations import (
     MARKED,
     function_name,
     plain_function,
+    take_at,
 )
 from fxbatch.trace.state import tracing
 from fxbatch.trace.lifting import call_lifted
@@ -64,6 +65,8 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         found = call_lifted(recorder, func, args)
         if found is not None:
             return found
+    elif func is _GETITEM and _by_integer_value(*args):
+        func = take_at
     arguments = Arguments(recorder)
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
@@ -91,6 +94,13 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
         recorder.pairs[(func, args[0]._type, args[1]._type)] = entry
     return result
+
+
+_GETITEM = torch.Tensor.__getitem__
+
+
+def _by_integer_value(x: Any, index: Any) -> bool:
+    return type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32) and x.dim() > 0
 
 
 def _new_function(
@@ -131,6 +141,9 @@ def function_entry(
         return Dependent(_why_values(error))
     except BodyError as error:
         raise TraceError(f"{name}: {error}{at_line()}") from None
+    except Exception as error:
+        _raise_as_eager(template, made.target, inputs, real)
+        return Dependent(_why_values(error))
     refuse_shared_writes(name, outcome)
     if outcome.written:
         return written_entry(recorder, made, args, kwargs, arguments, outcome)
@@ -147,6 +160,14 @@ def function_entry(
         ),
         outcome,
     )  # fmt: skip
+
+
+def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -> None:
+    """Raise what the function raises on real tensors of these types: a mistake in the user's call."""
+    with torch.no_grad():
+        real = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
+        args, kwargs = template.fill(input=real, shared=[s.detach().clone() for s in shared])
+        target(*args, **kwargs)
 
 
 def refuse_shared_writes(name: str, outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
-from fxbatch.torch_private import tree_flatten
+from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.location import user_line
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.state import tracing
@@ -35,6 +35,9 @@ def call_with_values(
     reason: str,
 ) -> Any:
     """The result of `func(*args, **kwargs)`, asking for as few values as will do."""
+    plain = _with_plain_integers(recorder, args, kwargs)
+    if plain is not None:
+        return recorder.call(func, *plain)
     if func is torch.Tensor.__getitem__:
         return recorder.call(func, (args[0], _indices(recorder, args[1])), kwargs)
     if func in (torch.masked_select, torch.Tensor.masked_select) and len(args) == 2:
@@ -44,6 +47,21 @@ def call_with_values(
     if func is torch.Tensor.__setitem__:
         return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
     return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+
+
+def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
+    """Arguments with integer values of shape [] after the first replaced by Python ints: `x.view(n)`."""
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if i and type(x) is Value and not x.shape and not x.dtype.is_floating_point and x.dtype is not torch.bool
+    ]
+    if not places:
+        return None
+    for i, real in zip(places, recorder.read([leaves[i] for i in places]), strict=True):
+        leaves[i] = real.item()
+    return tree_unflatten(leaves, spec)
 
 
 def _indices(recorder: Recorder, index: Any) -> Any:

@@ -9,6 +9,7 @@ randomness), or the exception that says why the body can't be run without values
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from fxbatch.torch_private import (
 
 # What a body raises on fake tensors when it needs values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 
 
 class BodyError(Exception):
@@ -81,10 +85,12 @@ def run_on_fakes(
         before = [f._version for f in fakes]
         shared_before = [f._version for f in fake_shared]
         states = _python_random_states()
+        quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
             with watch:
                 result = body(list(fakes), fake_shared)
         finally:
+            _LOG.disabled = quiet
             drew = _restore_python_random(states)
         if drew:
             raise BodyError("draws Python or numpy random numbers")

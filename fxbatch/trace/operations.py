@@ -111,6 +111,12 @@ def take_row(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.reshape(1)).squeeze(0)
 
 
+def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x[index]` for an integer tensor of shape [] that may count from the end."""
+    index = torch.where(index < 0, index + x.shape[0], index)
+    return x.index_select(0, index.reshape(1)).squeeze(0)
+
+
 _BOTH = (
     "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod",
     "eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "greater_equal", "less_equal", "not_equal",

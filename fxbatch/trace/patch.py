@@ -94,10 +94,15 @@ def _with_real_tensors(func: Any) -> Any:
             found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
             if found:
                 real = dict(zip(map(id, found), recorder.read(found), strict=True))
-                args, kwargs = tree_map(lambda x: real.get(id(x), x), (args, kwargs))
+                args, kwargs = tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
         return func(*args, **kwargs)
 
     return functools.wraps(func)(made)
+
+
+def _plain(x: Any) -> Any:
+    """A real tensor of shape [] as a Python number: factories don't take all of them as tensors."""
+    return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
 _as_tensor = torch.as_tensor
@@ -157,6 +162,9 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
         )
     ),
     (torch.autograd.Function, "apply", classmethod(_traced_apply)),
-    (torch, "tensor", _with_real_tensors(torch.tensor)),
+    *(
+        (torch, name, _with_real_tensors(getattr(torch, name)))
+        for name in ("tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye")
+    ),
     (torch, "as_tensor", _traced_as_tensor),
 )  # fmt: skip
