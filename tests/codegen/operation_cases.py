@@ -1,0 +1,133 @@
+"""Signatures made by hand from a module or a function, and the per-row reference of their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxbatch import ir
+from fxbatch.codegen.contract import OperationGraphs, Ref, Unbatched
+from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.operation import build_operation
+
+Slot = ir.Slot
+
+
+def signature_of(
+    target: Any, inputs: Sequence[torch.Tensor], *, shared: Sequence[torch.Tensor] = (), modes: ir.Modes | None = None
+) -> tuple[ir.Signature, list[torch.Tensor]]:
+    """A signature and its shared operands: of a module, or of a function `(*inputs, *shared)`."""
+    slots = tuple(Slot("input", i) for i in range(len(inputs)))
+    module = isinstance(target, torch.nn.Module)
+    if module:
+        named = [*target.named_parameters(remove_duplicate=False), *target.named_buffers()]
+        names = tuple(name for name, _ in named)
+        tensors = [tensor for _, tensor in named]
+        owners = [(target.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        operands = tuple(ir.SharedOperand(owner, name) for owner, name in owners)
+        result = target(*[x.clone() for x in inputs])
+    else:
+        names, tensors = (), list(shared)
+        operands = tuple(ir.SharedOperand(None, f"w{i}", x) for i, x in enumerate(shared))
+        slots += tuple(Slot("shared", i) for i in range(len(shared)))
+        result = target(*[x.clone() for x in inputs], *shared)
+    outputs = [x for x in ir.tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+    return ir.Signature(
+        operation=ir.Operation(getattr(target, "__name__", type(target).__name__), "module" if module else "function", target),
+        inputs=tuple(map(ir.TensorType.of, inputs)),
+        outputs=tuple(map(ir.TensorType.of, outputs)),
+        shared=operands,
+        arguments=ir.Template.of((slots, {})),
+        modes=modes or ir.Modes(training=module and target.training),
+        shared_names=names,
+    ), tensors  # fmt: skip
+
+
+def build(
+    target: Any, inputs: Sequence[torch.Tensor], *, grad: bool = True, **options: Any
+) -> tuple[OperationGraphs | Unbatched, list[torch.Tensor]]:
+    """The graphs of a module or function with every gradient that can be had (or none)."""
+    memory = options.pop("memory", "save")
+    signature, shared = signature_of(target, inputs, **options)
+    needs = tuple(grad and x.differentiable for x in signature.inputs)
+    shared_needs = tuple(grad and x.is_floating_point() and x.requires_grad for x in shared)
+    graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared, memory=memory)
+    return graphs, shared
+
+
+def rows_of(inputs: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+    """n different rows of the type of each input; integers and booleans are repeated."""
+    gen = torch.Generator().manual_seed(n)
+    rows = []
+    for x in inputs:
+        if x.is_floating_point() or x.is_complex():
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            rows.append(torch.randn(n, *x.shape, generator=gen, dtype=wide).to(x.dtype))
+        else:
+            rows.append(x.expand(n, *x.shape).clone())
+    return rows
+
+
+def run_kernels(
+    graphs: OperationGraphs,
+    rows: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    n: int,
+    *,
+    given: bool,
+    workspace: Workspace,
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """Outputs, input gradients and shared gradients from the three emitted kernels."""
+    shared = [x.detach() for x in shared]
+    groups = [rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups]
+    width = len(graphs.signature.outputs)
+
+    def memory(kinds: Sequence[ir.TensorType]) -> list[torch.Tensor | None]:
+        if not given:
+            return [None] * len(kinds)
+        return [torch.full((n, *k.shape), 77, dtype=k.dtype) for k in kinds]
+
+    def call(kernel: Kernel, ins: list[torch.Tensor], kinds: Sequence[ir.TensorType]) -> list[torch.Tensor]:
+        outs = memory(kinds)
+        results = kernel(n, ins, outs, workspace)
+        for out, result in zip(outs, results, strict=True):
+            assert out is None or out is result
+        return results
+
+    with torch.no_grad():
+        results = call(
+            emit_kernel(graphs.forward), [*groups, *shared], [*graphs.signature.outputs, *graphs.saved_types]
+        )
+        tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
+
+        def pick(refs: Sequence[Ref]) -> list[torch.Tensor]:
+            return [tensors[r.kind][r.index] for r in refs]
+
+        input_grads: list[torch.Tensor | None] = [None] * len(rows)
+        shared_grads: list[torch.Tensor | None] = [None] * len(shared)
+        if graphs.backward is not None:
+            kinds = [_group_type(graphs, g) for g in graphs.grad_groups]
+            starts = [grads[i] for i in graphs.grad_outputs]
+            ins = [*starts, *pick(graphs.backward_inputs), *shared]
+            found = call(emit_kernel(graphs.backward), ins, [*kinds, *graphs.extra_types])
+            for g, grad in zip(graphs.grad_groups, found, strict=False):
+                members = graphs.layout.groups[g]
+                for i, m in enumerate(members):
+                    input_grads[m] = grad if len(members) == 1 else grad[:, i]
+            tensors["extra"] = found[len(graphs.grad_groups) :]
+        if graphs.parameters is not None:
+            kernel = emit_kernel(graphs.parameters)
+            sums = kernel(n, [*pick(graphs.parameter_inputs), *shared], [None] * len(graphs.grad_shared), workspace)
+            for i, grad in zip(graphs.grad_shared, sums, strict=True):
+                shared_grads[i] = grad
+    return results[:width], input_grads, shared_grads
+
+
+def _group_type(graphs: OperationGraphs, group: int) -> ir.TensorType:
+    members = graphs.layout.groups[group]
+    kind = graphs.signature.inputs[members[0]]
+    lead = () if len(members) == 1 else (len(members),)
+    return ir.TensorType((*lead, *kind.shape), kind.dtype, kind.device)
