@@ -40,7 +40,7 @@ def call_lifted(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> Any:
     else:
         return None
     t = recorder.type_of(v)
-    dtype = None if recorder.autocast else lifted_dtype(func, t, number)
+    dtype = None if recorder.autocast is None else lifted_dtype(func, t, number)
     if dtype is None:
         return None
     lifted = recorder.number(number, dtype, t.device)

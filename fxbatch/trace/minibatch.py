@@ -63,11 +63,6 @@ class Recording:
         leaves = (x for r in self.results for x in tree_leaves(r))
         return list(dict.fromkeys(x.id for x in leaves if type(x) is Value))
 
-    def close(self) -> None:
-        """No more calls: a Value that is used from here on is an error with the user's line."""
-        self.recorder.closed = self.recorder.closed or "its minibatch is over"
-        self.recorder.ask = None
-
 
 def record_minibatch(
     fn: Callable[..., Any],
@@ -91,7 +86,16 @@ def record_minibatch(
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     with patched():
         run.all()
+    _refuse_foreign_values(recorder, run.results)
+    recorder.finish()
     return Recording(recorder, run.results, run.statistics)
+
+
+def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
+    for i, result in enumerate(results):
+        for x in (result,) if type(result) is Value else tree_leaves(result):
+            if type(x) is Value and x._recorder is not recorder:
+                raise TraceError(f"instance {i} returns a value of another minibatch: values live for one call")
 
 
 class _Parked:

@@ -90,7 +90,7 @@ def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     recorder = state.recorder
     if recorder is None:
         return module_call(self, *args, **kwargs)
-    if not kwargs and _is_grad_enabled() is recorder.grad and not any_autocast():
+    if not kwargs and _is_grad_enabled() is recorder.grad and any_autocast() is recorder.autocast:
         known = recorder.fast.get(id(self))
         if known is not None:
             types = []

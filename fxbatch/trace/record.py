@@ -65,6 +65,7 @@ class Recorder:
         self.owners: dict[int, tuple[torch.nn.Module, str]] | None = None
         self.ask: Callable[[list[Value]], list[torch.Tensor]] | None = None  # gives real tensors, may suspend
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
+        self.over = ""  # why no call can be added any more
         self.closed = ""  # why nothing can be recorded any more
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
         self.gradients = GradientFlags()
@@ -74,7 +75,6 @@ class Recorder:
         self._known = 0
         self._mode_key: Any = None
         self._by_mode: dict[Any, tuple[dict[int, Any], dict[Any, Any], dict[Any, Entry]]] = {}
-        self.autocast = False
         self.sync_modes()
 
     # Modes
@@ -82,9 +82,10 @@ class Recorder:
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
         self.grad = torch.is_grad_enabled()
-        self.autocast = any_autocast()
+        # None never is what any_autocast() says: under autocast each call looks at the dtype, on the slow path.
+        self.autocast: bool | None = None if any_autocast() else False
         casts: tuple[tuple[str, torch.dtype], ...] = ()
-        if self.autocast:
+        if self.autocast is None:
             casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
         key = (self.grad, casts, torch.get_default_dtype())
         if key != self._mode_key:
@@ -157,8 +158,20 @@ class Recorder:
         v._recorder = self
         return v
 
+    def finish(self) -> None:
+        """No more calls: a value that is used from here on is an error with the user's line."""
+        self.over = "its minibatch is over"
+        self.ask = None
+        self._by_mode = {key: ({}, {}, {}) for key in self._by_mode}
+        self.fast, self.functions, self.pairs = {}, {}, {}
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
+        if self.over or state.recorder is not self:
+            raise TraceError(
+                f"a value of another minibatch (or of a finished call) was used: values live for one decorated "
+                f"call; keep results instead{at_line()}"
+            )
         return call_function(self, func, args, kwargs)
 
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
@@ -171,6 +184,8 @@ class Recorder:
 
     def row_of(self, v: Value, index: int) -> Any:
         """Record `v[index]`."""
+        if self.over or state.recorder is not self:
+            return self.call(torch.Tensor.__getitem__, (v, index), {})
         return call_row(self, v, index)
 
     def rebind(self, v: Value, new: Value, name: str) -> None:
@@ -179,7 +194,7 @@ class Recorder:
 
     def can_read(self) -> bool:
         """Whether a value can be asked for now, here."""
-        return self.ask is not None and not self.closed and state.recorder is self
+        return self.ask is not None and state.recorder is self
 
     def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]:
         """Real tensors with gradients, where the recording can give them (`lazy`)."""

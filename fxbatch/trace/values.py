@@ -32,7 +32,7 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
 
     def method(self: Value, other: Any) -> Any:
         recorder = self._recorder
-        if type(other) is Value and _is_grad_enabled() is recorder.grad and not any_autocast():
+        if type(other) is Value and _is_grad_enabled() is recorder.grad and any_autocast() is recorder.autocast:
             entry = recorder.pairs.get((func, self._type, other._type))
             if entry is not None:
                 return recorder.emit(entry, (self._value, other._value))
@@ -224,7 +224,7 @@ class Value(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         recorder = getattr(self, "_recorder", None)
-        if recorder is None or recorder.closed or not recorder.can_read():
+        if recorder is None or not recorder.can_read():
             return f"Value({recorder.type_of(self)})" if recorder is not None else "Value()"
         return repr(self._read())
 
