@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="first N steps batched and one by one, side by side",
     )
-    add("--limit", type=_positive, metavar="N", help="use the first N trees of each split only")
+    add("--limit", type=_positive, metavar="N", help="use N trees of each split only, evenly spread")
 
 
 def _count(text: str) -> int:
@@ -182,12 +182,19 @@ def load_splits(data: Path | None, limit: int | None, device: torch.device) -> t
     vocabulary = Vocabulary.build(
         (leaf.word or "" for tree in raw["train"] for leaf in tree.leaves()), device=device
     )
-    splits = {split: [vocabulary.encode_tree(tree) for tree in raw[split][:limit]] for split in SPLITS}
+    splits = {split: [vocabulary.encode_tree(tree) for tree in spread(raw[split], limit)] for split in SPLITS}
     counts = ", ".join(f"{len(splits[split])} {split}" for split in SPLITS)
     output().print(
         f"{folder or 'generated treebank'}: {counts} trees, {len(vocabulary)} words", soft_wrap=True
     )
     return splits, vocabulary, treebank
+
+
+def spread(trees: list[Any], limit: int | None) -> list[Any]:
+    """`limit` of the trees, evenly spread: the treebank's files have the positive reviews first."""
+    if limit is None or limit >= len(trees):
+        return trees
+    return [trees[i * len(trees) // limit] for i in range(limit)]
 
 
 def train(trainer: Trainer, dev: list[Any], checkpoint: Path) -> bool:

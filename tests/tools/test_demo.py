@@ -182,6 +182,13 @@ def test_resume_refuses_other_settings_and_data(empty: Path, capsys: Captured) -
     assert "was made on the treebank 'generated', found is 'sst'" in capsys.readouterr().err
 
 
+def test_a_limit_is_spread_evenly() -> None:
+    """The treebank is sorted by sentiment: its first trees are nearly all positive, no fair sample."""
+    assert demo.spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert demo.spread(list(range(7)), 3) == [0, 2, 4]
+    assert demo.spread([1, 2], 5) == demo.spread([1, 2], None) == [1, 2]
+
+
 def test_options_are_known_to_the_help(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
