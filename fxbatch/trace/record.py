@@ -19,7 +19,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
-from fxbatch.torch_private import any_autocast
+from fxbatch.torch_private import any_autocast, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.gradients import GradientFlags
@@ -32,6 +32,7 @@ from fxbatch.trace.writes import rebind
 
 # Each recorder numbers its values from another multiple of this: a value of another recording is always found.
 _RANGE = 1 << 40
+_STRIDED = torch.strided
 _ranges = itertools.count(1)
 
 
@@ -130,6 +131,15 @@ class Recorder:
             v._type = entry.alone
             v._recorder = self
             return v
+        if entry.pair:
+            self.count = n + 2
+            v = new_value(Value)
+            v._value = n
+            w = new_value(Value)
+            w._value = n + 1
+            v._type, w._type = entry.types
+            v._recorder = w._recorder = self
+            return v, w
         outputs = []
         for t in entry.types:
             v = new_value(Value)
@@ -139,6 +149,8 @@ class Recorder:
             outputs.append(v)
             n += 1
         self.count = n
+        if entry.row:
+            return tuple(outputs)
         assert entry.signature.result is not None
         return entry.signature.result.fill(output=outputs)
 
@@ -167,6 +179,8 @@ class Recorder:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
+        if self.over and self.give is not None and not self.closed:
+            return self._call_real(func, args, kwargs)
         if self.over or state.recorder is not self:
             raise TraceError(
                 f"a value of another minibatch (or of a finished call) was used: values live for one decorated "
@@ -181,6 +195,15 @@ class Recorder:
                 f"a value was asked for after its minibatch was over: use the results of the call{at_line()}"
             )
         return self.ask(list(values))
+
+    def _call_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """After a lazy block: the call on real tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        mine = [x for x in leaves if type(x) is Value and x._recorder is self]
+        assert self.give is not None
+        real = dict(zip(map(id, mine), self.give(mine), strict=True))
+        args, kwargs = tree_unflatten([real.get(id(x), x) for x in leaves], spec)
+        return func(*args, **kwargs)
 
     def row_of(self, v: Value, index: int) -> Any:
         """Record `v[index]`."""
@@ -213,15 +236,30 @@ class Recorder:
         hit = self.constants.get(id(t))
         if hit is not None and (hit[2] is None or hit[2] == t._version):
             return hit[0]
-        if self.owner_of(t) is not None:
+        owners = self.owners
+        if owners is None:
+            owners = self.owners = self._find_owners()
+        if id(t) in owners:
             return None
         entry = self.constant_entries.get((t.shape, t.dtype, t.device))
-        if entry is None or t.layout is not torch.strided:
+        if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
-        v = self.emit(entry, ())
-        self.payload.setdefault(entry.sid, []).append(t)
-        kept = (v, t, None if t.is_inference() else t._version)
-        self.constants[id(t)] = kept
+        try:
+            version = t._version
+        except RuntimeError:  # tensors made in inference mode have none
+            version = None
+        sid = entry.sid
+        self.sigs.append(sid)
+        v = new_value(Value)
+        v._value = self.count
+        v._type = entry.alone
+        v._recorder = self
+        self.count += 1
+        payload = self.payload.get(sid)
+        if payload is None:
+            payload = self.payload[sid] = []
+        payload.append(t)
+        self.constants[id(t)] = kept = (v, t, version)
         self.unchecked.append(kept)
         return v
 

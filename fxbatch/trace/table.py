@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.ir import Operation, Signature, TensorType, tensor_type
+from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
 from fxbatch.trace.fake import Outcome
 
 
@@ -33,7 +33,7 @@ class TracedThrough:
 class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
-    __slots__ = ("aliased", "alone", "outcome", "sid", "signature", "types", "write", "written")
+    __slots__ = ("aliased", "alone", "outcome", "pair", "row", "sid", "signature", "types", "write", "written")
 
     def __init__(
         self, sid: int, signature: Signature, types: tuple[int, ...], outcome: Outcome | None
@@ -46,11 +46,20 @@ class Entry:
         self.alone = (
             types[0] if single and len(types) == 1 else -1
         )  # its type id when the result is one tensor
+        self.row = outcome is not None and _is_row(outcome.result, len(types))  # a plain tuple of all outputs
+        self.pair = self.row and len(types) == 2
         self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
         self.written: tuple[
             int, ...
         ] = ()  # inputs that the user's call writes to: outputs are their new contents
         self.write: Outcome | None = None  # of the call as the user made it
+
+
+def _is_row(result: Template, outputs: int) -> bool:
+    if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
+        return False
+    rebuilt = result.fill(output=range(outputs))
+    return type(rebuilt) is tuple and rebuilt == tuple(range(outputs))
 
 
 @dataclass(frozen=True)
