@@ -93,13 +93,13 @@ class BatchedGraph:
         return self.nodes("result")
 
     def labels(self) -> dict[int, tuple[int, int, int]]:
-        """Fold's labels: value -> (depth, type, row), for values that are in a cat."""
-        types = self.program.type_ids
-        return {
-            v: (node.depth, types[node.types[0]], i)
-            for _, node in self.nodes("cat")
-            for i, v in enumerate(node.gives[0].tolist())
-        }
+        """Fold's labels: value -> (depth, type, row), of the first cat that has the value."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for _, node in self.nodes("cat"):
+            t = self.program.type_ids[node.types[0]]
+            for i, v in enumerate(node.gives[0].tolist()):
+                found.setdefault(v, (node.depth, t, i))
+        return found
 
     def node_line(self, name: str) -> str:
         """The line of a node: `b3 depth 2: batch s3 cell x7 -> f32[4], f32[4]`."""

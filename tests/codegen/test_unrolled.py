@@ -1,0 +1,107 @@
+"""The unrolled module with real operation graphs: values, second derivatives, compile and export."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fxbatch.codegen.operation import build_operation
+from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
+from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
+from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
+from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.insert_gathers import insert_gathers
+from tests.passes.reference import results_by_hand
+from tests.programs import F4, ProgramBuilder
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(torch.cat([x, h])))
+
+
+def cell_program(cell: Cell, x: torch.Tensor) -> Program:
+    slots = (Slot("input", 0), Slot("input", 1))
+    signature = Signature(
+        Operation("cell", "module", cell), (F4, F4), (F4,),
+        (SharedOperand(cell.linear, "weight"), SharedOperand(cell.linear, "bias")),
+        Template.of((slots, {})), Template.of(Slot("output", 0)),
+        shared_names=("linear.weight", "linear.bias"),
+    )  # fmt: skip
+    build = ProgramBuilder(3)
+    start, ends = build.constant(x), []
+    for i in range(3):
+        h = build.constant(torch.full((4,), float(i)), instance=i)
+        for _ in range(i + 1):
+            h = build.call("f", build.use(signature, start, h, instance=i), instance=i)
+        ends.append(h)
+    return build.program(*ends)
+
+
+def unrolled(program: Program) -> Unrolled:
+    made = [
+        None
+        if s.operation.kind == "constant"
+        else build_operation(
+            s,
+            input_needs=[t.differentiable for t in s.inputs],
+            shared_needs=[True] * len(s.shared),
+            shared=[o.resolve() for o in s.shared],
+        )
+        for s in program.signatures
+    ]
+    return emit_unrolled(insert_gathers(batch_calls(program, batch_by_lookahead(program))), made)
+
+
+def test_values_and_second_derivatives_are_those_of_the_loop() -> None:
+    cell, x = Cell(), torch.randn(4, requires_grad=True)
+    program = cell_program(cell, x)
+    module = unrolled(program)
+    wanted = torch.stack(results_by_hand(program, []))
+    (found,) = module(module.arguments())
+    torch.testing.assert_close(found, wanted)
+
+    def derivatives(out: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x, *cell.parameters()]
+        first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum((g * g).sum() for g in first), leaves)
+        return [*first, *second]
+
+    for a, b in zip(derivatives(found), derivatives(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gathers_operations_and_cats_are_visible() -> None:
+    module = unrolled(cell_program(Cell(), torch.randn(4)))
+    names = [node.name for node in module.graph_module.graph.nodes]
+    for kind in ("view_", "broadcast_", "cat_"):
+        assert any(name.startswith(kind) for name in names), kind
+    calls = [node.target for node in module.graph_module.graph.nodes if node.op == "call_module"]
+    assert calls == ["s1_cell", "s2_f"] * 3
+    assert [operand.name for operand in module.shared] == ["weight", "bias"]
+
+
+def test_replaced_parameters_and_payloads_are_used() -> None:
+    cell = Cell()
+    program = cell_program(cell, torch.randn(4))
+    module = unrolled(program)
+    cell.linear.weight = nn.Parameter(torch.randn(4, 8))
+    (found,) = module(module.arguments())
+    torch.testing.assert_close(found, torch.stack(results_by_hand(program, [])))
+    other = cell_program(cell, torch.randn(4))
+    (found,) = module(module.arguments(payloads=other.constants))
+    torch.testing.assert_close(found, torch.stack(results_by_hand(other, [])))
+
+
+def test_export_and_compile() -> None:
+    program = cell_program(Cell(), torch.randn(4))
+    module = unrolled(program)
+    wanted, arguments = torch.stack(results_by_hand(program, [])), tuple(module.arguments())
+    exported = torch.export.export(module.graph_module, arguments)
+    torch.testing.assert_close(exported.module()(*arguments)[0], wanted)
+    compiled = torch.compile(module.graph_module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments)[0], wanted)

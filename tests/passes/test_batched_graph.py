@@ -1,0 +1,175 @@
+"""The batched graph and its rewrites: text stage by stage, invariants on random programs, unrolled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fxbatch.batched_graph import BatchedGraph
+from fxbatch.codegen.contract import Unbatched
+from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
+from fxbatch.ir import Program
+from fxbatch.passes.batch_by_agenda import batch_by_agenda
+from fxbatch.passes.batch_by_depth import batch_by_depth
+from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.elide_gathers import elide_gathers
+from fxbatch.passes.elide_pass_throughs import elide_pass_throughs
+from fxbatch.passes.insert_cats import insert_cats
+from fxbatch.passes.insert_gathers import insert_gathers
+from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
+from fxbatch.verify import verify_batched_graph
+from tests.passes.reference import results_by_hand
+from tests.programs import ProgramBuilder, programs
+
+STAGES: tuple[Callable[[BatchedGraph], BatchedGraph], ...] = (
+    insert_pass_throughs,
+    insert_gathers,
+    insert_cats,
+    elide_pass_throughs,
+    elide_gathers,
+)
+
+
+def skip_program() -> Program:
+    """g reads a value of the depth before and one of two depths before."""
+    build = ProgramBuilder()
+    x = build.constant(torch.tensor(1))
+    a = build.call("f", x)
+    return build.program(build.call("g", build.call("f", a), a))
+
+
+BATCHED = """batched graph, batched: 4 batch, 1 result
+  b0 depth 0: batch s0 constant x1 -> i64[]
+  b1 depth 1: batch s1 f x1 -> f32[4]
+    input 0 <- b0.0[0] at [0]
+  b2 depth 2: batch s2 f x1 -> f32[4]
+    input 0 <- b1.0[0] at [0]
+  b3 depth 3: batch s3 g x1 -> f32[4]
+    input 0 <- b2.0[0] at [0]
+    input 1 <- b1.0[0] at [0]
+  r1 depth 4: result x1 -> f32[4]
+    input 0 <- b3.0[0] at [0]"""
+
+CATS = """batched graph, cats inserted: 4 batch, 4 cat, 6 gather, 1 pass, 1 result
+  b0 depth 0: batch s0 constant x1 -> i64[]
+  c0.0 depth 0: cat x1 -> i64[]
+    input 0 <- b0.0[0] at [0]
+  g.b1.0 depth 1: gather x1 -> i64[]
+    input 0 <- c0.0.0[0] at [0]
+  b1 depth 1: batch s1 f x1 -> f32[4]
+    input 0 <- g.b1.0.0[0] at [0]
+  c1.1 depth 1: cat x1 -> f32[4]
+    input 0 <- b1.0[0] at [0]
+  g.b2.0 depth 2: gather x1 -> f32[4]
+    input 0 <- c1.1.0[0] at [0]
+  g.p2.1.0 depth 2: gather x1 -> f32[4]
+    input 0 <- c1.1.0[0] at [0]
+  b2 depth 2: batch s2 f x1 -> f32[4]
+    input 0 <- g.b2.0.0[0] at [0]
+  p2.1 depth 2: pass x1 -> f32[4]
+    input 0 <- g.p2.1.0.0[0] at [0]
+  c2.1 depth 2: cat x2 -> f32[4]
+    input 0 <- b2.0[0] at [0]
+    input 1 <- p2.1.0[0] at [0]
+  g.b3.0 depth 3: gather x1 -> f32[4]
+    input 0 <- c2.1.0[0] at [0]
+  g.b3.1 depth 3: gather x1 -> f32[4]
+    input 0 <- c2.1.0[1] at [0]
+  b3 depth 3: batch s3 g x1 -> f32[4]
+    input 0 <- g.b3.0.0[0] at [0]
+    input 1 <- g.b3.1.0[0] at [0]
+  c3.1 depth 3: cat x1 -> f32[4]
+    input 0 <- b3.0[0] at [0]
+  g.r1.0 depth 4: gather x1 -> f32[4]
+    input 0 <- c3.1.0[0] at [0]
+  r1 depth 4: result x1 -> f32[4]
+    input 0 <- g.r1.0.0[0] at [0]"""
+
+
+def stages(program: Program) -> list[BatchedGraph]:
+    graphs = [batch_calls(program, batch_by_depth(program))]
+    for stage in STAGES:
+        graphs.append(stage(graphs[-1]))
+    return graphs
+
+
+def test_folds_stages_as_text() -> None:
+    batched, passed, gathered, cats, elided, direct = stages(skip_program())
+    assert str(batched) == BATCHED
+    added = [line for line in str(passed).splitlines() if line not in BATCHED.splitlines()]
+    assert added == [
+        "batched graph, pass-throughs inserted: 4 batch, 1 pass, 1 result",
+        "  p2.1 depth 2: pass x1 -> f32[4]",
+        "    input 1 <- p2.1.0[0] at [0]",
+    ]
+    assert "  g.p2.1.0 depth 2: gather x1 -> f32[4]\n    input 0 <- b1.0[0] at [0]" in str(gathered)
+    assert str(cats) == CATS
+    assert str(elided).startswith("batched graph, pass-throughs elided: 4 batch, 4 cat, 5 gather, 1 result")
+    assert str(direct).startswith("batched graph, gathers elided: 4 batch, 4 cat, 1 result")
+    assert cats.labels() == {0: (0, 0, 0), 1: (1, 1, 0), 2: (2, 1, 0), 3: (3, 1, 0)}
+    names = [node.name for node in unroll(cats).graph_module.graph.nodes]
+    assert {"cat_c2_1", "view_g_b3_1_in0_0", "b3_g"} <= set(names)
+
+
+@given(programs())
+def test_each_depth_reads_the_depth_before(program: Program) -> None:
+    graph = stages(program)[1]
+    for before, after in graph.graph.edges:
+        assert graph.node(before).depth == graph.node(after).depth - 1
+
+
+@given(programs())
+def test_gathers_read_cats_only_and_batches_read_gathers_only(program: Program) -> None:
+    graph = stages(program)[3]
+    allowed = {"gather": "cat", "batch": "gather", "pass": "gather", "result": "gather"}
+    for before, after in graph.graph.edges:
+        wanted = allowed.get(graph.node(after).kind)
+        assert wanted is None or graph.node(before).kind == wanted
+
+
+@given(programs())
+def test_every_stage_is_right_under_every_schedule(program: Program) -> None:
+    for policy in (batch_by_depth, batch_by_agenda):
+        graph = batch_calls(program, policy(program))
+        verify_batched_graph(graph)
+        for stage in STAGES:
+            graph = stage(graph)
+            verify_batched_graph(graph)
+        assert not graph.nodes("pass")
+        assert elide_gathers(graph) is graph and elide_pass_throughs(graph) is graph
+
+
+def test_rewrites_leave_their_input_alone() -> None:
+    graphs = stages(skip_program())
+    texts = [str(graph) for graph in graphs]
+    for graph, stage in zip(graphs, STAGES, strict=False):
+        stage(graph)
+    assert [str(graph) for graph in graphs] == texts
+    with pytest.raises(Exception, match="[Ff]rozen"):
+        graphs[0].graph.add_node("x")
+
+
+def unroll(graph: BatchedGraph) -> Unrolled:
+    program = graph.program
+    made = [
+        None if s.operation.kind in ("constant", "number") else Unbatched("test") for s in program.signatures
+    ]
+    return emit_unrolled(graph, made)
+
+
+@settings(max_examples=25)
+@given(programs(max_calls=12))
+def test_every_stage_computes_the_same_unrolled(program: Program) -> None:
+    known = [torch.randn(4) for _ in range(program.known)]
+    wanted = dict(zip(program.outputs.tolist(), results_by_hand(program, known), strict=True))
+    for graph in stages(program):
+        unrolled = unroll(graph)
+        rows = [torch.stack([known[v] for v in values.tolist()]) for values in unrolled.known]
+        found = unrolled(unrolled.arguments(rows))
+        got = {v: t for vs, ts in zip(unrolled.results, found, strict=True) for v, t in zip(vs.tolist(), ts)}
+        assert got.keys() == wanted.keys()
+        for v, t in wanted.items():
+            torch.testing.assert_close(got[v], t, rtol=0, atol=0)

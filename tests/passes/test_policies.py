@@ -1,0 +1,162 @@
+"""Batching policies: against brute force on random programs, against the lower bound on workloads."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from fxbatch.errors import OptionError
+from fxbatch.ir import Program
+from fxbatch.passes import batch_by_agenda as agenda_module
+from fxbatch.passes import batch_by_lookahead as lookahead_module
+from fxbatch.passes import lower_bound as bound_module
+from fxbatch.passes.batch_by_agenda import batch_by_agenda
+from fxbatch.passes.batch_by_depth import batch_by_depth, depths
+from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
+from fxbatch.passes.frontier import Frontier, stable_argsort
+from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.policies import CANDIDATES, POLICIES, SCHEDULES, BestPolicy, make_policy
+from tests.passes.reference import check_schedule, depths_by_hand, lower_bound_by_hand
+from tests.programs import (
+    ProgramBuilder,
+    bilstm_program,
+    chain_program,
+    lattice_program,
+    programs,
+    random_tree,
+    tree_lstm_program,
+)
+
+
+@given(programs())
+def test_every_policy_gives_a_schedule(program: Program) -> None:
+    bound = lower_bound_by_hand(program)
+    for policy in (*POLICIES.values(), BestPolicy()):
+        schedule = policy(program)
+        check_schedule(program, schedule)
+        assert len(schedule) >= bound
+
+
+@given(programs())
+def test_lower_bound_is_that_of_brute_force(program: Program) -> None:
+    assert lower_bound(program) == lower_bound_by_hand(program)
+
+
+@given(programs())
+def test_depths_are_those_of_brute_force(program: Program) -> None:
+    assert depths(program).tolist() == depths_by_hand(program)
+
+
+@given(programs(max_calls=60))
+def test_lists_and_arrays_agree(program: Program) -> None:
+    frontier = Frontier(program)
+    assert frontier._depth_by_call(None).tolist() == frontier._depth_by_frontier().tolist()
+    if not len(program):
+        return
+    a, b = agenda_module._agenda_by_lists(frontier), agenda_module._agenda_by_arrays(frontier)
+    assert (a[1], a[0].tolist()) == (b[1], b[0].tolist())
+    critical = lookahead_module._Critical
+    c = lookahead_module._lookahead_by_lists(frontier, critical(frontier))
+    d = lookahead_module._lookahead_by_arrays(frontier, critical(frontier))
+    assert (c[1], c[0].tolist()) == (d[1], d[0].tolist())
+    counted = np.ones(len(program), dtype=bool)
+    by_edges = bound_module._chain_by_edges(counted, frontier.source, frontier.target)
+    by_arrays = bound_module._chain_by_arrays(frontier, frontier.source, frontier.target, counted)
+    assert by_edges.tolist() == by_arrays.tolist()
+
+
+@given(programs())
+def test_lookahead_is_never_worse_than_agenda(program: Program) -> None:
+    assert len(batch_by_lookahead(program)) <= len(batch_by_agenda(program))
+
+
+@pytest.mark.parametrize("instances", [1, 2, 16, 64])
+def test_lookahead_reaches_the_lower_bound_on_trees_and_taggers(instances: int) -> None:
+    rng = random.Random(instances)
+    trees = tree_lstm_program([random_tree(rng, rng.randrange(1, 30)) for _ in range(instances)])
+    assert len(batch_by_lookahead(trees)) == lower_bound(trees)
+    taggers = bilstm_program([rng.randrange(1, 30) for _ in range(instances)])
+    assert len(batch_by_lookahead(taggers)) == lower_bound(taggers)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_lattice_is_at_most_a_twentieth_above_the_lower_bound(seed: int) -> None:
+    program = lattice_program(random.Random(seed), [20])
+    assert len(batch_by_lookahead(program)) <= 1.05 * lower_bound(program)
+
+
+def test_wide_programs_are_scheduled_by_arrays_and_reach_the_bound() -> None:
+    rng = random.Random(0)
+    program = tree_lstm_program([random_tree(rng, 30) for _ in range(150)])
+    assert not Frontier(program).narrow
+    assert len(batch_by_lookahead(program)) == lower_bound(program)
+    for policy in POLICIES.values():
+        check_schedule(program, policy(program))
+
+
+def test_a_deep_chain_needs_no_recursion() -> None:
+    program = chain_program(5000)
+    for name in CANDIDATES:
+        assert len(POLICIES[name](program)) == lower_bound(program) == 5001
+
+
+def test_empty_programs() -> None:
+    program = ProgramBuilder().program()
+    for name in (*POLICIES, "best"):
+        assert len(make_policy(name)(program)) == 0
+    assert lower_bound(program) == 0
+
+
+def test_agenda_runs_cheap_before_heavy_when_average_depths_are_equal() -> None:
+    build = ProgramBuilder()
+    x = build.constant()
+    heavy = build.call("heavy", x, outputs=2)  # twice the output elements
+    cheap = build.call("cheap", x)
+    program = build.program(*heavy, cheap)
+    names = [program.signatures[program.sig[c[0]]].name for c in batch_by_agenda(program).steps()]
+    assert names == ["number", "cheap", "heavy"]
+
+
+def test_agenda_waits_where_depth_does_not() -> None:
+    """Figure 3 of Neubig et al.: the loss of every sequence in one step, whatever their lengths."""
+    build = ProgramBuilder(2)
+    ends = []
+    for i, length in enumerate((2, 4)):
+        h = build.constant(instance=i)
+        h = build.call("start", h, instance=i)
+        for _ in range(length):
+            h = build.call("rnn", h, instance=i)
+        ends.append(build.call("loss", h, instance=i))
+    program = build.program(*ends)
+    assert len(batch_by_depth(program)) == 8  # constant, start, rnn 4 times, loss twice
+    assert len(batch_by_agenda(program)) == 7 == lower_bound(program)
+
+
+def test_best_tries_once_a_family_and_keeps_the_winner() -> None:
+    rng = random.Random(1)
+    build = tree_lstm_program([random_tree(rng, 20) for _ in range(8)])
+    best = BestPolicy(capacity=1)
+    assert best(build).policy == "lookahead"
+    assert (best.hits, best.misses) == (0, 1)
+    best(build)
+    assert (best.hits, best.misses) == (1, 1)
+    best(chain_program(3))
+    best(build)  # thrown out by the other family
+    assert (best.hits, best.misses) == (1, 3)
+    best.clear()
+    assert (best.hits, best.misses, len(best.winners)) == (0, 0, 0)
+
+
+def test_unknown_policy_lists_the_known() -> None:
+    with pytest.raises(OptionError, match="schedule: unknown 'greedy'; known are 'depth', 'agenda'"):
+        make_policy("greedy")
+    assert set(SCHEDULES) == {*POLICIES, "best", "fold"}
+
+
+@pytest.mark.parametrize("bound", [10, 70_000, 1 << 20])
+def test_stable_argsort(bound: int) -> None:
+    key = np.random.default_rng(0).integers(0, bound, 5000)
+    assert stable_argsort(key, bound).tolist() == np.argsort(key, kind="stable").tolist()
