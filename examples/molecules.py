@@ -67,7 +67,7 @@ class Readout(nn.Module):
         self.value = nn.Linear(hidden, hidden)
 
     def forward(self, last: Tensor, first: Tensor) -> Tensor:
-        return torch.sigmoid(self.gate(torch.cat([last, first]))) * torch.tanh(self.value(last))
+        return torch.sigmoid(self.gate(torch.cat([last, first], -1))) * torch.tanh(self.value(last))
 
 
 class MoleculeNetwork(nn.Module):

@@ -40,9 +40,7 @@ class BlockMolecules(nn.Module):
         for _ in range(model.rounds):
             told = torch.relu(model.message.linear(states).index_select(0, source) + bonds)
             states = model.update(torch.zeros_like(states).index_add(0, target, told), states)
-        given = (
-            model.readout.gate(torch.cat([states, first], 1)).sigmoid() * model.readout.value(states).tanh()
-        )
+        given = model.readout(states, first)
         sizes = torch.tensor([len(molecule.atoms) for molecule in molecules], device=device)
         owner = torch.repeat_interleave(torch.arange(len(molecules), device=device), sizes)
         return model.out(given.new_zeros(len(molecules), given.shape[1]).index_add(0, owner, given))

@@ -1,0 +1,139 @@
+"""DyNet itself, with its own automatic batching: Tree-LSTM and BiLSTM tagger, forward and backward.
+
+In: trees and sentences of the benchmark models. Out: the summed loss, in DyNet's float32; `gradients()` under
+the model's names. DyNet has its own parameters: copies of the model's.
+
+    hand = DyNetTreeLSTM(model)
+    hand.loss(trees)                         # a float: forward and, with `train`, backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dynet_config  # must come before dynet, which reads it
+
+dynet_config.set(autobatch=1, mem=1024, random_seed=1)
+
+import dynet as dy  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.models import Node, TreeLSTM  # noqa: E402
+from examples.bilstm_tagger import Sentence, Tagger  # noqa: E402
+
+
+class DyNetModel:
+    """Parameters under the names of a PyTorch model."""
+
+    def __init__(self, model: torch.nn.Module, table: str = "embed.weight") -> None:
+        self.collection = dy.ParameterCollection()
+        self.parameters: dict[str, Any] = {}
+        for name, parameter in model.named_parameters():
+            values = parameter.detach().float().cpu().numpy()
+            make = self.collection.lookup_parameters_from_numpy if name == table else None
+            self.parameters[name] = (make or self.collection.parameters_from_numpy)(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.parameters[name]
+
+    def run(self, losses: Sequence[Any], train: bool) -> float:
+        """The sum of the losses; gradients are added up with `train`."""
+        total = dy.esum(list(losses))
+        value = float(total.value())
+        if train:
+            total.backward()
+        return value
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients of the last `loss`, under the model's names."""
+        return {
+            name: torch.from_numpy(np.array(p.grad_as_array(), dtype=np.float32))
+            for name, p in self.parameters.items()
+        }
+
+    def clear(self) -> None:
+        """Start a new computation, without gradients."""
+        dy.renew_cg()
+        for parameter in self.parameters.values():
+            parameter.scale_gradient(0.0)
+
+
+class DyNetTreeLSTM(DyNetModel):
+    """benchmarks.models.TreeLSTM."""
+
+    def __init__(self, model: TreeLSTM) -> None:
+        super().__init__(model)
+        self.all_nodes = model.all_nodes
+        self.hidden = model.out.in_features
+
+    def loss(self, trees: Sequence[Node], train: bool = True) -> float:
+        """The sum of the losses of the trees."""
+        self.clear()
+        losses: list[Any] = []
+        for tree in trees:
+            found: list[Any] = []
+            self._encode(tree, found)
+            losses += found if self.all_nodes else found[-1:]
+        return self.run(losses, train)
+
+    def _encode(self, tree: Node, losses: list[Any]) -> tuple[Any, Any]:
+        n = self.hidden
+        if tree.left is None or tree.right is None:
+            assert tree.word is not None
+            x = self["embed.weight"][int(tree.word)]
+            gates = dy.affine_transform([self["leaf.gates.bias"], self["leaf.gates.weight"], x])
+            i, o, u = (dy.pick_range(gates, k * n, (k + 1) * n) for k in range(3))
+            c = dy.cmult(dy.logistic(i), dy.tanh(u))
+        else:
+            hl, cl = self._encode(tree.left, losses)
+            hr, cr = self._encode(tree.right, losses)
+            children = dy.concatenate([hl, hr])
+            gates = dy.affine_transform([self["cell.gates.bias"], self["cell.gates.weight"], children])
+            i, fl, fr, o, u = (dy.pick_range(gates, k * n, (k + 1) * n) for k in range(5))
+            kept = dy.cmult(dy.logistic(fl), cl) + dy.cmult(dy.logistic(fr), cr)
+            c = dy.cmult(dy.logistic(i), dy.tanh(u)) + kept
+        h = dy.cmult(dy.logistic(o), dy.tanh(c))
+        scores = dy.affine_transform([self["out.bias"], self["out.weight"], h])
+        losses.append(dy.pickneglogsoftmax(scores, int(tree.label)))
+        return h, c
+
+
+class DyNetTagger(DyNetModel):
+    """examples.bilstm_tagger.Tagger over DyNet's own LSTM functions."""
+
+    def __init__(self, model: Tagger) -> None:
+        super().__init__(model)
+        self.layers = len(model.left_to_right)
+        self.hidden = model.out.in_features // 2
+
+    def loss(self, sentences: Sequence[Sentence], train: bool = True) -> float:
+        """The sum of the losses of all words."""
+        self.clear()
+        losses = []
+        for sentence in sentences:
+            vectors = [self["embed.weight"][int(word)] for word in sentence.words]
+            for layer in range(self.layers):
+                left = self._states(f"left_to_right.{layer}", vectors)
+                right = self._states(f"right_to_left.{layer}", vectors[::-1])[::-1]
+                vectors = [dy.concatenate(list(pair)) for pair in zip(left, right, strict=True)]
+            for vector, tag in zip(vectors, sentence.tags, strict=True):
+                scores = dy.affine_transform([self["out.bias"], self["out.weight"], vector])
+                losses.append(dy.pickneglogsoftmax(scores, int(tag)))
+        return self.run(losses, train)
+
+    def _states(self, cell: str, vectors: list[Any]) -> list[Any]:
+        n = self.hidden
+        bias = self[f"{cell}.bias_ih"] + self[f"{cell}.bias_hh"]
+        h = c = dy.zeros(n)
+        hidden = []
+        for vector in vectors:
+            weights = self[f"{cell}.weight_ih"], self[f"{cell}.weight_hh"]
+            gates = dy.affine_transform([bias, weights[0], vector, weights[1], h])
+            i, f, g, o = (dy.pick_range(gates, k * n, (k + 1) * n) for k in range(4))
+            c = dy.cmult(dy.logistic(f), c) + dy.cmult(dy.logistic(i), dy.tanh(g))
+            h = dy.cmult(dy.logistic(o), dy.tanh(c))
+            hidden.append(h)
+        return hidden
