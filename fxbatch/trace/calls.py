@@ -22,6 +22,7 @@ from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.dependent import call_with_values
 from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
+from fxbatch.trace.lifting import call_lifted
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import (
     FUNCTION,
@@ -33,7 +34,6 @@ from fxbatch.trace.operations import (
     take_at,
 )
 from fxbatch.trace.state import tracing
-from fxbatch.trace.lifting import call_lifted
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
 from fxbatch.trace.writes import written_call, written_entry
@@ -100,7 +100,9 @@ _GETITEM = torch.Tensor.__getitem__
 
 
 def _by_integer_value(x: Any, index: Any) -> bool:
-    return type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32) and x.dim() > 0
+    return (
+        type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32) and x.dim() > 0
+    )
 
 
 def _new_function(

@@ -55,7 +55,11 @@ def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
     places = [
         i
         for i, x in enumerate(leaves)
-        if i and type(x) is Value and not x.shape and not x.dtype.is_floating_point and x.dtype is not torch.bool
+        if i
+        and type(x) is Value
+        and not x.shape
+        and not x.dtype.is_floating_point
+        and x.dtype is not torch.bool
     ]
     if not places:
         return None

@@ -57,7 +57,7 @@ def static_key(x: Any) -> Any:
         return (kind, static_key(x.start), static_key(x.stop), static_key(x.step))
     if isinstance(x, np.generic):
         return (kind, x.dtype.str, x.tobytes())
-    if isinstance(x, (type, torch.Generator)) or callable(x) and not isinstance(x, torch.nn.Module):
+    if isinstance(x, (type, torch.Generator)) or (callable(x) and not isinstance(x, torch.nn.Module)):
         return (kind, ByIdentity(x))
     raise OpaqueArgumentError(x)
 

@@ -95,7 +95,9 @@ def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
     for i, result in enumerate(results):
         for x in (result,) if type(result) is Value else tree_leaves(result):
             if type(x) is Value and x._recorder is not recorder:
-                raise TraceError(f"instance {i} returns a value of another minibatch: values live for one call")
+                raise TraceError(
+                    f"instance {i} returns a value of another minibatch: values live for one call"
+                )
 
 
 class _Parked:

@@ -53,7 +53,7 @@ class ModuleRecord:
 class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
-    __slots__ = ("coupled", "reason", "shared", "names", "training", "key")
+    __slots__ = ("coupled", "key", "names", "reason", "shared", "training")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.reason = ""

@@ -33,7 +33,18 @@ class TracedThrough:
 class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
-    __slots__ = ("aliased", "alone", "outcome", "pair", "row", "sid", "signature", "types", "write", "written")
+    __slots__ = (
+        "aliased",
+        "alone",
+        "outcome",
+        "pair",
+        "row",
+        "sid",
+        "signature",
+        "types",
+        "write",
+        "written",
+    )
 
     def __init__(
         self, sid: int, signature: Signature, types: tuple[int, ...], outcome: Outcome | None

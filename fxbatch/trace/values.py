@@ -32,7 +32,11 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
 
     def method(self: Value, other: Any) -> Any:
         recorder = self._recorder
-        if type(other) is Value and _is_grad_enabled() is recorder.grad and any_autocast() is recorder.autocast:
+        if (
+            type(other) is Value
+            and _is_grad_enabled() is recorder.grad
+            and any_autocast() is recorder.autocast
+        ):
             entry = recorder.pairs.get((func, self._type, other._type))
             if entry is not None:
                 return recorder.emit(entry, (self._value, other._value))

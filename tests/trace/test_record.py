@@ -11,13 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.trace.minibatch import record_minibatch
-from fxbatch.trace.operations import operation
 from fxbatch.trace.table import SignatureTable
-from fxbatch.trace.values import Value
 from tests.trace.oracle import check_equal, recorded
-from tests.trace.reference import ReferenceExecution
 
 
 @dataclass

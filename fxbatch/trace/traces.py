@@ -1,0 +1,464 @@
+"""Traces: what one instance recorded, as picklable plain data; and many of them as one minibatch.
+
+In: a forward and one instance. Out: a Trace (columns, constants, descriptions of its signatures, no code); `merge`
+concatenates traces with offsets into a Recording.
+
+    trace = trace_instance(model.forward, (tree,), {}, table, execution, model)
+    recording = merge([trace, trace], table, model)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import StaleTraceError, TraceError
+from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorType
+from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.calls import call_function, call_marked
+from fxbatch.trace.location import user_line
+from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
+from fxbatch.trace.modules import call_method, call_module
+from fxbatch.trace.operations import MARKED
+from fxbatch.trace.patch import patched
+from fxbatch.trace.record import Recorder
+from fxbatch.trace.references import Reference, refer
+from fxbatch.trace.state import tracing
+from fxbatch.trace.statistics import Statistics
+from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.values import Value
+
+
+def _tree(template: Template | None) -> Any:
+    """A template as a plain pytree: specs of pytrees don't pickle without warnings."""
+    return None if template is None else (tree_unflatten(list(template.leaves), template.spec),)
+
+
+def _template(tree: Any) -> Template | None:
+    return None if tree is None else Template.of(tree[0])
+
+
+@dataclass(frozen=True)
+class Described:
+    """A signature as plain data: enough to find or make it in another process."""
+
+    kind: str
+    name: str
+    target: Reference | str | None  # a function's reference, a module's dotted name
+    method: str | None
+    marked: bool
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    shared: tuple[str, ...]  # dotted names of the shared operands of `arguments`
+    own: int  # how many shared operands are the module's own, before those
+    arguments: Template | None
+    modes: Modes
+    lifted: int = -1  # the input that is a lifted number ...
+    number: Any = 0  # ... and one such number
+    key: str = field(default="", compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arguments": _tree(self.arguments)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, arguments=_template(state["arguments"]))
+
+    def __str__(self) -> str:
+        takes, gives = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
+        return f"{self.name}({takes}) -> ({gives})"
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One instance's calls. Picklable; holds no code and no parameters."""
+
+    signatures: tuple[Described, ...]
+    sig: np.ndarray  # int32 [calls], indices into `signatures`
+    inputs: np.ndarray  # int64, value numbers of this trace
+    constants: dict[int, list[Any]]  # signature -> payload in call order
+    values: int
+    result: Template  # output slots: value numbers
+    outputs: tuple[int, ...]  # value numbers of the result's leaves
+    output_types: tuple[TensorType, ...]
+    fingerprint: tuple[str, ...]  # "name: what" of each module and parameter of the model
+    digest: bytes  # of signatures and fingerprint: equal for traces that need the same of a model
+    not_cacheable: str = ""  # why this trace must not be used again, "" when it may
+    live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "live": None, "result": _tree(self.result)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, result=_template(state["result"]))
+
+    def __len__(self) -> int:
+        return len(self.sig)
+
+    def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
+        """The calls as a Program; a trace that comes from another process needs the model."""
+        if model is None and self.live is not None:
+            table, model = self.live if table is None else (table, self.live[1])
+        recording = merge([self], table or SignatureTable(), model)
+        return recording.pending_program(recording.output_ids())
+
+    def to_fx(self, model: torch.nn.Module | None = None) -> torch.fx.GraphModule:
+        """An executable graph of this instance, operations as call_module nodes."""
+        return self.program(model).to_fx()
+
+    def to_networkx(self, model: torch.nn.Module | None = None) -> Any:
+        """The calls as a networkx.MultiDiGraph."""
+        return self.program(model).to_networkx()
+
+    def __str__(self) -> str:
+        lines, value, at = [], 0, 0
+        for sid in self.sig.tolist():
+            s = self.signatures[sid]
+            names = ", ".join(f"%{value + i}" for i in range(len(s.outputs)))
+            takes = ", ".join(f"%{i}" for i in self.inputs[at : at + len(s.inputs)].tolist())
+            gives = ", ".join(map(str, s.outputs))
+            lines.append(f"{names} = {s.name}({takes}) : {gives}")
+            value += len(s.outputs)
+            at += len(s.inputs)
+        lines.append(f"return {', '.join(f'%{v}' for v in self.outputs)}")
+        return "\n".join(lines)
+
+
+def trace_instance(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    table: SignatureTable,
+    execution: Execution,
+    model: torch.nn.Module | None = None,
+) -> Trace:
+    """Record one instance. `fn` is called with exactly these arguments."""
+    before = _random_states()
+    recording = record_minibatch(
+        fn, [(args, kwargs)], table, execution, roots=(model,) if model is not None else None
+    )
+    recorder = recording.recorder
+    reason = ""
+    if recording.statistics.suspensions:
+        lines = ", ".join(recording.statistics.lines)
+        reason = f"it branches on values ({lines})"
+    elif any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+        reason = "the forward draws random numbers outside operations"
+    elif any(t.grad_fn is not None for _, t, _ in recorder.constants.values()):
+        reason = "the forward computes tensors from parameters outside operations"
+    elif any(t.requires_grad for _, t, _ in recorder.constants.values()):
+        reason = "the instance brings tensors that require gradients"
+    return _trace(recording, table, model, reason)
+
+
+def _random_states() -> list[torch.Tensor]:
+    states = [torch.random.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module | None, reason: str) -> Trace:
+    recorder = recording.recorder
+    leaves, spec = tree_flatten(recording.results[0])
+    if recorder.known:
+        if reason == "":
+            reason = "some of its calls have run already"
+        recorder.sigs, recorder.inputs, recorder.payload = _whole(recording)
+    sigs = np.array(recorder.sigs, dtype=np.int32)
+    used, sig = np.unique(sigs, return_inverse=True)
+    names = _names(model)
+    numbers = {sid: payload for sid, payload in recorder.payload.items()}
+    samples = _samples(recorder, sigs)
+    described = tuple(
+        _describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
+    )
+    now = fingerprint(model)
+    found = [x for x in leaves if type(x) is Value]
+    slots = tuple(Slot("output", x.id) if type(x) is Value else x for x in leaves)
+    return Trace(
+        signatures=described,
+        sig=sig.astype(np.int32),
+        inputs=np.array(recorder.inputs, dtype=np.int64) - recorder.base,
+        constants={k: numbers[s] for k, s in enumerate(used.tolist()) if s in numbers},
+        values=recorder.count - recorder.base,
+        result=Template(slots, spec),
+        outputs=tuple(dict.fromkeys(x.id for x in found)),
+        output_types=tuple(recorder.type_of(x) for x in {x.id: x for x in found}.values()),
+        fingerprint=now,
+        digest=hashlib.sha256(repr((now, [d.key for d in described])).encode()).digest(),
+        not_cacheable=reason,
+        live=(table, model),
+    )
+
+
+def _whole(recording: Recording) -> Any:
+    raise TraceError(
+        "an instance that branches on values can't be traced ahead: its calls depend on values "
+        f"({', '.join(recording.statistics.lines)})"
+    )
+
+
+def _lifted(table: SignatureTable, sid: int) -> int:
+    found = table.lifted.get(sid)
+    return -1 if found is None else found.position
+
+
+def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, Any]:
+    """For each lifted signature one of the numbers that it met."""
+    samples: dict[int, Any] = {}
+    at = 0
+    for sid in sigs.tolist():
+        found = recorder.table.lifted.get(sid)
+        if found is not None and sid not in samples:
+            samples[sid] = recorder.number_of[recorder.inputs[at + found.position]]
+        at += len(recorder.table.signatures[sid].inputs)
+    return samples
+
+
+# Descriptions
+
+
+def _names(model: torch.nn.Module | None) -> dict[int, str]:
+    return {} if model is None else {id(m): name for name, m in model.named_modules()}
+
+
+def _describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> Described:
+    op = s.operation
+    target: Reference | str | None = None
+    if op.kind == "module":
+        if id(op.target) not in names:
+            raise TraceError(f"{op.name} is no submodule of the model: its trace can't be kept")
+        target = names[id(op.target)]
+    elif op.kind == "function":
+        target = refer(op.target)
+    own = len(s.shared_names)
+    shared = []
+    for operand in s.shared[own:]:
+        if operand.owner is None or id(operand.owner) not in names:
+            raise TraceError(
+                f"{op.name} uses a parameter that is not part of the model: its trace can't be kept"
+            )
+        prefix = names[id(operand.owner)]
+        shared.append(f"{prefix}.{operand.name}" if prefix else operand.name)
+    arguments = None
+    if s.arguments is not None:
+        packed = tuple(refer(x) if callable(x) and not isinstance(x, type) else x for x in s.arguments.leaves)
+        arguments = Template(packed, s.arguments.spec)
+    marked = op.rule == MARKED
+    parts = (
+        op.kind,
+        op.name,
+        target,
+        op.method,
+        marked,
+        s.inputs,
+        s.outputs,
+        tuple(shared),
+        own,
+        s.modes,
+        lifted,
+    )
+    text = repr(parts) + (repr((arguments.leaves, str(arguments.spec))) if arguments is not None else "")
+    return Described(
+        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments, s.modes,
+        lifted, sample, text + (type(sample).__name__ if lifted >= 0 else ""),
+    )  # fmt: skip
+
+
+def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
+    """What a trace depends on: the class and mode of each module, the type of each parameter and buffer."""
+    if model is None:
+        return ()
+    lines = []
+    for name, m in model.named_modules():
+        lines.append(
+            f"{name or 'the model'}: {type(m).__qualname__}, {'training' if m.training else 'eval'} mode"
+        )
+        for kind in (m._parameters, m._buffers):
+            lines.extend(f"{name}.{k}: {TensorType.of(t)}" for k, t in kind.items() if t is not None)
+    return tuple(lines)
+
+
+# Merging
+
+
+def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module | None = None) -> Recording:
+    """Many traces as one recording: columns concatenated with offsets.
+
+    Raises StaleTraceError when the model is not as it was when a trace was made.
+    """
+    _check_fresh(traces, fingerprint(model))
+    recorder = Recorder(table, (model,) if model is not None else (), len(traces))
+    ids = _signature_ids(traces, recorder, model)
+    if traces:
+        _concatenate(traces, recorder, ids)
+    type_ids = table.type_ids
+    results: list[Any] = []
+    start = recorder.base
+    for trace in traces:
+        values = {
+            v: recorder.value(start + v, type_ids[t])
+            for v, t in zip(trace.outputs, trace.output_types, strict=True)
+        }
+        if trace.result.spec.is_leaf():
+            results.append(values[trace.outputs[0]] if trace.outputs else trace.result.leaves[0])
+        else:
+            results.append(trace.result.fill(output=_Offset(values)))
+        start += trace.values
+    recorder.finish()
+    return Recording(recorder, results, Statistics(len(traces)))
+
+
+class _Offset:
+    """A sequence that gives the Value of a trace's value number."""
+
+    def __init__(self, values: dict[int, Value]) -> None:
+        self.values = values
+
+    def __getitem__(self, number: int) -> Value:
+        return self.values[number]
+
+
+def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...]) -> None:
+    checked: dict[bytes, bool] = {}
+    for i, trace in enumerate(traces):
+        if trace.digest in checked:
+            continue
+        checked[trace.digest] = True
+        if trace.fingerprint != now and (trace.fingerprint or now):
+            was = next((a for a in trace.fingerprint if a not in now), "")
+            is_now = next((b for b in now if b not in trace.fingerprint), "")
+            raise StaleTraceError(f"trace {i} was made of another model: it had {was!r}, now {is_now!r}")
+
+
+def _signature_ids(
+    traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None
+) -> list[np.ndarray]:
+    """For each trace the table's id of each of its signatures."""
+    found: dict[str, int] = {}
+    by_digest: dict[bytes, np.ndarray] = {}
+    out = []
+    with contextlib.ExitStack() as stack:
+        entered = False
+        for trace in traces:
+            ids = by_digest.get(trace.digest)
+            if ids is None:
+                missing = [s for s in trace.signatures if s.key not in found]
+                if missing and not entered:
+                    stack.enter_context(patched())
+                    entered = True
+                for s in missing:
+                    found[s.key] = _find(s, recorder.table, model)
+                ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
+                by_digest[trace.digest] = ids
+            out.append(ids)
+    return out
+
+
+def _find(s: Described, table: SignatureTable, model: torch.nn.Module | None) -> int:
+    """The id of a described signature: its call is recorded once, in a scratch recording."""
+    if s.kind == "constant":
+        return table.constant(s.outputs[0]).sid
+    if s.kind == "number":
+        return table.number(s.outputs[0].dtype, s.outputs[0].device).sid
+    scratch = Recorder(table, (model,) if model is not None else (), 1)
+    inputs = [scratch.row(table.constant(t), ())[0] for t in s.inputs]
+    with tracing(scratch), _modes(s.modes):
+        _record_again(s, scratch, inputs, model)
+    if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
+        raise StaleTraceError(f"{s} is no operation of this model any more{_at()}")
+    return scratch.sigs[-1]
+
+
+def _record_again(
+    s: Described, scratch: Recorder, inputs: list[Value], model: torch.nn.Module | None
+) -> None:
+    assert s.arguments is not None
+    leaves = tuple(x.resolve() if type(x) is Reference else x for x in s.arguments.leaves)
+    shared: list[Any] = [None] * s.own
+    for name in s.shared:
+        assert model is not None
+        shared.append(_attribute(model, name))
+    filled: list[Any] = list(inputs)
+    if s.lifted >= 0:
+        filled[s.lifted] = s.number
+    args, kwargs = Template(leaves, s.arguments.spec).fill(input=filled, shared=shared)
+    if s.kind == "module":
+        if model is None:
+            raise StaleTraceError(f"{s}: a trace that uses modules needs the model")
+        module = _attribute(model, str(s.target))
+        if s.method is None:
+            call_module(scratch, module, args, kwargs)
+        else:
+            method = getattr(type(module), s.method)
+            call_method(scratch, getattr(method, "__wrapped__", method), (module, *args), kwargs)
+        return
+    assert isinstance(s.target, Reference)
+    func = s.target.resolve()
+    if s.name == "getitem" and s.lifted >= 0:
+        args[0][s.number]
+    elif s.marked:
+        call_marked(scratch, func, args, kwargs)
+    else:
+        call_function(scratch, func, args, kwargs)
+
+
+def _attribute(model: torch.nn.Module, name: str) -> Any:
+    found: Any = model
+    for part in name.split(".") if name else ():
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
+    return found
+
+
+@contextlib.contextmanager
+def _modes(modes: Modes) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for kind, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def _at() -> str:
+    line = user_line()
+    return f" ({line})" if line else ""
+
+
+def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarray]) -> None:
+    sizes = np.array([t.values for t in traces], dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes + recorder.base
+    calls = np.array([len(t.sig) for t in traces], dtype=np.int64)
+    recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])  # type: ignore[assignment]
+    recorder.inputs = np.concatenate(  # type: ignore[assignment]  # columns all the same
+        [t.inputs for t in traces]
+    ) + np.repeat(starts, [len(t.inputs) for t in traces])
+    recorder.starts = (np.cumsum(calls) - calls).tolist()
+    recorder.runs = list(range(len(traces)))
+    recorder.count = recorder.base + int(sizes.sum())
+    for trace, mapping in zip(traces, ids, strict=True):
+        for k, payload in trace.constants.items():
+            recorder.payload.setdefault(int(mapping[k]), []).extend(payload)
+    lifted = recorder.table.lifted
+    recorder.lifted = {s: True for s in np.unique(recorder.sigs).tolist() if s in lifted}
+    if recorder.lifted:
+        _number_values(recorder)
+
+
+def _number_values(recorder: Recorder) -> None:
+    """Which values are which lifted numbers, as live recordings know it."""
+    table = recorder.table
+    sig = np.asarray(recorder.sigs)
+    width = np.array([len(o) for o in table.outputs], dtype=np.int64)[sig]
+    first = np.cumsum(width) - width + recorder.base
+    for sid, payload in recorder.payload.items():
+        if table.signatures[sid].operation.kind == "number":
+            recorder.number_of.update(zip(first[sig == sid].tolist(), payload, strict=True))
