@@ -10,6 +10,7 @@ Source: Looks et al. 2017, section 3; the names are those of TensorFlow Fold's `
 """
 
 from fxbatch.blocks.block import Block, Output, Typed
+from fxbatch.blocks.compiler import CompiledBlock, compile
 from fxbatch.blocks.composition import AllOf, Composition, Pipe
 from fxbatch.blocks.control import ForwardDeclaration, Metric, OneOf, Optional
 from fxbatch.blocks.convert import convert_to_block

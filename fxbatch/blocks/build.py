@@ -33,6 +33,10 @@ class Builder:
         """From a Python object to the handle of the tensor that `convert` makes of it."""
         return convert
 
+    def scalar(self, block: Block, dtype: torch.dtype, convert: Callable[[Any], torch.Tensor]) -> Run:
+        """From a Python number (or what else `convert` takes) to the handle of a tensor without dimensions."""
+        return convert
+
     def shared(self, get: Callable[[], torch.Tensor]) -> Run:
         """From anything to the handle of a tensor that is the same for all instances; read at each run."""
         return lambda x: get()

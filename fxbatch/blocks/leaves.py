@@ -76,7 +76,7 @@ class Tensor(Block):
                 raise ValueError(f"{self!r} takes an object of shape {list(shape)}, got {list(x.shape)}")
             return x
 
-        return to.tensor(self, convert)
+        return to.tensor(self, convert) if shape else to.scalar(self, dtype, convert)
 
 
 def _as_tensor(block: Block, x: Any, dtype: torch.dtype) -> torch.Tensor:

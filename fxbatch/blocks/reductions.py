@@ -105,7 +105,7 @@ class Mean(Reduction):
         assert isinstance(t, TensorType)
         device, scalar = self.device, TensorType((), t.dtype)
         total = super().build(to)
-        length = to.tensor(self, lambda n: torch.tensor(n, dtype=scalar.dtype, device=device))
+        length = to.scalar(self, scalar.dtype, lambda n: torch.tensor(n, dtype=scalar.dtype, device=device))
         divide = to.call(self, torch.div, TupleType(t, scalar), t)
 
         def run(x: Any) -> Any:

@@ -161,7 +161,7 @@ class Length(Block):
     def build(self, to: Builder) -> Run:
         assert isinstance(self.output_type, TensorType)
         dtype, device = self.output_type.dtype, self.device
-        number = to.tensor(self, lambda n: torch.tensor(n, dtype=dtype, device=device))
+        number = to.scalar(self, dtype, lambda n: torch.tensor(n, dtype=dtype, device=device))
         return lambda x: number(len(x))
 
 
