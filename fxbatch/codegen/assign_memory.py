@@ -61,6 +61,13 @@ class Memory:
         """The node whose memory `node` looks at."""
         return self.views.get(node, node)
 
+    def holders(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose memory `node` may look at: a reshape that copies 5 rows may be a view of 1."""
+        base = self.base(node)
+        if not _may_alias(base):
+            return [base]
+        return [base, *(x for source in base.all_input_nodes for x in self.holders(source))]
+
     def root(self, node: fx.Node) -> Place | None:
         """The slot or result behind a node, through views and pieces."""
         place = self.place.get(self.base(node))
@@ -93,6 +100,11 @@ def assign_memory(graph: fx.Graph) -> Memory:
     _place_pieces(graph, memory)
     _place_slots(graph, memory)
     return memory
+
+
+def _may_alias(node: fx.Node) -> bool:
+    view = getattr(node.target, "is_view", False) or getattr(node.target, "__name__", "") == "getitem"
+    return node.op == "call_function" and (view or node.target is aten.reshape.default)
 
 
 class _Layouts:
@@ -214,7 +226,7 @@ def _in_place(node: fx.Node, holder: fx.Node, memory: Memory) -> bool:
     """A pointwise call may overwrite an input of its own form that it is the last to read, whole."""
     if not is_pointwise(node) or shape(holder) != shape(node) or dtype(holder) != dtype(node):
         return False
-    readers = [x for x in node.all_input_nodes if memory.base(x) is holder]
+    readers = [x for x in node.all_input_nodes if holder in memory.holders(x)]
     return readers == [holder]
 
 
@@ -222,11 +234,12 @@ def _last_uses(graph: fx.Graph, memory: Memory, order: dict[fx.Node, int]) -> di
     last: dict[fx.Node, int] = dict(order)
     for node in graph.nodes:
         for source in node.all_input_nodes:
-            holder: fx.Node | None = memory.base(source)
-            while holder is not None:
-                last[holder] = max(last.get(holder, 0), order[node])
-                place = memory.place.get(holder)
-                holder = place.parent if place is not None else None
+            for holder in memory.holders(source):
+                at: fx.Node | None = holder
+                while at is not None:
+                    last[at] = max(last.get(at, 0), order[node])
+                    place = memory.place.get(at)
+                    at = place.parent if place is not None else None
     return last
 
 

@@ -20,8 +20,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxbatch.codegen.contract import NotBatchable
-from fxbatch.codegen.sizes import fit, rows_node
-from fxbatch.codegen.trace_body import devices_of, entered_modes, fake_rows, fake_shared
+from fxbatch.codegen.sizes import evaluate, fit, rows_node
+from fxbatch.codegen.trace_body import devices_of, entered_modes, fake_rows, fake_shared, mutates
 from fxbatch.ir import Layout, Signature
 from fxbatch.torch_private import FakeTensorMode, no_vmap_fallback
 
@@ -139,6 +139,12 @@ def _trace_joint(
     with mode, no_vmap_fallback(), torch.set_grad_enabled(signature.modes.grad):
         dummy = torch.empty(n, device=signature.outputs[0].device if signature.outputs else "cpu")
         module = make_fx(joint)(groups, weights, gradients, dummy)
+        if any(mutates(node) for node in module.graph.nodes):
+            with torch.no_grad():
+                module = make_fx(torch.func.functionalize(module))(groups, weights, gradients, dummy)
+    for node in module.graph.nodes:
+        if mutates(node):
+            raise NotBatchable(f"{node.target} writes to a tensor that the operation was given")
     return module, tuple(present)
 
 
@@ -208,8 +214,12 @@ class _Unifier:
         args = self.argument(a.args, b.args, c.args)
         kwargs = self.argument(a.kwargs, b.kwargs, c.kwargs)
         new = self.graph.create_node(a.op, a.target, args, kwargs)
-        if a.op != "output":
-            new.meta["values"] = (_value(a), _value(b))
+        if a.op == "get_attr":
+            new.meta["values"] = tuple(getattr(x.graph.owning_module, str(x.target)) for x in (a, b))
+        elif "val" in a.meta:
+            new.meta["values"] = (a.meta["val"], b.meta["val"])
+        elif a.op != "output":
+            new.meta["values"] = evaluate(new.target, new.args, new.kwargs)
         return new
 
     def argument(self, a: Any, b: Any, c: Any) -> Any:
@@ -242,8 +252,3 @@ class _Unifier:
                 node.meta["values"] = values
         return node
 
-
-def _value(node: fx.Node) -> Any:
-    if node.op == "get_attr":
-        return getattr(node.graph.owning_module, str(node.target))
-    return node.meta["val"]

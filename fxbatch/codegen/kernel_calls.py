@@ -27,6 +27,11 @@ _TORCH = (
     "clamp_max", "sign", "cumsum", "floor", "ceil", "round", "atan2", "fmod", "remainder", "bitwise_and",
     "bitwise_or", "bitwise_not", "prod", "argmax", "argmin", "matmul", "isnan", "lerp", "floor_divide",
 )  # fmt: skip
+# The torch functions take a number for a tensor, and then do what these do.
+_SCALARS = {
+    aten.mul.Scalar: torch.mul, aten.div.Scalar: torch.div, aten.add.Scalar: torch.add,
+    aten.sub.Scalar: torch.sub, aten.div.Scalar_mode: torch.div,
+}  # fmt: skip
 _VIEWS = (
     aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.detach.default, aten.diagonal.default,
@@ -76,6 +81,8 @@ def out_call(target: Any) -> tuple[str, str, Callable[..., Any]] | None:
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
+    if target in _SCALARS:
+        return _SCALARS[target].__name__, "out", _SCALARS[target]
     found = _out_overload(target)
     if found is None:
         return None

@@ -130,6 +130,9 @@ class _Emitter:
         outputs = self.memory.outputs
         if outputs:
             self.body.append("".join(f"o{i}, " for i in range(len(outputs))) + "= outs")
+        self.body.append("if n == 0:")
+        self.body.append(f"    return no_rows(outs, {self._constant(_forms(outputs))})")
+        self.scope["no_rows"] = no_rows
         self.body.append("")  # the line that fetches ready-made views goes here
         self.fetch = len(self.body) - 1
         for i, node in enumerate(outputs):
@@ -219,7 +222,7 @@ class _Emitter:
         if node not in self.names:
             self.names[node] = self._memory_of(node)
         for piece in self.memory.copies[node]:
-            name = f"{node.name}_{piece.start}"
+            name = f"part{len(self.ready) + len(self.body)}"
             index = f"[{':, ' * piece.dim}{piece.start}:{piece.start + piece.size}]"
             line = f"{name} = {self.names[node]}{index}"
             if self.memory.is_slot(node):
@@ -281,6 +284,24 @@ class _Emitter:
             + "\n    ".join(views)
             + "\n"
         )
+
+
+Form = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]
+
+
+def _forms(outputs: Sequence[fx.Node]) -> tuple[Form, ...]:
+    """Shape with n = 0, dtype, device and layout of each result."""
+    values = [(node, node.meta["values"][0]) for node in outputs]
+    return tuple((tuple(b for _, b in shape(x)), v.dtype, v.device, v.layout) for x, v in values)
+
+
+def no_rows(outs: Sequence[torch.Tensor | None], forms: Sequence[Form]) -> list[torch.Tensor]:
+    """The results for no rows: nothing in each, and sums of nothing are zero."""
+    results = []
+    for out, (sizes, dtype, device, layout) in zip(outs, forms, strict=True):
+        made = torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
+        results.append(made if out is None else out.zero_())
+    return results
 
 
 def _size_text(a: int, b: int) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.contract import NotBatchable
 from fxbatch.ir import Modes, Signature, TensorType
@@ -69,6 +70,22 @@ class _DetachUnderNoGrad(TorchDispatchMode):
         return out
 
 
+class _IndexByTensor(TorchFunctionMode):
+    """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(_is_position(x) for x in indices) and all(_is_position(x) or x == slice(None) for x in indices):
+                return aten.index.Tensor(args[0], [x if isinstance(x, torch.Tensor) else None for x in indices])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_position(index: Any) -> bool:
+    integral = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
+    return integral and index.dim() == 0
+
+
 def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
     inputs = [fake_rows(mode, kind) for kind in signature.inputs]
@@ -77,7 +94,7 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
-            with watch, sdpa_kernel(SDPBackend.MATH):
+            with watch, _IndexByTensor(), sdpa_kernel(SDPBackend.MATH):
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]
@@ -86,17 +103,20 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     try:
         with mode:
             graph = make_fx(torch.func.functionalize(body))(*fakes)
-            if any(_mutates(node) for node in graph.graph.nodes):
+            if any(mutates(node) for node in graph.graph.nodes):
                 graph = make_fx(torch.func.functionalize(graph))(*fakes)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     for node in graph.graph.nodes:
-        if _mutates(node) and node.target not in (aten.squeeze_.dim, aten.squeeze_.dims):
+        if mutates(node):
             raise NotBatchable(f"{node.target} writes to a tensor that the operation was given")
     graph.graph.eliminate_dead_code()
     return graph
 
 
-def _mutates(node: fx.Node) -> bool:
+def mutates(node: fx.Node) -> bool:
+    """Whether the node writes to memory (squeezing in place moves nothing)."""
+    if node.target in (aten.squeeze_.dim, aten.squeeze_.dims):
+        return False
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
