@@ -188,6 +188,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
 class Bar:
     """A Watcher: a line a task with its case and competitor, and a line a finished case."""
 
+    name = ""
+
     def __init__(self, progress: Progress, tasks: int) -> None:
         self.progress = progress
         self.all = progress.add_task("benchmarks", total=tasks, case="")
@@ -207,7 +209,9 @@ class Bar:
     def finished(self, case: CaseResult) -> None:
         times = ", ".join(f"{name} {seconds_text(e.wall.median)}" for name, e in case.entries.items())
         ratios = ", ".join(f"{r.fast} {ratio_text(r.value)} faster than {r.slow}" for r in case.ratios[:2])
-        self.progress.console.print(f"  {case.name}: {times}{'; ' + ratios if ratios else ''}", markup=False)
+        counted = ", ".join(f"{name} {number_text(n)}" for name, n in case.numbers.items())
+        said = "; ".join(part for part in (times or counted, ratios) if part)
+        self.progress.console.print(f"  {case.name}: {said or 'nothing ran'}", markup=False)
 
     def failed(self, what: str, reason: str) -> None:
         self.progress.console.print(f"  {what}: FAILED: {reason}", markup=False, style="bold red")

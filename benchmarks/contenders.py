@@ -9,7 +9,8 @@ minibatch in a round, each round another one, so that nobody profits from having
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -62,6 +63,25 @@ def undecorated(model: nn.Module, method: str) -> Callable[..., Any]:
 
 
 Gradients = Callable[[], dict[str, Tensor | None]]
+Looks = Sequence[tuple[nn.Embedding, Sequence[Tensor]]]  # embeddings and what a minibatch looks up in them
+
+
+@contextlib.contextmanager
+def looked_up_once(looks: Looks) -> Iterator[None]:
+    """Within it the embeddings give rows of one lookup, by the identity of the number's tensor.
+
+    Eager is else made slow by a dense gradient of the whole table for each word.
+    """
+    for embedding, numbers in looks:
+        distinct = list({id(number): number for number in numbers}.values())
+        if distinct:
+            rows = dict(zip(map(id, distinct), embedding(torch.stack(distinct)).unbind(), strict=True))
+            embedding.forward = lambda number, rows=rows: rows[id(number)]  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for embedding, _ in looks:
+            embedding.__dict__.pop("forward", None)
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,16 @@ class Training:
         """The undecorated loss in a loop, as `fxbatch.disabled()` runs it."""
         fn = undecorated(self.model, self.method)
         return self.contender(name, lambda batch: torch.stack([fn(self.model, x) for x in batch]).sum())
+
+    def looked_up(self, looks: Callable[[Sequence[Any]], Looks], name: str = "one by one") -> Contender:
+        """The undecorated loss in a loop, what `looks` says looked up once a minibatch."""
+        fn = undecorated(self.model, self.method)
+
+        def loss(batch: Sequence[Any]) -> Tensor:
+            with looked_up_once(looks(batch)):
+                return torch.stack([fn(self.model, x) for x in batch]).sum()
+
+        return self.contender(name, loss)
 
     def batched(self, name: str = "fxbatch", **options: Any) -> Contender:
         """The decorated loss, with options."""

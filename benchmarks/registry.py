@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 from benchmarks.task import Task
-from benchmarks.tasks import figures
+from benchmarks.tasks import (
+    ablations,
+    figures,
+    lines_of_code,
+    looks_table_1,
+    neubig_figure_2,
+    neubig_figure_3,
+    neubig_table_1,
+    scale,
+)
 
-TASKS: tuple[Task, ...] = (figures.TASK,)
+TASKS: tuple[Task, ...] = (
+    figures.TASK,
+    looks_table_1.TASK,
+    neubig_figure_2.TASK,
+    neubig_table_1.TASK,
+    neubig_figure_3.TASK,
+    scale.TASK,
+    ablations.TASK,
+    lines_of_code.TASK,
+)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Batches
+from benchmarks.contenders import Batches, Looks
 from benchmarks.models import BareTreeLSTM, Labeller, Node, TreeLSTM, random_sentences, random_trees
 from benchmarks.task import Settings, Skip
 from examples import char_tagger, molecules, parser
@@ -148,6 +148,25 @@ def ewt_parser(
     train, _, sizes = parser.load(data, settings.size(None, 200), str(settings.device))
     torch.manual_seed(settings.seed)
     return parser.build(*sizes, hidden=hidden).to(settings.device), Batches.of(train, batch)
+
+
+def spelled_looks(model: char_tagger.CharTagger, batch: Sequence[char_tagger.Sentence]) -> Looks:
+    """What a minibatch looks up in the tagger that spells rare words."""
+    words = [word for sentence in batch for word in sentence.words]
+    return [
+        (model.embed, [word.id for word in words if word.id is not None]),
+        (model.character, [letter for word in words if word.id is None for letter in word.characters]),
+    ]
+
+
+def parser_looks(model: parser.Parser, batch: Sequence[parser.Sentence]) -> Looks:
+    """What a minibatch looks up in the parser; `first` stands for a hidden word, the root, a missing word."""
+    return [
+        (model.word, [model.first, *(word for sentence in batch for word in sentence.words)]),
+        (model.tag, [tag for sentence in batch for tag in sentence.tags]),
+        (model.root, [model.first]),
+        (model.missing, [model.first]),
+    ]
 
 
 def esol_molecules(

@@ -31,5 +31,6 @@ class Command:
 COMMANDS = (
     Command("demo", "train the Tree-LSTM of Tai et al. on the Stanford Sentiment Treebank", "demo"),
     Command("data", "find and download the data sets of the examples", "data"),
+    Command("bench", "measure fxbatch against what a user would do instead, with a report", "bench"),
     Command("completion", "print a script that completes this command in bash, zsh or fish", "completion"),
 )

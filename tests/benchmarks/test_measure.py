@@ -1,0 +1,189 @@
+"""Interleaving, spreads, ratios pair by pair, the check before the timing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.correctness import CorrectnessError, check_outcome
+from benchmarks.driver import Nobody, check_case, run_case, run_tasks
+from benchmarks.measure import Clock, Contender, measure, pair_ratios, seconds_of
+from benchmarks.results import CaseResult, Entry, ResultsError, Spread
+from benchmarks.task import Case, Settings, Skip, Task
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(quick=True, repeats=3, warmup=1)
+
+
+def named(name: str, log: list[tuple[str, int]], seconds: float = 0.0, **more) -> Contender:
+    def run(clock: Clock) -> None:
+        log.append((name, clock.round))
+        time.sleep(seconds)
+
+    return Contender(name, run, **more)
+
+
+def test_contenders_take_turns_and_get_the_round() -> None:
+    log: list[tuple[str, int]] = []
+    measure([named("a", log), named("b", log)], repeats=3, warmup=1, device=CPU)
+    assert log == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("b", 3), ("a", 3), ("a", 4), ("b", 4)]
+
+
+def test_prepare_is_outside_the_timing_and_gets_the_round() -> None:
+    log: list[tuple[str, int]] = []
+    rounds: list[int] = []
+
+    def prepare(number: int) -> None:
+        rounds.append(number)
+        time.sleep(0.05)
+
+    entries, _ = measure([named("a", log, prepare=prepare)], repeats=2, warmup=0, device=CPU)
+    assert rounds == [1, 2]
+    assert entries["a"].wall.median < 0.04
+
+
+def test_the_slower_one_is_slower_by_its_ratio() -> None:
+    log: list[tuple[str, int]] = []
+    entries, ratios = measure(
+        [named("slow", log, 0.06), named("fast", log, 0.01)], repeats=3, warmup=0, device=CPU, slow=("slow",)
+    )
+    (ratio,) = ratios
+    assert (ratio.slow, ratio.fast) == ("slow", "fast")
+    assert 2 < ratio.value.median < 7
+    assert entries["fast"].cpu.median < entries["fast"].wall.median  # asleep, not computing
+
+
+def test_ratios_are_taken_pair_by_pair() -> None:
+    def entry(*seconds: float) -> Entry:
+        return Entry(Spread.of(seconds), Spread.of(seconds))
+
+    # Every pair is 2: the medians of unpaired times would be 2 as well, but with a spread.
+    (ratio,) = pair_ratios({"a": entry(2, 20, 200), "b": entry(1, 10, 100)}, ["a"])
+    assert (ratio.value.low, ratio.value.median, ratio.value.high) == (2, 2, 2)
+
+
+def test_limit_and_budget_end_the_rounds() -> None:
+    log: list[tuple[str, int]] = []
+    entries, _ = measure([named("a", log), named("b", log, limit=2)], repeats=5, warmup=0, device=CPU)
+    assert (len(entries["a"].wall.samples), len(entries["b"].wall.samples)) == (5, 2)
+    entries, _ = measure([named("a", log, 0.02)], repeats=50, warmup=0, device=CPU, budget=0.1)
+    assert 3 <= len(entries["a"].wall.samples) <= 10
+
+
+def test_phases_are_timed() -> None:
+    def run(clock: Clock) -> None:
+        with clock("first"):
+            time.sleep(0.02)
+        with clock("second"):
+            pass
+
+    entries, _ = measure([Contender("a", run)], repeats=1, warmup=0, device=CPU)
+    assert list(entries["a"].phases) == ["first", "second"]
+    assert entries["a"].phases["first"].median >= 0.02 > entries["a"].phases["second"].median
+
+
+def test_seconds_of_leaves_the_first_run_out() -> None:
+    calls: list[int] = []
+    spread = seconds_of(lambda: calls.append(0), repeats=4)
+    assert (len(calls), len(spread.samples)) == (5, 4)
+
+
+def test_spread() -> None:
+    spread = Spread.of([4, 1, 3, 2, 5])
+    assert (spread.low, spread.median, spread.high) == (2, 3, 4)
+    assert Spread.of([7.0]).high == 7
+    assert spread.scaled(10).high == 40
+    with pytest.raises(ResultsError, match="at least one"):
+        Spread.of([])
+
+
+# -- correctness -------------------------------------------------------------------------------------------
+
+
+def test_equal_outcomes_use_up_no_tolerance() -> None:
+    x = torch.randn(5)
+    assert check_outcome("a", {"x": x}, {"x": x.clone()}) == 0
+    assert 0 < check_outcome("a", {"x": x + 1e-5}, {"x": x}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        ({"x": torch.tensor([1.0, 2.5])}, r"a: x differs .* most at \(1,\): got 2.5, expected 2"),
+        ({"x": torch.tensor([1.0, torch.nan])}, "a: x differs"),
+        ({"x": torch.ones(3)}, r"a: x has shape \[3\], expected \[2\]"),
+        ({"y": torch.ones(2)}, "a: gives"),
+        ({}, "a: gives nothing"),
+    ],
+)
+def test_wrong_outcomes_are_refused(got: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(CorrectnessError, match=message):
+        check_outcome("a", got, {"x": torch.tensor([1.0, 2.0])})
+
+
+def test_integers_are_compared_exactly() -> None:
+    with pytest.raises(CorrectnessError):
+        check_outcome("a", {"x": torch.tensor([1000000])}, {"x": torch.tensor([1000001])})
+
+
+def contender(name: str, value: float, **more) -> Contender:
+    return Contender(name, lambda clock: None, lambda: {"x": torch.tensor([value])}, **more)
+
+
+def test_who_differs_or_fails_is_named_and_not_timed() -> None:
+    def broken() -> dict[str, torch.Tensor]:
+        raise ValueError("no such thing")
+
+    case = Case("c", {}, "tree", 1, [
+        contender("right", 1.0), contender("also right", 1.0), contender("wrong", 2.0),
+        Contender("broken", lambda clock: None, broken), contender("other work", 5.0, group="other"),
+    ], slow=("right",))  # fmt: skip
+    result = run_case(case, SETTINGS, Nobody())
+    assert list(result.entries) == ["right", "also right", "other work"]
+    assert result.checked == {"also right": 0.0}
+    assert "wrong: x differs" in result.failed["wrong"]
+    assert result.failed["broken"].startswith("ValueError: no such thing (test_measure.py:")
+
+
+def test_the_reference_can_be_chosen() -> None:
+    case = Case("c", {}, "tree", 1, [contender("a", 1.0), contender("b", 2.0)], reference="b")
+    checked, failed = check_case(case, SETTINGS, Nobody())
+    assert (checked, list(failed)) == ({}, ["a"])
+
+
+def test_a_skipped_task_says_why_and_the_others_run() -> None:
+    def no_data(settings: Settings):
+        yield Case("first", {}, "tree", 1, [contender("a", 1.0)])
+        raise Skip("no data here")
+
+    def one(settings: Settings):
+        yield Case("only", {}, "tree", 1, [contender("a", 1.0)])
+
+    result = run_tasks([Task("x", "X", "", no_data), Task("y", "Y", "", one)], SETTINGS, command="test")
+    assert [task.skipped for task in result.tasks] == ["no data here", ""]
+    assert [len(task.cases) for task in result.tasks] == [1, 1]
+
+
+def test_threads_are_pinned_and_put_back() -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def cases(settings: Settings):
+        seen.append(torch.get_num_threads())
+        yield Case("c", {}, "tree", 1, [])
+
+    result = run_tasks([Task("x", "X", "", cases)], Settings(quick=True, threads=1), command="test")
+    assert seen == [1] == [result.machine["threads"]]
+    assert torch.get_num_threads() == before
+
+
+def test_an_error_in_counting_does_not_lose_the_times() -> None:
+    def numbers() -> dict[str, float]:
+        raise RuntimeError("can't count")
+
+    case = Case("c", {}, "tree", 1, [contender("a", 1.0)], numbers=numbers)
+    result: CaseResult = run_case(case, SETTINGS, Nobody())
+    assert list(result.entries) == ["a"]
+    assert "can't count" in result.failed["counting"]
