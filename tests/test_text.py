@@ -111,7 +111,7 @@ def test_lines_that_are_no_program(line: str, message: str) -> None:
 def test_texts_that_are_no_program() -> None:
     with pytest.raises(ParseError, match="expected `program instances=N`"):
         parse_program("v0 = s0 f() @0")
-    with pytest.raises(ParseError, match="a last line `return ...`"):
+    with pytest.raises(ParseError, match=r"a last line `return \.\.\.`"):
         parse_program("program instances=1")
     with pytest.raises(ParseError, match="the signature given for s1"):
         parse_program(TEXT, parse_program(TEXT.replace("embed", "other")).signatures)

@@ -104,22 +104,21 @@ class _Merger:
         return None if best is None else best[2:]
 
     def _rank(self, a: int, b: int, number: int, links: int, count: np.ndarray) -> int | None:
-        """0: neither occurs without the other; 1: cheap b always follows; 2: cheap a always precedes.
+        """0: cheap b always follows a; 1: neither occurs without the other; 2: cheap a always precedes b.
 
-        Following goes before preceding: what a run ends with belongs to it, not to what comes next.
+        Following goes first: what a run ends with belongs to it, not to what comes next.
         """
         if a == b or not (self.free[a] and self.free[b]) or self.modes[a] != self.modes[b]:
             return None
         if len(self.kinds[a]) + len(self.kinds[b]) > LONGEST:
             return None
         always_after, always_before = number == count[a], number == count[b]
-        if always_after and always_before:
+        evidence = number >= CHEAP and links == number
+        if always_after and self.cheap[b] and evidence:
             return 0
-        if number < CHEAP or links < number:
-            return None
-        if always_after and self.cheap[b]:
+        if always_after and always_before:
             return 1
-        return 2 if always_before and self.cheap[a] else None
+        return 2 if always_before and self.cheap[a] and evidence else None
 
     def _linked(self) -> np.ndarray:
         """bool [tokens - 1]: whether the next run reads a value of this one."""

@@ -1,0 +1,139 @@
+"""Fusion: what becomes one operation, that results and gradients stay, that decisions are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fxbatch.ir import Program
+from fxbatch.passes import find_blocks
+from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
+from fxbatch.passes.find_blocks import Stream
+from fxbatch.passes.fuse import Fuser
+from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.verify import verify_program, verify_schedule
+from tests.passes.fusion_models import Functions
+from tests.passes.reference import results_by_hand
+from tests.programs import programs, random_tree
+
+
+def names(program: Program) -> Counter[str]:
+    return Counter(program.signatures[s].name for s in program.sig.tolist())
+
+
+def trees(n: int, leaves: int = 12, seed: int = 0) -> list[object]:
+    rng = random.Random(seed)
+    return [random_tree(rng, leaves) for _ in range(n)]
+
+
+def check_same(program: Program, fused: Program) -> None:
+    verify_program(fused)
+    verify_schedule(fused, batch_by_lookahead(fused))
+    known = [torch.randn(4) for _ in range(program.known)]
+    pairs = zip(results_by_hand(program, known), results_by_hand(fused, known), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("classify_all", [False, True])
+def test_a_tree_lstm_of_bare_functions_becomes_leaf_cell_and_out(classify_all: bool) -> None:
+    program = Functions().tree_lstm(trees(16), classify_all)
+    fused = Fuser()(program)
+    check_same(program, fused)
+    assert names(fused) == {
+        "constant": 192,
+        "fused:embed+linear_x+chunk+sigmoid+tanh+mul": 192,
+        "fused:cat+linear_h+chunk+sigmoid+tanh+mul+add": 176,
+        "out": 368 if classify_all else 16,
+    }
+    assert len(batch_by_lookahead(fused)) == lower_bound(fused)
+
+
+def test_what_does_not_wait_for_the_recurrence_stays_outside_it() -> None:
+    program = Functions().tagger([3, 9, 5, 7, 2, 8])
+    fused = Fuser()(program)
+    check_same(program, fused)
+    assert names(fused) == {
+        "constant": 34 + 6,
+        "fused:embed+linear_x": 34,
+        "fused:linear_r+add+chunk+sigmoid+tanh+mul": 34,
+        "out": 34,
+    }
+    assert len(batch_by_lookahead(fused)) == 2 + 1 + 9 + 1  # constants, words, cells, tags
+
+
+def test_gradients_stay() -> None:
+    functions = Functions()
+    program = functions.tree_lstm(trees(8), True)
+    weights = list(functions.weights.values())[:3]
+    found = []
+    for form in (program, Fuser()(program)):
+        loss = torch.stack(results_by_hand(form, [])).square().sum()
+        found.append(torch.autograd.grad(loss, weights))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_decisions_are_kept_from_minibatch_to_minibatch() -> None:
+    functions, fuser = Functions(), Fuser()
+    first = fuser(functions.tree_lstm(trees(16), True))
+    second = fuser(functions.tree_lstm(trees(1, leaves=2, seed=5), True))
+    used = [second.signatures[s] for s in sorted(set(second.sig.tolist()))]
+    fused = [s for s in used if s.operation.kind == "graph"]
+    assert len(fused) == 2 and all(s in first.signatures for s in fused)
+    assert (fuser.hits, fuser.misses) == (1, 1)
+    fuser.clear()
+    assert (fuser.hits, fuser.misses) == (0, 0)
+
+
+def test_a_value_that_turns_out_to_be_needed_becomes_an_output() -> None:
+    fuser = Fuser()
+    program = Functions().tree_lstm(trees(16), False)
+    fuser(program)
+    gate = next(c for c, s in enumerate(program.sig) if program.signatures[s].name == "sigmoid")
+    value = int(program.first_value[gate])
+    more = dataclasses.replace(program, outputs=torch.tensor([*program.outputs, value]).numpy())
+    check_same(more, fuser(more))
+
+
+def test_few_occurrences_are_no_evidence() -> None:
+    program = Functions().tagger([find_blocks.MUTUAL - 1])
+    assert Fuser()(program) is program
+
+
+def test_operations_that_run_unbatched_are_left_alone() -> None:
+    program = Functions().tagger([9, 9])
+    reasons = tuple(dataclasses.replace(s, reason="no") for s in program.signatures)
+    program = dataclasses.replace(program, signatures=reasons)
+    assert Fuser()(program) is program
+
+
+def test_shared_operands_are_merged_and_the_body_is_a_graph() -> None:
+    fused = Fuser()(Functions().tagger([9, 9]))
+    signature = next(s for s in fused.signatures if s.name == "fused:embed+linear_x")
+    assert [o.name for o in signature.shared] == ["E", "V"]
+    members = [n.target for n in signature.operation.target.graph.nodes if n.op == "call_module"]
+    assert members == ["m0_embed", "m1_linear_x"]
+
+
+@settings(max_examples=60)
+@given(programs(max_calls=60))
+def test_random_programs_keep_their_results(program: Program) -> None:
+    limits = find_blocks.MUTUAL, find_blocks.CHEAP
+    find_blocks.MUTUAL = find_blocks.CHEAP = 1  # fuse on the slightest evidence
+    try:
+        fuser = Fuser()
+        check_same(program, fuser(program))
+        check_same(program, fuser(program))
+    finally:
+        find_blocks.MUTUAL, find_blocks.CHEAP = limits
+
+
+def test_the_stream_is_in_order_of_instances() -> None:
+    program = Functions().tagger([2, 3])
+    stream = Stream(program)
+    assert stream.ordered and stream.instance.tolist() == sorted(stream.instance.tolist())
