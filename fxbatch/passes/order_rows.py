@@ -30,12 +30,18 @@ def order_rows(program: Program, schedule: Schedule, slots: SlotTable) -> Schedu
     # Of the entries that read a call, the one in the nearest step counts; it gives the key.
     by_source = np.lexsort((step_of_call[reader], source))
     sorted_source = source[by_source]
-    lead = np.flatnonzero(np.r_[True, sorted_source[1:] != sorted_source[:-1]]) if len(by_source) else by_source
+    lead = (
+        np.flatnonzero(np.r_[True, sorted_source[1:] != sorted_source[:-1]]) if len(by_source) else by_source
+    )
     best = np.flatnonzero(made)[by_source[lead]]
     has_reader = np.full(len(order), -1, dtype=np.int64)
     has_reader[sorted_source[lead]] = best
 
-    slot = program.sig[program.reader] * 0 + np.arange(len(program.inputs)) - program.input_offsets[program.reader]
+    slot = (
+        program.sig[program.reader] * 0
+        + np.arange(len(program.inputs))
+        - program.input_offsets[program.reader]
+    )
     slot += slots.first_slot[program.sig[program.reader]]
     prior, size, member = slots.prior[slot], slots.size[slot], slots.member[slot]
     position = np.empty(len(order), dtype=np.int64)
@@ -51,4 +57,8 @@ def order_rows(program: Program, schedule: Schedule, slots: SlotTable) -> Schedu
             key = np.where(entry < 0, last, step * (1 << 40) + where)
             calls = order[a:b] = calls[np.argsort(key, kind="stable")]
         position[calls] = np.arange(b - a)
-    return schedule if np.array_equal(order, schedule.order) else Schedule(order, schedule.offsets, schedule.policy)
+    return (
+        schedule
+        if np.array_equal(order, schedule.order)
+        else Schedule(order, schedule.offsets, schedule.policy)
+    )

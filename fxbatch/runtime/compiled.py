@@ -62,7 +62,10 @@ def compile_operation(
         return CompiledOperation(signature, needs, Layout(()))
     if signature.reason:
         return _call_by_call(signature, needs, signature.reason)
-    built = build_operation(signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options)
+    with torch.inference_mode(False), torch.enable_grad():  # a run is under no_grad
+        built = build_operation(
+            signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
+        )
     if isinstance(built, Unbatched):
         return _call_by_call(signature, needs, built.reason)
     kept = sorted({r.index for r in (*built.backward_inputs, *built.parameter_inputs) if r.kind == "group"})

@@ -19,11 +19,6 @@ from fxbatch.trace.values import Value
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
 
 
-def number_of(value: Value) -> int:
-    """The value's number in its recording's programs."""
-    return value._value - value._recorder.base
-
-
 class Results:
     """The leaves of all instances' results. `values` lists the value ids that they need, each once."""
 
@@ -43,7 +38,7 @@ class Results:
     @property
     def values(self) -> np.ndarray:
         """Distinct value ids, in order of first appearance."""
-        ids = [number_of(x) for leaves in self.leaves for x in leaves if type(x) is Value]
+        ids = [x.id for leaves in self.leaves for x in leaves if type(x) is Value]
         return np.array(list(dict.fromkeys(ids)), dtype=np.int64)
 
 
@@ -57,7 +52,7 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
     for column in columns:
         if any(isinstance(x, torch.Tensor) for x in column):
             _same_types(column)
-        ids = [number_of(x) for x in column if type(x) is Value]
+        ids = [x.id for x in column if type(x) is Value]
         if ids:
             requests.append(renumber(np.array(ids, dtype=np.int64)))
     rows = iter(take(requests))
@@ -85,14 +80,14 @@ def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take:
     flat = [x for leaves in found.leaves for x in leaves if type(x) is Value]
     by_type: dict[Any, dict[int, int]] = {}
     for x in flat:
-        by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(number_of(x), 0)
+        by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(x.id, 0)
     requests = [renumber(np.array(list(ids), dtype=np.int64)) for ids in by_type.values()]
     tensors: dict[int, torch.Tensor] = {}
     for ids, rows in zip(by_type.values(), take(requests), strict=True):
         tensors.update(zip(ids, rows.unbind(0), strict=True))
     out = []
     for leaves, spec in zip(found.leaves, found.specs, strict=True):
-        real = [tensors[number_of(x)] if type(x) is Value else x for x in leaves]
+        real = [tensors[x.id] if type(x) is Value else x for x in leaves]
         out.append(real[0] if spec is None else tree_unflatten(real, spec))
     return out
 
