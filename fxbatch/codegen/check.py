@@ -133,10 +133,13 @@ def _compare(
     reference: Reference,
     graphs: OperationGraphs,
 ) -> None:
+    signature = graphs.signature
+    kinds = [t.dtype for t in (*signature.inputs, *signature.outputs)]
+    lowest = max((_TOLERANCE.get(t, 0.0) for t in [*kinds, *(t for _, t in signature.modes.autocast)]), default=0.0)
     for i, (a, b) in enumerate(zip(got[0], reference[0], strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise NotBatchable(f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}")
-        _close(a, b, f"output {i}")
+        _close(a, b, f"output {i}", lowest)
     for what, ours, theirs in (("input", got[1], reference[1]), ("shared operand", got[2], reference[2])):
         for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
             if y is None and (x is None or not x.any()):
@@ -145,10 +148,11 @@ def _compare(
                 continue
             if x is None or y is None:
                 raise NotBatchable(f"the gradient of {what} {i} is {'missing' if x is None else 'extra'}")
-            _close(x, y, f"the gradient of {what} {i}")
+            _close(x, y, f"the gradient of {what} {i}", lowest)
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+def _close(a: torch.Tensor, b: torch.Tensor, what: str, lowest: float) -> None:
+    """`lowest`: the tolerance of the least precise dtype that the operation computes in."""
     if a.is_sparse or b.is_sparse:
         a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
@@ -158,6 +162,7 @@ def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         if not torch.equal(a, b):
             raise NotBatchable(f"{what} differs from eager")
         return
+    tolerance = max(tolerance, lowest)
     wide = torch.complex128 if b.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     finite = y.abs()[torch.isfinite(y.abs())]

@@ -22,6 +22,7 @@ from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref, Unbatch
 from fxbatch.codegen.partition import Memory, partition
 from fxbatch.codegen.rewrite import rewrite
 from fxbatch.codegen.rewrite_groups import find_groups, group_inputs
+from fxbatch.codegen.sparse_gradients import make_sparse, sparse_tables
 from fxbatch.codegen.trace_body import trace_body
 from fxbatch.codegen.unbatched import UnbatchedKernel
 from fxbatch.ir import Layout, Signature
@@ -47,7 +48,7 @@ def build_operation(
     if signature.reason:
         return Unbatched(signature.reason)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
             graphs = _build(signature, input_needs, shared_needs, shared, memory)
             return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
@@ -65,7 +66,7 @@ def _build(
     shared: Sequence[torch.Tensor],
     memory: Memory,
 ) -> OperationGraphs:
-    joint, layout = build_joint(signature, input_needs, shared_needs, shared)
+    joint, layout, sparse = build_joint(signature, input_needs, shared_needs, shared)
     parts = partition(joint, memory=memory)
     module = joint.module
 
@@ -77,6 +78,9 @@ def _build(
         graph.lint()
         return fx.GraphModule(module, graph, name)
 
+    if parts.parameters is not None:
+        clean(parts.parameters)
+        make_sparse(parts.parameters, [parts.grad_shared.index(i) for i in sparse if i in parts.grad_shared])
     forward = finish(parts.forward, "Forward")
     assert forward is not None
     return OperationGraphs(
@@ -98,14 +102,15 @@ def _build(
 
 def build_joint(
     signature: Signature, input_needs: Sequence[bool], shared_needs: Sequence[bool], shared: Sequence[torch.Tensor]
-) -> tuple[Joint, Layout]:
-    """The cleaned and rewritten joint graph, before it is cut in three."""
+) -> tuple[Joint, Layout, tuple[int, ...]]:
+    """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     body = trace_body(signature, shared, mode)
+    sparse = sparse_tables(body, len(signature.inputs))
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
     joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)
     mark_kept_detaches(joint.graph, joint.outputs)
     clean(joint.graph)
     rewrite(joint.graph)
-    return joint, layout
+    return joint, layout, sparse
