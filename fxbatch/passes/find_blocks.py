@@ -13,6 +13,8 @@ run may become one operation.
 from __future__ import annotations
 
 import numpy as np
+from torch import nn
+from torch.nn import functional as F
 
 from fxbatch.ir import Program, Signature
 from fxbatch.passes.frontier import CONSTANT_KINDS, source_calls
@@ -60,8 +62,14 @@ def find_blocks(program: Program, stream: Stream) -> list[tuple[int, ...]]:
 
 
 def fusible(signature: Signature) -> bool:
-    """Whether a call may become part of a larger operation."""
-    return not signature.reason and not signature.operation.identity
+    """Whether a call may become part of a larger operation.
+
+    Not what runs unbatched, nor pass-throughs, nor embeddings: their gradients are sparse or accumulated
+    apart, and a lookup gains nothing from company.
+    """
+    target = signature.operation.target
+    embeds = isinstance(target, nn.Embedding | nn.EmbeddingBag) or target in (F.embedding, F.embedding_bag)
+    return not (signature.reason or signature.operation.identity or embeds)
 
 
 class _Merger:

@@ -56,6 +56,14 @@ class Fuser:
         found = [m for m in find_matches(program, stream, family.blocks) if len(m.calls)]
         return _Rewriter(program, self, found).run() if found else program
 
+    def refuse(self, signature: Signature) -> None:
+        """Don't make this fused operation again: it turned out not to batch, while its members may."""
+        for family in self.families.values():
+            for block in family.blocks:
+                for group in block.groups:
+                    if any(made is signature for made in group.made):
+                        group.refused = True
+
     def clear(self) -> None:
         """Forget what was learned; fused operations are made anew."""
         self.families.clear()
@@ -126,11 +134,11 @@ class _Rewriter:
             for rank, group in enumerate(match.block.groups):
                 calls = match.calls[:, list(group.members)]
                 place = match.calls[:, -1] * self.ranks + rank
-                if len(group.members) == 1:
-                    self.position[calls[:, 0]] = place
+                if len(group.members) == 1 or group.refused:
+                    self.position[calls] = place[:, None]
                     continue
-                self.positions.append(place)
                 self.gone[calls] = True
+                self.positions.append(place)
                 numbers = self.added + np.arange(len(calls))
                 group_of[calls] = numbers[:, None]
                 self.added += len(calls)
@@ -164,6 +172,8 @@ class _Rewriter:
             group.outputs.append(next(o for o, k in enumerate(owner_out) if k in group.members))
         inputs = [slot for slot in group.slots if slot not in group.alias]
         signature = self.fuser.signature(_wiring(block, group, inputs, owner_in, owner_out, first_out))
+        if not any(made is signature for made in group.made):
+            group.made.append(signature)
         columns = [match.values[:, slot] for slot in inputs]
         self.sigs.append(np.full(len(numbers), self._number(signature)))
         self.inputs.append(np.stack(columns, axis=1).reshape(-1) if columns else np.zeros(0, np.int64))

@@ -27,6 +27,8 @@ class Group:
     slots: tuple[int, ...]  # flat input slots of the block that come from outside the group
     alias: dict[int, int]  # slot -> the first slot that reads the same value in every block so far
     outputs: list[int] = field(default_factory=list)  # flat output slots of the block that are read outside
+    made: list[Signature] = field(default_factory=list)  # the fused signatures it has become
+    refused: bool = False  # its members stay calls of their own
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fxbatch.ir import Program
+from fxbatch.ir import Operation, Program, Signature
 from fxbatch.passes import find_blocks
 from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
 from fxbatch.passes.find_blocks import Stream
@@ -103,6 +103,22 @@ def test_a_value_that_turns_out_to_be_needed_becomes_an_output() -> None:
 def test_few_occurrences_are_no_evidence() -> None:
     program = Functions().tagger([find_blocks.MUTUAL - 1])
     assert Fuser()(program) is program
+
+
+def test_a_refused_operation_is_taken_apart() -> None:
+    functions, fuser = Functions(), Fuser()
+    program = functions.tagger([9, 9])
+    fused = fuser(program)
+    fuser.refuse(next(s for s in fused.signatures if s.name.startswith("fused:linear_r")))
+    apart = fuser(program)
+    check_same(program, apart)
+    assert names(apart)["linear_r"] == 18 and names(apart)["fused:embed+linear_x"] == 18
+
+
+def test_embeddings_are_not_fused() -> None:
+    module = torch.nn.Embedding(3, 4)
+    signature = Signature(Operation("embed", "module", module), (), ())
+    assert not find_blocks.fusible(signature)
 
 
 def test_operations_that_run_unbatched_are_left_alone() -> None:

@@ -1,0 +1,101 @@
+"""The rewrites of a program as one literal tuple, and the manager that runs them.
+
+    pipeline = Pipeline({"eliminate_dead", "fuse"})      # one a decorated callable
+    program = pipeline(program)
+    pipeline.records                                     # name, calls before and after, seconds
+
+`STAGES` is the same for the batched graph: Fold's algorithm, then what goes beyond it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from fxbatch.batched_graph import BatchedGraph
+from fxbatch.errors import OptionError
+from fxbatch.ir import Program, Schedule
+from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.deduplicate import deduplicate
+from fxbatch.passes.elide_gathers import elide_gathers
+from fxbatch.passes.elide_pass_throughs import elide_pass_throughs
+from fxbatch.passes.eliminate_dead import eliminate_dead
+from fxbatch.passes.fuse import Fuser
+from fxbatch.passes.insert_cats import insert_cats
+from fxbatch.passes.insert_gathers import insert_gathers
+from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
+from fxbatch.verify import verify_batched_graph, verify_program
+
+ProgramPass = Callable[[Program], Program]
+
+# Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
+PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
+    ("eliminate_dead", lambda: eliminate_dead, "first: what nobody needs costs all others time"),
+    ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
+    ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),
+)
+
+STAGES: tuple[tuple[str, Callable[[BatchedGraph], BatchedGraph], str], ...] = (
+    ("pass-through", insert_pass_throughs, "each depth reads the depth before"),
+    ("gathered", insert_gathers, "after pass-throughs: those gather too"),
+    ("cats", insert_cats, "after gathers: they read the cats"),
+    ("no-pass-through", elide_pass_throughs, "beyond Fold: rows stay where they were made"),
+    ("no-gather", elide_gathers, "last: gathers of consecutive rows are views"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a pass did to the last program."""
+
+    name: str
+    before: int  # calls
+    after: int
+    seconds: float
+
+
+class Pipeline:
+    """The enabled passes, in the order of PASSES; `verify` checks the result of each."""
+
+    def __init__(self, enabled: Collection[str], *, verify: bool = False) -> None:
+        known = [name for name, _, _ in PASSES]
+        for name in sorted(enabled):
+            if name not in known:
+                raise OptionError(f"unknown pass {name!r}; known are {', '.join(known)}")
+        self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
+        self.verify = verify
+        self.records: tuple[Record, ...] = ()
+
+    def __call__(self, program: Program) -> Program:
+        """The program after all passes; an exception gets a note that names the pass."""
+        records = []
+        for name, rewrite in self.passes.items():
+            start, before = time.perf_counter(), len(program)
+            try:
+                program = rewrite(program)
+                if self.verify:
+                    verify_program(program)
+            except Exception as error:
+                error.add_note(f"in pass {name}, on a program of {before} calls")
+                raise
+            records.append(Record(name, before, len(program), time.perf_counter() - start))
+        self.records = tuple(records)
+        return program
+
+
+def batched_stages(program: Program, schedule: Schedule, *, verify: bool = False) -> dict[str, BatchedGraph]:
+    """The batched graph of a schedule after each stage, `batched` first, by stage name."""
+    graphs = {"batched": batch_calls(program, schedule)}
+    if verify:
+        verify_batched_graph(graphs["batched"])
+    graph = graphs["batched"]
+    for name, rewrite, _ in STAGES:
+        try:
+            graph = graphs[name] = rewrite(graph)
+            if verify:
+                verify_batched_graph(graph)
+        except Exception as error:
+            error.add_note(f"in stage {name} of the batched graph")
+            raise
+    return graphs
