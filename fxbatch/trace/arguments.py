@@ -24,13 +24,23 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 
+def view_of_shared(recorder: Recorder, t: torch.Tensor) -> bool:
+    """Whether a real tensor is a view of a parameter or buffer, of the same dtype."""
+    if type(t) is Value or t.layout is not torch.strided:
+        return False
+    base = t._base
+    return base is not None and base.dtype == t.dtype and recorder.shared_operand(base) is not None
+
+
 class Arguments:
     """Collects the tensors of a call's arguments in pytree order."""
 
-    __slots__ = ("leaves", "recorder", "shared", "slots", "values")
+    __slots__ = ("leaves", "recorder", "shared", "slots", "values", "viewed", "views")
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, views: bool = False) -> None:
         self.recorder = recorder
+        self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
+        self.viewed = False  # ... and whether there was one
         self.values: list[Value] = []  # one an input
         self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
         self.shared: list[SharedOperand] = []
@@ -65,6 +75,9 @@ class Arguments:
     def _real(self, t: torch.Tensor) -> Any:
         shared = self.recorder.shared_operand(t)
         if shared is None:
+            if self.views and view_of_shared(self.recorder, t):
+                self.viewed = True
+                return None
             v = self.recorder.constant(t)
             assert v is not None
             return self._input(v, t)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Signature, Template
 from fxbatch.trace.aliases import link_views
-from fxbatch.trace.arguments import Arguments
+from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.arguments import Arguments, view_of_shared
 from fxbatch.trace.dependent import call_with_values
 from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
@@ -30,6 +32,7 @@ from fxbatch.trace.operations import (
     LIFTS_FLOAT,
     MARKED,
     function_name,
+    on_views,
     plain_function,
     take_at,
 )
@@ -67,13 +70,15 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
             return found
     elif func is _GETITEM and _by_integer_value(*args):
         func = take_at
-    arguments = Arguments(recorder)
+    arguments = Arguments(recorder, views=func is not on_views)
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
     except OpaqueArgumentError as error:
         raise TypeError(
             f"{function_name(func)}() met a value together with a {error.kind}{at_line()}"
         ) from None
+    if arguments.viewed:
+        return _call_on_views(recorder, func, args, kwargs)
     entry = recorder.functions.get(key)
     if entry is None:
         if kwargs.get("out") is not None:
@@ -94,6 +99,18 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
         recorder.pairs[(func, args[0]._type, args[1]._type)] = entry
     return result
+
+
+def _call_on_views(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with views of shared operands: the operands themselves are its inputs."""
+    leaves, spec = tree_flatten((args, kwargs))
+    views = []
+    for i, t in enumerate(leaves):
+        if isinstance(t, torch.Tensor) and view_of_shared(recorder, t):
+            views.append((i, tuple(t.shape), t.stride(), t.storage_offset()))
+            leaves[i] = t._base
+    args, kwargs = tree_unflatten(leaves, spec)
+    return call_function(recorder, on_views, (func, tuple(views), *args), kwargs)
 
 
 _GETITEM = torch.Tensor.__getitem__
@@ -117,7 +134,8 @@ def _new_function(
     with table.lock, tracing(None):
         entry = recorder.functions.get(key)
         if entry is None:
-            target = Operation(function_name(func), "function", func, FUNCTION)
+            name = function_name(args[0] if func is on_views else func)
+            target = Operation(name, "function", func, FUNCTION)
             entry = function_entry(recorder, target, args, kwargs, arguments)
             recorder.functions[key] = entry
         return entry
@@ -129,6 +147,7 @@ def function_entry(
     """The signature of a function call that was not met before, from one run on fake tensors."""
     table = recorder.table
     name = made.name
+    _refuse_running_statistics(made.target, args, kwargs)
     template = arguments.template(args, kwargs)
     inputs = tuple(recorder.type_of(v) for v in arguments.values)
 
@@ -152,7 +171,7 @@ def function_entry(
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
     operation = table.operation(
-        (made.target, made.kind, outcome.random),
+        (made.target, made.name, outcome.random),
         lambda: Operation(made.name, made.kind, made.target, made.rule, random=outcome.random),
     )
     return table.add(
@@ -162,6 +181,20 @@ def function_entry(
         ),
         outcome,
     )  # fmt: skip
+
+
+def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
+    """Functional batch_norm in training writes running statistics that are not declared as written."""
+    if func not in (F.batch_norm, F.instance_norm):
+        return
+    given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False))
+    given.update(kwargs)
+    training = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
+    if given.get("running_mean") is not None and training:
+        raise BatchCoupledError(
+            f"{func.__name__} in training would change running statistics, which all instances share: use "
+            f"training=False, or a normalisation without running statistics{at_line()}"
+        )
 
 
 def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -> None:

@@ -153,6 +153,8 @@ def _call(
     examined = _examined(recorder, record)
     if examined.reason:
         _note(recorder, module, method, examined.reason)
+        if method is None and _rule(module, None) is TORCH_MODULE and len(arguments.values) == len(args):
+            return module_call(module, *arguments.values, **kwargs)  # what hooks see are values
         return through()
     if examined.coupled:
         raise BatchCoupledError(

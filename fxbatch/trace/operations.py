@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.state import state
 
 TORCH_MODULE = "a torch.nn module (rule 1)"
@@ -115,6 +116,22 @@ def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`x[index]` for an integer tensor of shape [] that may count from the end."""
     index = torch.where(index < 0, index + x.shape[0], index)
     return x.index_select(0, index.reshape(1)).squeeze(0)
+
+
+View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # argument leaf, size, stride, offset
+
+
+def on_views(func: Callable[..., Any], views: tuple[View, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` with some tensor arguments seen through a view: `x @ weight.T` with `weight` as the operand."""
+    leaves, spec = tree_flatten((args, kwargs))
+    for leaf, size, stride, offset in views:
+        base = leaves[leaf]
+        if len(size) == 2 and (size, stride) == (base.shape[::-1], base.stride()[::-1]):
+            leaves[leaf] = base.t()
+        else:
+            leaves[leaf] = base.as_strided(size, stride, offset)
+    args, kwargs = tree_unflatten(leaves, spec)
+    return func(*args, **kwargs)
 
 
 _BOTH = (

@@ -104,7 +104,7 @@ class Trace:
         """The calls as a Program; a trace that comes from another process needs the model."""
         if model is None and self.live is not None:
             table, model = self.live if table is None else (table, self.live[1])
-        recording = merge([self], table or SignatureTable(), model)
+        recording = merge([self], SignatureTable() if table is None else table, model)
         return recording.pending_program(recording.output_ids())
 
     def to_fx(self, model: torch.nn.Module | None = None) -> torch.fx.GraphModule:

@@ -1,0 +1,326 @@
+"""What is an operation, what is traced through, what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
+from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, operation
+from fxbatch.trace.table import SignatureTable
+from tests.trace.oracle import check_equal, recorded
+
+X = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+LIN = nn.Linear(4, 4)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, *, scale: float = 1.0) -> Any:
+        return {"y": self.b(self.a(x).tanh()) * scale, "n": 3}
+
+
+class Root(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x)
+
+
+def names(table: SignatureTable) -> dict[str, str]:
+    return {s.name: s.operation.rule for s in table.signatures if s.operation.kind not in ("constant", "number")}
+
+
+def reasons(table: SignatureTable) -> dict[str, str]:
+    return {t.name: t.reason for t in table.traced_through.values()}
+
+
+def test_rules() -> None:
+    table = SignatureTable()
+    check_equal(Root(Two()).forward, X, table=table)
+    assert names(table) == {"part": PLAIN_MODULE}
+    table = SignatureTable()
+    check_equal(Root(nn.Linear(4, 4)).forward, X, table=table)
+    assert names(table) == {"part": TORCH_MODULE}
+
+
+def test_keyword_arguments_split_only_when_they_differ() -> None:
+    table, two = SignatureTable(), Two()
+    check_equal(lambda x: (two(x), two(x, scale=2.0), two(x, scale=2.0)), X, list(two.parameters()), table)
+    assert [s.name for s in table.signatures].count("Two") == 2
+
+
+def test_hooks_are_traced_through_and_see_values() -> None:
+    seen: list[Any] = []
+    two = Two()
+    two.a.register_forward_hook(lambda m, args, out: seen.append(type(out).__name__))
+    table = SignatureTable()
+    check_equal(Root(two).forward, X, list(two.parameters()), table)
+    assert seen[:4] == ["Value"] * 4
+    assert "hooks" in reasons(table)["Two"]
+
+
+def test_a_module_that_branches_on_a_value_is_traced_through() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * 2 if x.sum() > 0 else x - 1
+
+    table = SignatureTable()
+    check_equal(Root(Branch()).forward, X, table=table)
+    assert "DataDependent" in reasons(table)["Branch"]
+
+
+def test_a_module_that_takes_objects_is_traced_through() -> None:
+    @dataclass
+    class Item:
+        x: Any
+
+    class Takes(nn.Module):
+        def forward(self, item: Any) -> Any:
+            return LIN(item.x)
+
+    table, takes = SignatureTable(), Takes()
+    check_equal(lambda x: takes(Item(x)), X, table=table)
+    assert reasons(table)["Takes"] == "takes a Item"
+
+
+def test_python_randomness_is_not_frozen() -> None:
+    class Chance(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * 2 if random.random() < 0.5 else x
+
+    chance, table = Chance(), SignatureTable()
+    got, _, _ = recorded(lambda x: chance(x), [torch.ones(2)] * 64, table)
+    assert {g[0].item() for g in got} == {1.0, 2.0}
+    assert "random" in reasons(table)["Chance"]
+
+
+def test_state_kept_in_attributes_is_not_frozen() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return x + self.calls
+
+    counts = Counts()
+    got, _, _ = recorded(lambda x: counts(x), [torch.zeros(1)] * 3)
+    assert [g.item() for g in got] == [1.0, 2.0, 3.0]
+
+
+def test_many_shapes_are_traced_through() -> None:
+    two, table = Two(), SignatureTable()
+    data = [torch.randn(k + 1, 4) for k in range(12)]
+    check_equal(Root(two).forward, data, list(two.parameters()), table)
+    assert "signatures" in reasons(table)["Two"]
+
+
+def test_batch_norm_in_training_is_refused() -> None:
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(BatchCoupledError, match=r"BatchNorm1d.*test_rules.py:\d+"):
+        recorded(lambda x: norm(x), [torch.randn(3, 4)])
+    norm.eval()
+    check_equal(lambda x: norm(x), [torch.randn(3, 4)])
+
+
+def test_functional_batch_norm_in_training_is_refused() -> None:
+    mean, var = torch.zeros(4), torch.ones(4)
+    with pytest.raises(BatchCoupledError, match="batch_norm"):
+        recorded(lambda x: F.batch_norm(LIN(x), mean, var, training=True), [torch.randn(3, 4)])
+
+
+def test_a_written_buffer_is_refused() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x: Any) -> Any:
+            self.total += x.detach()
+            return x
+
+    keeps = Keeps()
+    with pytest.raises((BatchCoupledError, InPlaceError, TraceError)):
+        recorded(lambda x: keeps(x), X)
+    assert (keeps.total == 0).all()
+
+
+def test_writes_into_real_tensors_are_refused() -> None:
+    def fn(x: Any) -> Any:
+        buffer = torch.zeros(2, 4)
+        buffer[0] = LIN(x)
+        return buffer
+
+    with pytest.raises(InPlaceError, match=r"real tensor.*test_rules.py:\d+"):
+        recorded(fn, X)
+
+
+def test_parameters_cannot_be_written() -> None:
+    with pytest.raises((InPlaceError, BatchCoupledError, RuntimeError)):
+        recorded(lambda x: LIN.weight.data.add_(LIN(x).detach()), X)
+    with torch.no_grad(), pytest.raises((InPlaceError, BatchCoupledError)):
+        recorded(lambda x: LIN.weight.add_(LIN(x)), X)
+
+
+def test_a_constant_written_later_is_refused() -> None:
+    def fn(x: Any) -> Any:
+        t = torch.zeros(4)
+        y = LIN(t)
+        t += 1
+        return y
+
+    with pytest.raises(InPlaceError, match="written to after"):
+        recorded(fn, X)
+
+
+def test_a_constant_used_again_after_its_phase_may_be_written() -> None:
+    def fn(x: Any) -> Any:
+        t = torch.zeros(4)
+        a = LIN(t).sum().item()
+        t += 1
+        return a, LIN(t)
+
+    check_equal(fn, X)
+
+
+def test_out_is_refused() -> None:
+    with pytest.raises(InPlaceError, match="out="):
+        recorded(lambda x: torch.add(LIN(x), 1, out=torch.empty(4)), X)
+
+
+def test_marked_function_method_and_class() -> None:
+    @operation
+    def attend(q: Any, k: Any, *, temperature: float = 1.0) -> Any:
+        return torch.softmax(k @ q / temperature, 0) @ k
+
+    class Has(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        @operation
+        def step(self, x: Any) -> Any:
+            return self.linear(x).tanh()
+
+        def forward(self, x: Any) -> Any:
+            return attend(self.step(x), torch.stack([x, self.step(x)]), temperature=2.0)
+
+    has, table = Has(), SignatureTable()
+    check_equal(has.forward, X, list(has.parameters()), table)
+    assert names(table)["attend"] == MARKED
+    assert MARKED in names(table).values()
+    assert len([n for n in names(table) if n != "stack"]) == 2
+
+
+def test_tied_and_bare_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.out = nn.Linear(4, 10, bias=False)
+            self.out.weight = self.embed.weight
+            self.register_buffer("shift", torch.ones(10))
+
+        def forward(self, i: Any) -> Any:
+            return self.out(self.embed(i).tanh()) @ self.embed.weight + (self.embed(i) @ self.out.weight.T + self.shift).sum()
+
+    tied = Tied()
+    recording, execution = check_equal(tied.forward, [torch.tensor(i) for i in range(5)], list(tied.parameters()))
+    assert all(len(p.constants) == 1 for p in execution.programs)
+
+
+def test_one_tensor_of_many_instances_is_one_constant() -> None:
+    keys = torch.randn(3, 4)
+    got, _, execution = recorded(lambda x: keys @ LIN(x), X)
+    assert sum(len(v) for v in execution.programs[0].constants.values()) == len(X) + 1
+
+
+def test_constants_that_require_gradients() -> None:
+    leaves = [torch.randn(4, requires_grad=True) for _ in range(3)]
+    check_equal(lambda x: LIN(x) * x.exp(), leaves, leaves)
+    check_equal(lambda x: LIN(x) * LIN.weight.exp(), X, [LIN.weight])
+
+
+def test_numbers_do_not_split_batches() -> None:
+    table = SignatureTable()
+    data = [(torch.randn(4, 4), 0.5 * k, k) for k in range(4)]
+    fn = lambda t: LIN(t[0])[t[2]] * t[1] + t[2]  # noqa: E731
+    got, _, execution = recorded(fn, [(d,) for d in data], table)
+    for g, d in zip(got, data, strict=True):
+        torch.testing.assert_close(g, fn(d))
+    program = execution.programs[0]
+    used = [program.signatures[s] for s in dict.fromkeys(program.sig.tolist())]
+    kinds = [s.name for s in used if s.operation.kind == "function"]
+    assert sorted(kinds) == ["add", "getitem", "mul"]
+
+
+def test_a_number_that_never_varies_is_fixed() -> None:
+    table = SignatureTable()
+    _, execution = check_equal(lambda x: 1 - LIN(x) * 0.5, X, table=table)
+    program = execution.programs[0]
+    texts = [str(program.signatures[s]) for s in dict.fromkeys(program.sig.tolist())]
+    assert "mul(f32[4]; 0.5) -> (f32[4])" in texts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+def test_numbers_keep_dtypes(dtype: torch.dtype) -> None:
+    data = [(torch.tensor([1, 0, 3]).to(dtype) if i % 2 else torch.tensor([2, 1, 5]).to(dtype), n)
+            for i, n in enumerate([2, 2.5, -0.0, 0.0, 1e300, 2**40, True, float("nan"), float("inf")])]
+
+    def fn(pair: Any) -> Any:
+        t, n = pair
+        v = t + torch.zeros_like(t) if dtype is not torch.bool else t | t
+        return v + n, v * n, v > n, v == n, n * v
+
+    def values(pair: Any) -> Any:
+        t, n = pair
+        v = nn.Identity()(t)
+        return v + n, v * n, v > n, v == n, n * v
+
+    check_equal(values, [(d,) for d in data])
+
+
+def test_index_errors_are_eager() -> None:
+    with pytest.raises(IndexError, match="out of bounds"):
+        recorded(lambda x: LIN(x)[4], X)
+
+
+def test_shape_errors_are_eager() -> None:
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        recorded(lambda x: LIN(x) + torch.ones(3), X)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|mat1"):
+        recorded(lambda x: LIN(x[:3].reshape(1, 3)), X)
+
+
+def test_training_mode_is_looked_at_again() -> None:
+    drop = nn.Dropout(0.999)
+
+    def fn(x: Any) -> Any:
+        drop.train()
+        a = drop(LIN(x))
+        drop.eval()
+        return a, drop(LIN(x))
+
+    got, _, _ = recorded(fn, [torch.ones(4)] * 4)
+    for _, b in got:
+        torch.testing.assert_close(b, LIN(torch.ones(4)))
+
+
+def test_views_of_parameters_stay_shared() -> None:
+    fn = lambda x: LIN(x) @ LIN.weight.T + LIN.weight[1:3].sum() * LIN(x) + LIN(x) @ LIN.weight[2]  # noqa: E731
+    _, execution = check_equal(fn, X, list(LIN.parameters()))
+    program = execution.programs[0]
+    assert sum(len(v) for s, v in program.constants.items() if program.signatures[s].outputs[0].shape == (4, 4)) == 0
