@@ -1,6 +1,7 @@
 """Which Values share memory, as the tensors that they stand for would.
 
-In: calls whose result is a view of an input (`x[0]`, `x.view(-1)`, dropout in eval). Out: an Alias record on both,
+In: calls whose result is a view of an input (`x[0]`, `x.view(-1)`, dropout in eval). Out: an Alias
+record on both,
 which `writes` follows when one of them is written to.
 
     row = x[0]        # alias_of(row).source is x

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Signature, Template
-from fxbatch.trace.aliases import link_views
 from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments, view_of_shared
 from fxbatch.trace.dependent import call_with_values
 from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
@@ -187,7 +187,9 @@ def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
     """Functional batch_norm in training writes running statistics that are not declared as written."""
     if func not in (F.batch_norm, F.instance_norm):
         return
-    given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False))
+    given = dict(
+        zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)
+    )
     given.update(kwargs)
     training = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
     if given.get("running_mean") is not None and training:

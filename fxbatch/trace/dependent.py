@@ -1,6 +1,7 @@
 """Calls whose result or output shape depends on values: the instance waits for its inputs.
 
-In: a function that can't be run on fake tensors (`x[mask]`, `nonzero`, `torch.equal`). Out: what it gives, with
+In: a function that can't be run on fake tensors (`x[mask]`, `nonzero`, `torch.equal`). Out: what it
+gives, with
 Values where gradients can flow, recorded as an operation whose output types are known.
 
     x[mask]     # reads mask; records x[indices] with the indices as a constant

@@ -126,7 +126,11 @@ def _outcome(
             aliases.append(storages.get(leaf.untyped_storage()._cdata, -1))
             same.append(next((i for i, f in enumerate(fakes) if f is leaf), -1))
             gradients.append(leaf.requires_grad)
-        elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)) or isinstance(leaf, (torch.layout, torch.memory_format)):
+        elif (
+            leaf is None
+            or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device))
+            or isinstance(leaf, (torch.layout, torch.memory_format))
+        ):
             slots.append(leaf)
         else:
             raise BodyError(f"returns a {type(leaf).__name__}")

@@ -1,6 +1,7 @@
 """Lifted numbers that turn out to be one number: put it back into the operation.
 
-In: the columns of a phase. Out: the columns with, for each lifted signature whose number was the same in every
+In: the columns of a phase. Out: the columns with, for each lifted signature whose number was the same in
+every
 call that the table has seen, the signature with the number fixed (`h * 0.5`, `1 - z`, `h[0]`).
 
     mul(h, n) with n = 0.5 in all calls   =>   mul(h; 0.5)

@@ -1,6 +1,7 @@
 """Lazy use: per-instance code in a plain Python loop; values run in batches when one is read.
 
-In: an Execution. Out: a context in which torch functions and modules that meet `batch.value(x)` (or real tensors, for
+In: an Execution. Out: a context in which torch functions and modules that meet `batch.value(x)` (or real
+tensors, for
 modules) are recorded; reading a value, `.backward()` or leaving the block runs everything pending.
 
     with LazyBatch(table, execution, (model,)) as batch:

@@ -1,6 +1,7 @@
 """Python numbers that meet values: lifted to constants of shape [], so that they don't split batches.
 
-In: `h * node.weight`, `h[node.index]`. Out: a call with the number as an input; where all calls turn out to have
+In: `h * node.weight`, `h[node.index]`. Out: a call with the number as an input; where all calls turn out
+to have
 the same number, `fixed_numbers` puts it back.
 
     call_lifted(recorder, torch.mul, (h, 0.5))   # mul(f32[3], f32[])

@@ -1,6 +1,7 @@
 """Record a minibatch: every instance's forward once, suspended where it asks for a value.
 
-In: the user's forward, the arguments of each instance, an Execution that can run programs. Out: a Recording: results
+In: the user's forward, the arguments of each instance, an Execution that can run programs. Out: a
+Recording: results
 with Values as leaves, what is still pending, and counts.
 
     recording = record_minibatch(model.forward, [((tree,), {}) for tree in trees], table, execution)
@@ -75,8 +76,10 @@ def record_minibatch(
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
-    roots: modules that are traced through and searched for parameters; by default the module that fn is a method of.
-    An exception of an instance is raised with a note that names the instance, after all other instances were closed;
+    roots: modules that are traced through and searched for parameters; by default the module that fn is
+    a method of.
+    An exception of an instance is raised with a note that names the instance, after all other instances
+    were closed;
     with return_exceptions it becomes that instance's result.
     """
     if roots is None:

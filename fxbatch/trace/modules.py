@@ -1,6 +1,7 @@
 """Module calls while tracing: which are one operation, which are traced through.
 
-In: `nn.Module.__call__`, patched while at least one thread traces. Out: recorded calls, or the module's own forward
+In: `nn.Module.__call__`, patched while at least one thread traces. Out: recorded calls, or the module's
+own forward
 run with Values.
 
     with patched():                 # this process

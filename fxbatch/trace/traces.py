@@ -1,6 +1,7 @@
 """Traces: what one instance recorded, as picklable plain data; and many of them as one minibatch.
 
-In: a forward and one instance. Out: a Trace (columns, constants, descriptions of its signatures, no code); `merge`
+In: a forward and one instance. Out: a Trace (columns, constants, descriptions of its signatures, no
+code); `merge`
 concatenates traces with offsets into a Recording.
 
     trace = trace_instance(model.forward, (tree,), {}, table, execution, model)

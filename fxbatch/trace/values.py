@@ -1,6 +1,7 @@
 """Values: stand in for the tensors of one instance while its forward is recorded.
 
-In: operators, methods, `torch.*` functions, attributes. Out: recorded calls; what the type alone tells is answered at
+In: operators, methods, `torch.*` functions, attributes. Out: recorded calls; what the type alone tells
+is answered at
 once; what needs the content suspends the instance.
 
     h = cell(x)          # a Value

@@ -1,6 +1,7 @@
 """In-place writes, functionalised with the aliasing that eager tensors have.
 
-In: calls that write to an input (`x += 1`, `x[0] = v`, `y.copy_(z)`). Out: recorded calls without writes; every
+In: calls that write to an input (`x += 1`, `x[0] = v`, `y.copy_(z)`). Out: recorded calls without
+writes; every
 Value whose content the write changes is rebound to its new content.
 
     row = x[0]        # a view of x

@@ -22,7 +22,9 @@ def recorded(
     """Per-instance results of recording `fn` over one-argument instances."""
     execution = ReferenceExecution()
     wrapped = [(x if type(x) is tuple else (x,), {}) for x in instances]
-    recording = record_minibatch(fn, wrapped, SignatureTable() if table is None else table, execution, **options)
+    recording = record_minibatch(
+        fn, wrapped, SignatureTable() if table is None else table, execution, **options
+    )
     return execution.results(recording), recording, execution
 
 

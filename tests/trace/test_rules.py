@@ -39,7 +39,9 @@ class Root(nn.Module):
 
 
 def names(table: SignatureTable) -> dict[str, str]:
-    return {s.name: s.operation.rule for s in table.signatures if s.operation.kind not in ("constant", "number")}
+    return {
+        s.name: s.operation.rule for s in table.signatures if s.operation.kind not in ("constant", "number")
+    }
 
 
 def reasons(table: SignatureTable) -> dict[str, str]:
@@ -235,10 +237,15 @@ def test_tied_and_bare_parameters() -> None:
             self.register_buffer("shift", torch.ones(10))
 
         def forward(self, i: Any) -> Any:
-            return self.out(self.embed(i).tanh()) @ self.embed.weight + (self.embed(i) @ self.out.weight.T + self.shift).sum()
+            return (
+                self.out(self.embed(i).tanh()) @ self.embed.weight
+                + (self.embed(i) @ self.out.weight.T + self.shift).sum()
+            )
 
     tied = Tied()
-    recording, execution = check_equal(tied.forward, [torch.tensor(i) for i in range(5)], list(tied.parameters()))
+    recording, execution = check_equal(
+        tied.forward, [torch.tensor(i) for i in range(5)], list(tied.parameters())
+    )
     assert all(len(p.constants) == 1 for p in execution.programs)
 
 
@@ -275,10 +282,14 @@ def test_a_number_that_never_varies_is_fixed() -> None:
     assert "mul(f32[4]; 0.5) -> (f32[4])" in texts
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+)
 def test_numbers_keep_dtypes(dtype: torch.dtype) -> None:
-    data = [(torch.tensor([1, 0, 3]).to(dtype) if i % 2 else torch.tensor([2, 1, 5]).to(dtype), n)
-            for i, n in enumerate([2, 2.5, -0.0, 0.0, 1e300, 2**40, True, float("nan"), float("inf")])]
+    data = [
+        (torch.tensor([1, 0, 3]).to(dtype) if i % 2 else torch.tensor([2, 1, 5]).to(dtype), n)
+        for i, n in enumerate([2, 2.5, -0.0, 0.0, 1e300, 2**40, True, float("nan"), float("inf")])
+    ]
 
     def fn(pair: Any) -> Any:
         t, n = pair
@@ -323,4 +334,7 @@ def test_views_of_parameters_stay_shared() -> None:
     fn = lambda x: LIN(x) @ LIN.weight.T + LIN.weight[1:3].sum() * LIN(x) + LIN(x) @ LIN.weight[2]  # noqa: E731
     _, execution = check_equal(fn, X, list(LIN.parameters()))
     program = execution.programs[0]
-    assert sum(len(v) for s, v in program.constants.items() if program.signatures[s].outputs[0].shape == (4, 4)) == 0
+    assert (
+        sum(len(v) for s, v in program.constants.items() if program.signatures[s].outputs[0].shape == (4, 4))
+        == 0
+    )
