@@ -149,16 +149,27 @@ class Run:
             self._execute(program, schedule)
 
     def _execute(self, program: Program, schedule: Schedule) -> None:
+        self.launch(self.plan_phase(program, schedule))
+
+    def plan_phase(self, program: Program, schedule: Schedule) -> Phase:
+        """Everything of a phase but the running: operations compiled, places and gathers planned."""
         needs, compiled = self._compile(program)
-        types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
+        types = self.type_numbers(program)
         used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
         before = np.array([0 if c is None else self.operation_rows(c).rows for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
         plan = self.engine.plan(program, schedule, compiled, known, used, before)
-        phase = Phase(program, schedule, plan, needs, compiled)
+        return Phase(program, schedule, plan, needs, compiled)
+
+    def launch(self, phase: Phase) -> None:
+        """Run all steps of a planned phase."""
         self.phases.append(phase)
         execute_forward(self, phase)
-        self._remember(program, plan, needs, types)
+        self._remember(phase.program, phase.plan, phase.needs)
+
+    def type_numbers(self, program: Program) -> np.ndarray:
+        """int64 [program.types]: the number of each type in this run."""
+        return np.array([self.type_id(t) for t in program.types], dtype=np.int64)
 
     def operation_rows(self, compiled: CompiledOperation) -> OperationRows:
         found = self.rows_of.get(compiled)
@@ -196,7 +207,8 @@ class Run:
             compiled.append(self.engine.compiled(signature, wanted, self.shared_of(signature), self.grad))
         return needs, compiled
 
-    def _remember(self, program: Program, plan: Plan, needs: Needs, types: np.ndarray) -> None:
+    def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
+        types = self.type_numbers(program)
         self.value_row = plan.row_of_value
         made = program.type_of_value[program.known :]
         self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
