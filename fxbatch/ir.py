@@ -135,6 +135,7 @@ class SharedOperand:
 
 
 OperationKind = Literal["constant", "number", "module", "function", "graph"]
+CONSTANT_KINDS: tuple[OperationKind, ...] = ("constant", "number")  # kinds with a payload, without a body
 
 
 @dataclass(frozen=True, eq=False)

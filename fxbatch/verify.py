@@ -17,8 +17,7 @@ import networkx as nx
 import numpy as np
 
 from fxbatch.errors import VerifyError
-from fxbatch.ir import Plan, Program, Schedule
-from fxbatch.passes.frontier import CONSTANT_KINDS, source_calls
+from fxbatch.ir import CONSTANT_KINDS, Plan, Program, Schedule
 from fxbatch.text import step_text
 
 
@@ -124,9 +123,10 @@ def verify_schedule(program: Program, schedule: Schedule) -> None:
     if (first != program.sig).any():
         c = int(np.argmax(first != program.sig))
         _fail(program, c, f"step {step_of_call[c]} mixes signatures s{first[c]} and s{program.sig[c]}")
-    source = source_calls(program)
+    edge = program.inputs >= program.known
+    source = np.full(len(edge), -1)
+    source[edge] = program.call_of_value[program.inputs[edge] - program.known]
     wrong = np.zeros(len(source), bool)
-    edge = source >= 0
     reader = program.reader
     wrong[edge] = step_of_call[source[edge]] >= step_of_call[reader[edge]]
     if wrong.any():

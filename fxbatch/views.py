@@ -15,9 +15,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from fxbatch.ir import Program, Signature
-from fxbatch.passes.batch_by_depth import depths
-from fxbatch.passes.frontier import CONSTANT_KINDS, source_calls
+from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 
 
 def program_to_networkx(program: Program) -> nx.MultiDiGraph:
@@ -29,7 +27,9 @@ def program_to_networkx(program: Program) -> nx.MultiDiGraph:
     of earlier phases are nodes ("known", v) of depth 0.
     """
     graph = nx.MultiDiGraph()
-    depth, first = depths(program).tolist(), program.first_value.tolist()
+    first, maker = program.first_value.tolist(), program.call_of_value.tolist()
+    sources = [maker[v - program.known] if v >= program.known else -1 for v in program.inputs.tolist()]
+    depth = _depths(program, sources)
     results = frozenset(program.outputs.tolist())
     for v in range(program.known):
         type_ = program.types[program.type_of_value[v]]
@@ -43,7 +43,7 @@ def program_to_networkx(program: Program) -> nx.MultiDiGraph:
             c, signature=signature, name=signature.name, type=", ".join(map(str, signature.outputs)),
             instance=instance, depth=depth[c], outputs=outputs, result=any(v in results for v in outputs),
         )  # fmt: skip
-    sources, offsets = source_calls(program).tolist(), program.input_offsets.tolist()
+    offsets = program.input_offsets.tolist()
     types = [str(t) for t in program.types]
     type_of_value = program.type_of_value.tolist()
     for at, (value, source, reader) in enumerate(
@@ -60,6 +60,16 @@ def program_to_networkx(program: Program) -> nx.MultiDiGraph:
             type=types[type_of_value[value]],
         )
     return graph
+
+
+def _depths(program: Program, sources: list[int]) -> list[int]:
+    """The depth of each call, as `passes.batch_by_depth` defines it."""
+    constant = [s.operation.kind in CONSTANT_KINDS for s in program.signatures]
+    depth = [0 if constant[s] else 1 for s in program.sig.tolist()]
+    for source, reader in zip(sources, program.reader.tolist(), strict=True):
+        if source >= 0:
+            depth[reader] = max(depth[reader], depth[source] + 1)
+    return depth
 
 
 class OperationModule(nn.Module):

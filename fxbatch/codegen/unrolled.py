@@ -24,8 +24,7 @@ from torch import fx, nn
 from fxbatch.batched_graph import BatchedGraph, Node, Read
 from fxbatch.codegen.contract import OperationGraphs, Unbatched
 from fxbatch.codegen.trace_body import devices_of, entered_modes
-from fxbatch.ir import Modes, Program, SharedOperand, Signature, TensorType
-from fxbatch.passes.frontier import CONSTANT_KINDS
+from fxbatch.ir import CONSTANT_KINDS, Modes, Program, SharedOperand, Signature, TensorType
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxbatch.batched_graph import BatchedGraph, GraphBuilder, Node
-from fxbatch.ir import Program, Schedule
-from fxbatch.passes.frontier import CONSTANT_KINDS
+from fxbatch.ir import CONSTANT_KINDS, Program, Schedule
 
 
 def batch_calls(program: Program, schedule: Schedule) -> BatchedGraph:

@@ -16,8 +16,8 @@ import numpy as np
 from torch import nn
 from torch.nn import functional as F
 
-from fxbatch.ir import Program, Signature
-from fxbatch.passes.frontier import CONSTANT_KINDS, source_calls
+from fxbatch.ir import CONSTANT_KINDS, Program, Signature
+from fxbatch.passes.frontier import source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
 MUTUAL = 4

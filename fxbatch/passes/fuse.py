@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxbatch.ir import Program, Signature
+from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.passes.find_blocks import Stream
-from fxbatch.passes.frontier import CONSTANT_KINDS
 from fxbatch.passes.fused_operation import Wiring, fused_signature
 from fxbatch.passes.fusion_blocks import Block, Group, Match, find_matches, learn_blocks, owners
 
