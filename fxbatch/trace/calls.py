@@ -162,7 +162,7 @@ def function_entry(
         return Dependent(_why_values(error))
     except BodyError as error:
         raise TraceError(f"{name}: {error}{at_line()}") from None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
         _raise_as_eager(template, made.target, inputs, real)
         return Dependent(_why_values(error))
     refuse_shared_writes(name, outcome)
@@ -270,7 +270,7 @@ def _new_marked(
             except (BatchCoupledError, InPlaceError):
                 raise
             except (
-                Exception
+                Exception  # noqa: BLE001 - raised or handed back elsewhere
             ) as error:  # the body runs again, traced through, and raises there what is the user's
                 entry = Dependent(
                     f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"

@@ -119,7 +119,8 @@ def _run_on_values(
             count = iter(range(len(types)))
             slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
             signature = Signature(
-                operation, inputs, types, tuple(arguments.shared[: len(shared)]), template, Template(slots, spec),
+                operation, inputs, types, tuple(arguments.shared[: len(shared)]), template,
+                Template(slots, spec),
                 recorder.modes(), location=user_line(), reason=reason,
             )  # fmt: skip
             entry = recorder.functions[key] = table.add(signature)

@@ -149,18 +149,18 @@ def _outcome(
 
 
 def _python_random_states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
 
 
 def _restore_python_random(states: tuple[Any, Any]) -> bool:
     """Put Python's and numpy's generators back; whether either had moved."""
     moved = random.getstate() != states[0]
-    name, keys, position, *rest = np.random.get_state()
+    name, keys, position, *rest = np.random.get_state()  # noqa: NPY002 - users draw from it
     old_name, old_keys, old_position, *old_rest = states[1]
     moved |= (name, position, rest) != (old_name, old_position, old_rest) or not np.array_equal(
         keys, old_keys
     )
     if moved:
         random.setstate(states[0])
-        np.random.set_state(states[1])
+        np.random.set_state(states[1])  # noqa: NPY002 - users draw from it
     return moved

@@ -30,7 +30,10 @@ from fxbatch.trace.values import Value
 
 
 class LazyBatch:
-    """The recorder part of `fxbatch.lazy`. Values stay readable after the block; used there, they are real tensors."""
+    """The recorder part of `fxbatch.lazy`.
+
+    Values stay readable after the block; used there, they are real tensors.
+    """
 
     def __init__(
         self, table: SignatureTable, execution: Execution, roots: Sequence[torch.nn.Module] = ()

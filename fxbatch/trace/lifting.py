@@ -60,7 +60,8 @@ def call_row(recorder: Recorder, v: Value, index: int) -> Any:
     t = recorder.type_of(v)
     if not t.shape:
         raise IndexError(
-            "invalid index of a 0-dim tensor. Use `tensor.item()` in Python to convert a 0-dim tensor to a number"
+            "invalid index of a 0-dim tensor. Use `tensor.item()` in Python to convert a "
+            "0-dim tensor to a number"
         )
     size = t.shape[0]
     if not -size <= index < size:

@@ -213,7 +213,7 @@ class _Run:
     # In a worker greenlet
 
     def _work(self) -> None:
-        """Run instances one after another, until one of them was parked: then a fresh worker has taken over."""
+        """Run instances one after another, until one was parked: then a fresh worker has taken over."""
         while self.next < len(self.instances):
             instance = self.next
             self.next += 1
@@ -227,13 +227,13 @@ class _Run:
                 if not self.closing:
                     raise
                 return
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self._note(error, instance)
                 if not self.keep_exceptions:
                     self.failed = error
                     return
                 self.results[instance] = error
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self.failed = error
                 return
             if self.statistics.suspensions != parks:
@@ -242,7 +242,8 @@ class _Run:
     def _note(self, error: BaseException, instance: int) -> None:
         if isinstance(error, RecursionError):
             error.add_note(
-                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
+                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit "
+                "raises the limit"
             )
         error.add_note(f"fxbatch: in instance {instance} of the minibatch")
 

@@ -159,7 +159,8 @@ def _call(
         return through()
     if examined.coupled:
         raise BatchCoupledError(
-            f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
+            f"{examined.coupled} in training would mix instances or change running "
+            "statistics, which all instances "
             f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
         )
     entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
@@ -242,7 +243,7 @@ def _new_entry(
             entry = _signature(recorder, record, examined, rule, args, kwargs, arguments)
         except FxbatchError:
             raise
-        except Exception as error:  # traced through, its parts raise again what is the user's own mistake
+        except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
             text = str(error).splitlines()[0][:160] if str(error) else ""
             entry = text if isinstance(error, BodyError) else f"{type(error).__name__}: {text}"
             _note(recorder, module, method, entry)
@@ -264,23 +265,22 @@ def _signature(
     template = arguments.template(args, kwargs, first_shared=len(names))
     inputs = tuple(recorder.type_of(v) for v in arguments.values)
     shared = (*examined.shared, *arguments.shared)
+    twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+    twin = _twin(module, twins)
 
     def body(tensors: Any, operands: Any) -> Any:
         tensors_now = dict(zip(names, operands, strict=False))
         given = dict(tensors_now)
         a, k = template.fill(input=tensors, shared=operands)
-        with reparametrized(module, tensors_now):
-            result = module_call(module, *a, **k) if method is None else getattr(module, method)(*a, **k)
+        with reparametrized(twin, tensors_now):
+            result = module_call(twin, *a, **k) if method is None else getattr(twin, method)(*a, **k)
         changed = [n for n in names if tensors_now[n] is not given[n]]
         if changed:
             raise BatchCoupledError(f"{type(module).__name__}: assigns its buffer {changed[0]!r}{at_line()}")
         return result
 
-    attributes = _attributes(module)
-    try:
-        outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
-    finally:
-        changed = _restore_attributes(attributes)
+    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
+    changed = _changed_attribute(twins)
     if changed:
         raise BodyError(f"changes its attribute {changed!r}")
     if outcome.written_shared:
@@ -311,25 +311,35 @@ def _name(recorder: Recorder, module: torch.nn.Module) -> str:
     return type(module).__name__
 
 
-_Snapshot = list[tuple[torch.nn.Module, dict[str, Any]]]
+def _twin(
+    module: torch.nn.Module, twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]
+) -> torch.nn.Module:
+    """A copy of a module's structure that shares its tensors and attributes.
+
+    The fake run swaps tensors in it and may set its attributes, while other threads use the module itself.
+    """
+    found = twins.get(id(module))
+    if found is not None:
+        return found[1]
+    twin = object.__new__(type(module))
+    twins[id(module)] = (module, twin)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_buffers"] = dict(module._buffers)
+    twin.__dict__["_modules"] = {
+        name: m if m is None else _twin(m, twins) for name, m in module._modules.items()
+    }
+    return twin
 
 
-def _attributes(module: torch.nn.Module) -> _Snapshot:
-    return [(m, dict(m.__dict__)) for m in module.modules()]
-
-
-def _restore_attributes(snapshot: _Snapshot) -> str:
-    """Put plain attributes back; the name of one that had changed, else ""."""
-    changed = ""
-    for m, before in snapshot:
-        for name in [n for n in m.__dict__ if n not in before]:
-            del m.__dict__[name]
-            changed = name
-        for name, value in before.items():
-            if m.__dict__.get(name) is not value:
-                m.__dict__[name] = value
-                changed = name
-    return changed
+def _changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
+    """The name of an attribute that the run set on a twin, else ""."""
+    for module, twin in twins.values():
+        before = module.__dict__
+        for name, value in twin.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
+                return name
+    return ""
 
 
 _is_grad_enabled = torch.is_grad_enabled

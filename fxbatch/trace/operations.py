@@ -122,7 +122,7 @@ View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # argument leaf, size,
 
 
 def on_views(func: Callable[..., Any], views: tuple[View, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call `func` with some tensor arguments seen through a view: `x @ weight.T` with `weight` as the operand."""
+    """Call `func` with some tensor arguments seen through a view: `x @ weight.T` for `weight`."""
     leaves, spec = tree_flatten((args, kwargs))
     for leaf, size, stride, offset in views:
         base = leaves[leaf]

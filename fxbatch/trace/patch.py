@@ -139,7 +139,8 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
     if type(value) is Value:
         if name in self.__dict__.get("_buffers", ()) or name in self.__dict__.get("_parameters", ()):
             raise TraceError(
-                f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the value of one"
+                f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the "
+                "value of one"
                 f"{at_line()}"
             )
         object.__setattr__(self, name, value)

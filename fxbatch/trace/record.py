@@ -30,7 +30,7 @@ from fxbatch.trace.table import Entry, SignatureTable
 from fxbatch.trace.values import Value, new_value
 from fxbatch.trace.writes import rebind
 
-# Each recorder numbers its values from another multiple of this: a value of another recording is always found.
+# Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
 _STRIDED = torch.strided
 _ranges = itertools.count(1)
@@ -84,6 +84,7 @@ class Recorder:
         """Look at torch's modes again, and use the tables of these modes."""
         self.grad = torch.is_grad_enabled()
         # None never is what any_autocast() says: under autocast each call looks at the dtype, on the slow path.
+
         self.autocast: bool | None = None if any_autocast() else False
         casts: tuple[tuple[str, torch.dtype], ...] = ()
         if self.autocast is None:
@@ -183,7 +184,8 @@ class Recorder:
             return self._call_real(func, args, kwargs)
         if self.over or state.recorder is not self:
             raise TraceError(
-                f"a value of another minibatch (or of a finished call) was used: values live for one decorated "
+                "a value of another minibatch (or of a finished call) was used: values live for "
+                "one decorated "
                 f"call; keep results instead{at_line()}"
             )
         return call_function(self, func, args, kwargs)
@@ -324,7 +326,8 @@ class Recorder:
         if len(inputs) and (int(inputs.min()) < 0 or int(inputs.max()) >= self.count - self.base):
             self.closed = "a value of another recording was used in it"
             raise TraceError(
-                "a value of another minibatch (or of a finished call) was used: values live for one decorated "
+                "a value of another minibatch (or of a finished call) was used: values live for "
+                "one decorated "
                 "call; keep real results instead, for instance with .detach() after the call"
             )
         if self.lifted:

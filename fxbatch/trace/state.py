@@ -48,7 +48,7 @@ _AUTOCAST_KINDS = ("cpu", "cuda")
 
 
 class ThreadModes:
-    """Torch's modes of this thread: grad, autocast, torch function modes, tracing. `restore` puts them back."""
+    """Torch's modes of this thread: grad, autocast, torch function modes, tracing."""
 
     __slots__ = ("autocast", "functions", "grad", "inference", "recorder")
 

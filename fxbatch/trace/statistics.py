@@ -49,7 +49,8 @@ class Statistics:
             return f"{line} reads values one at a time: read them together with .tolist()"
         if alone > len(self.phases) // 2 and alone > 1:
             return (
-                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are asked for one instance "
+                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are "
+                "asked for one instance "
                 f"at a time ({line})"
             )
         return ""

@@ -75,7 +75,7 @@ def _is_row(result: Template, outputs: int) -> bool:
 
 @dataclass(frozen=True)
 class Lifted:
-    """A signature whose input `position` is a lifted Python number: `fixed(number)` is the entry without it."""
+    """A signature whose input `position` is a lifted number: `fixed(number)` is the entry without it."""
 
     position: int
     fixed: Callable[[Any], Entry]

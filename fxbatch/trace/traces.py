@@ -174,7 +174,7 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
     sigs = np.array(recorder.sigs, dtype=np.int32)
     used, sig = np.unique(sigs, return_inverse=True)
     names = _names(model)
-    numbers = {sid: payload for sid, payload in recorder.payload.items()}
+    numbers = dict(recorder.payload)
     samples = _samples(recorder, sigs)
     described = tuple(
         _describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
@@ -267,7 +267,8 @@ def _describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> 
     )
     text = repr(parts) + (repr((arguments.leaves, str(arguments.spec))) if arguments is not None else "")
     return Described(
-        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments, s.modes,
+        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments,
+        s.modes,
         lifted, sample, text + (type(sample).__name__ if lifted >= 0 else ""),
     )  # fmt: skip
 

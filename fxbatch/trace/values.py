@@ -309,7 +309,8 @@ _SETITEM = torch.Tensor.__setitem__
 
 for _name in (
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__matmul__", "__rmatmul__",
+    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__matmul__",
+    "__rmatmul__",
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__rand__", "__or__", "__ror__",
     "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__",
 ):  # fmt: skip
@@ -336,7 +337,8 @@ def _method(name: str) -> Callable[..., Any]:
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor, name): _method(name)
     for name in (
-        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__format__",
+        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+        "__format__",
         "__repr__", "__len__", "__iter__", "__reversed__", "__array__", "backward", "size", "dim", "numel",
         "requires_grad_", "retain_grad", "register_hook", "__hash__", "__deepcopy__", "__reduce_ex__",
     )

@@ -10,6 +10,7 @@ Value whose content the write changes is rebound to its new content.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,12 @@ _NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contig
 
 # In-place functions whose name without the underscore is the same function out of place.
 _PURE = (
-    "add", "sub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "relu", "sigmoid",
-    "tanh", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "index_add", "index_copy", "scatter",
-    "scatter_add", "addmm", "addcmul", "addcdiv", "lerp", "sin", "cos", "floor", "ceil", "round", "tril", "triu",
+    "add", "sub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+    "relu", "sigmoid",
+    "tanh", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "index_add",
+    "index_copy", "scatter",
+    "scatter_add", "addmm", "addcmul", "addcdiv", "lerp", "sin", "cos", "floor", "ceil", "round",
+    "tril", "triu",
     "remainder", "fmod", "floor_divide", "true_divide", "subtract", "multiply", "divide", "masked_scatter",
 )  # fmt: skip
 _PURE_DUNDERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -124,7 +128,8 @@ def _signed(
         lambda: Operation(made.name, "function", made.target, FUNCTION, random=outcome.random),
     )
     signature = Signature(
-        operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result, recorder.modes(),
+        operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result,
+        recorder.modes(),
         location=user_line(),
     )  # fmt: skip
     entry = table.add(signature, outcome)
@@ -178,7 +183,7 @@ def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
     if new._type != v._type:
         raise InPlaceError(f"{name} changes the shape of a tensor that has views{at_line()}")
     contents = [new]
-    for node, source in zip(path, path[1:], strict=False):
+    for node, source in itertools.pairwise(path):
         contents.append(_scatter(recorder, source, node, contents[-1], name))
     for node, content in zip(path, contents, strict=True):
         node._value = content._value

@@ -40,7 +40,7 @@ def test_loops_on_values_advance_together() -> None:
 
 
 def test_a_thousand_instances() -> None:
-    got, recording, execution = recorded(countdown, [torch.randn(4) for _ in range(1000)])
+    _, recording, _ = recorded(countdown, [torch.randn(4) for _ in range(1000)])
     assert len(recording.statistics.phases) <= 9
 
 
@@ -109,7 +109,7 @@ def test_return_exceptions() -> None:
             raise KeyError("mine")
         return LIN(x)
 
-    got, recording, _ = recorded(fn, [((i, x),) for i, x in enumerate(X)], return_exceptions=True)
+    got, _, _ = recorded(fn, [((i, x),) for i, x in enumerate(X)], return_exceptions=True)
     assert isinstance(got[1], KeyError)
     torch.testing.assert_close(got[2], LIN(X[2]))
 

@@ -61,7 +61,7 @@ class TreeLSTM(nn.Module):
 def test_tree_lstm(sizes: list[int]) -> None:
     model = TreeLSTM()
     trees = [tree(n, random.Random(n)) for n in sizes]
-    recording, execution = check_equal(model.forward, trees, list(model.parameters()) if sizes else [])
+    _, execution = check_equal(model.forward, trees, list(model.parameters()) if sizes else [])
     assert all(
         s.operation.kind == "constant" or s.name in ("embed", "leaf", "chunk", "cell", "out")
         for p in execution.programs
@@ -167,13 +167,21 @@ FUNCTIONS = {
     "relu module": lambda x: nn.ReLU(inplace=True)(LIN(x)) + 1,
     "out of data": lambda x: LIN(x).data * 2,
     "chain": lambda x: LIN(x).unsqueeze(0).expand(3, -1, -1).permute(2, 0, 1).contiguous(),
-    "requires grad": lambda x: (LIN(x).requires_grad, LIN(x).detach().requires_grad, (LIN(x) > 0).requires_grad),
+    "requires grad": lambda x: (
+        LIN(x).requires_grad,
+        LIN(x).detach().requires_grad,
+        (LIN(x) > 0).requires_grad,
+    ),
     "list of": lambda x: torch.cat(list(LIN(x))),
     "pad_sequence": lambda x: nn.utils.rnn.pad_sequence([LIN(x), LIN(x)[:2]], batch_first=True),
     "add_": lambda x: LIN(x).add_(x, alpha=2).mul_(3),
     "fill_": lambda x: LIN(x).fill_(2.0),
     "unsqueeze_": lambda x: LIN(x).unsqueeze_(0),
-    "isinstance": lambda x: (isinstance(LIN(x), torch.Tensor), torch.is_tensor(LIN(x)), LIN(x).is_floating_point()),
+    "isinstance": lambda x: (
+        isinstance(LIN(x), torch.Tensor),
+        torch.is_tensor(LIN(x)),
+        LIN(x).is_floating_point(),
+    ),
     "frozen bool": lambda x: LIN(x) * True,
     "complex": lambda x: torch.view_as_real(torch.fft.fft(LIN(x))),
     "type": lambda x: LIN(x).double().to(torch.float32).int(),
@@ -184,7 +192,7 @@ FUNCTIONS = {
     "gather": lambda x: LIN(x).gather(1, LIN(x).argsort(1)),
     "logsumexp": lambda x: LIN(x).logsumexp(-1).cumsum(0),
     "full_like": lambda x: torch.full((2,), LIN(x).detach().sum()),
-}  # fmt: skip
+}
 
 
 def _no_grad(x: Any) -> Any:
@@ -258,6 +266,28 @@ def test_function(name: str) -> None:
 
 
 _NO_GRADIENT = (
-    "compare", "bool", "int", "int float", "nonzero", "unique", "equal", "in", "item", "tolist", "tensor of", "format",
-    "numpy", "any", "relu_", "reverse", "range", "out of data", "fill_", "isinstance", "requires grad", "shared by value", "type", "full_like",
-)  # fmt: skip
+    "compare",
+    "bool",
+    "int",
+    "int float",
+    "nonzero",
+    "unique",
+    "equal",
+    "in",
+    "item",
+    "tolist",
+    "tensor of",
+    "format",
+    "numpy",
+    "any",
+    "relu_",
+    "reverse",
+    "range",
+    "out of data",
+    "fill_",
+    "isinstance",
+    "requires grad",
+    "shared by value",
+    "type",
+    "full_like",
+)
