@@ -1,9 +1,9 @@
-"""What one batched launch costs: a Tree-LSTM cell's kernels against hand-written eager and its products alone.
+"""What one batched launch costs: a Tree-LSTM cell's kernels, hand-written eager, the product alone.
 
     OMP_NUM_THREADS=1 python benchmarks/kernel_cost.py --hidden 150 --rows 1 8 64 512
 
-Prints microseconds (median of interleaved rounds): forward with the gathers of its inputs and writing to given
-rows, backward, parameter gradients; eager's forward with the same gathers; the forward's product alone.
+Prints microseconds (median of interleaved rounds): forward with the gathers of its inputs and writing to
+given rows, backward, parameter gradients; eager's forward with the same gathers; the product alone.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def measure(hidden: int, n: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=150)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--rounds", type=int, default=60)

@@ -1,10 +1,10 @@
 """Where each node of an operation graph is written: a result's memory, a slot of the workspace, or a piece.
 
-In: an operation graph. Out: Memory. Results are written where the caller wants them; what a concatenation
-alone reads is written straight into its place there; dead intermediates' slots are used again.
+In: an operation graph. Out: Memory. Results are written where the caller wants them; what only a
+concatenation reads is written straight into its place there; dead intermediates' slots are used again.
 
     memory = assign_memory(graph)
-    memory.place[node]     # Place("slot", 2), Place("output", 0), Place("piece", parent=cat, dim=1, start=0, ...)
+    memory.place[node]     # Place("slot", 2), Place("output", 0), Place("piece", parent=cat, dim=1, ...)
 """
 
 from __future__ import annotations

@@ -91,9 +91,7 @@ def batch_body(
     """Trace the joint graph at three numbers of rows and make one graph of it."""
     sizes = sample_rows(signature, shared)
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
-    traced = [
-        _trace_joint(body, signature, layout, n, needs, shared_needs, shared, mode) for n in sizes
-    ]
+    traced = [_trace_joint(body, signature, layout, n, needs, shared_needs, shared, mode) for n in sizes]
     present = traced[0][1]
     if any(other[1] != present for other in traced[1:]):
         raise NotBatchable("different gradients exist at different numbers of rows")
@@ -251,4 +249,3 @@ class _Unifier:
                 node = self.graph.call_function(function, (node, operand))
                 node.meta["values"] = values
         return node
-

@@ -104,9 +104,7 @@ def run_graphs(
 ) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
     """The same from the three graphs."""
     layout = graphs.layout
-    groups = [
-        inputs[g[0]] if len(g) == 1 else torch.stack([inputs[m] for m in g], 1) for g in layout.groups
-    ]
+    groups = [inputs[g[0]] if len(g) == 1 else torch.stack([inputs[m] for m in g], 1) for g in layout.groups]
     results = list(graphs.forward(n, *groups, *shared))
     width = len(graphs.signature.outputs)
     tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
@@ -135,10 +133,14 @@ def _compare(
 ) -> None:
     signature = graphs.signature
     kinds = [t.dtype for t in (*signature.inputs, *signature.outputs)]
-    lowest = max((_TOLERANCE.get(t, 0.0) for t in [*kinds, *(t for _, t in signature.modes.autocast)]), default=0.0)
+    lowest = max(
+        (_TOLERANCE.get(t, 0.0) for t in [*kinds, *(t for _, t in signature.modes.autocast)]), default=0.0
+    )
     for i, (a, b) in enumerate(zip(got[0], reference[0], strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            raise NotBatchable(f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}")
+            raise NotBatchable(
+                f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}"
+            )
         _close(a, b, f"output {i}", lowest)
     for what, ours, theirs in (("input", got[1], reference[1]), ("shared operand", got[2], reference[2])):
         for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):

@@ -207,11 +207,11 @@ def _slice(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return node.args[0]
     bounds = slice_bounds(node)
     source = node.args[0]
-    if bounds and source.target is aten.slice.Tensor and (outer := slice_bounds(source)):
-        if outer[0] == bounds[0]:
-            args = (source.args[0], bounds[0], outer[1] + bounds[1], outer[1] + bounds[2])
-            return add_call(graph, aten.slice.Tensor, args)
-    return None
+    outer = slice_bounds(source) if source.target is aten.slice.Tensor else None
+    if bounds is None or outer is None or outer[0] != bounds[0]:
+        return None
+    args = (source.args[0], bounds[0], outer[1] + bounds[1], outer[1] + bounds[2])
+    return add_call(graph, aten.slice.Tensor, args)
 
 
 def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

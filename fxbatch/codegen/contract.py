@@ -1,8 +1,8 @@
 """What an operation is made into: the contract between operation graphs and the runtime.
 
-    graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
-    if isinstance(graphs, Unbatched):
-        kernel = UnbatchedKernel(signature)      # call by call; graphs.reason says why
+graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
+if isinstance(graphs, Unbatched):
+    kernel = UnbatchedKernel(signature)      # call by call; graphs.reason says why
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How each ATen call is written in a kernel's source: as a view, with `out=`, or as a plain call.
 
-    out_call(aten.sigmoid.default)   # ("sigmoid", torch.sigmoid): about 0.9 us a call, 2.0 us by torch.ops
-    view_text(node, "x", name)       # "x[:, 0:150]" for a slice
+out_call(aten.sigmoid.default)   # ("sigmoid", torch.sigmoid): about 0.9 us a call, 2.0 us by torch.ops
+view_text(node, "x", name)       # "x[:, 0:150]" for a slice
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ aten = torch.ops.aten
 
 # Functions of the torch namespace with the arguments of their ATen namesakes, and `out=`.
 _TORCH = (
-    "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "erf", "sin", "cos", "reciprocal", "log1p",
-    "expm1", "exp2", "log2", "mul", "add", "sub", "div", "pow", "maximum", "minimum", "mm", "bmm", "addmm",
+    "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "erf", "sin", "cos", "reciprocal",
+    "log1p", "expm1", "exp2", "log2",
+    "mul", "add", "sub", "div", "pow", "maximum", "minimum", "mm", "bmm", "addmm",
     "baddbmm", "addcmul", "addcdiv", "where", "sum", "mean", "amax", "amin", "index_select", "gather", "eq",
     "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "clamp", "clamp_min",
     "clamp_max", "sign", "cumsum", "floor", "ceil", "round", "atan2", "fmod", "remainder", "bitwise_and",

@@ -9,6 +9,7 @@ In: an operation graph `(n, *ins) -> outs`. Out: a Kernel: emitted source, compi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +143,9 @@ class _Emitter:
             sizes = self._sizes(node)
             device = self._constant(kind.device)
             self.body.append(f"if o{i} is None:")
-            self.body.append(f"    o{i} = empty({sizes}, dtype={self._argument(kind.dtype)}, device={device})")
+            self.body.append(
+                f"    o{i} = empty({sizes}, dtype={self._argument(kind.dtype)}, device={device})"
+            )
 
     def _sizes(self, node: fx.Node) -> str:
         text = [_size_text(a, b) for a, b in shape(node)]
@@ -200,7 +203,9 @@ class _Emitter:
             self.launches += 0 if _is_getitem(node) else 1
 
     def _number(self, node: fx.Node) -> str:
-        symbol = {"mul": "*", "add": "+", "sub": "-", "floordiv": "//"}.get(getattr(node.target, "__name__", ""))
+        symbol = {"mul": "*", "add": "+", "sub": "-", "floordiv": "//"}.get(
+            getattr(node.target, "__name__", "")
+        )
         if symbol is None:
             return f"{self._function(node.name, node.target)}({', '.join(map(self._argument, node.args))})"
         left, right = map(self._argument, node.args)
@@ -231,7 +236,9 @@ class _Emitter:
             else:
                 self.body.append(line)
             filled = piece.fill is not None
-            self.body.append(f"{name}.fill_({piece.fill})" if filled else f"{name}.copy_({self.names[piece.source]})")
+            self.body.append(
+                f"{name}.fill_({piece.fill})" if filled else f"{name}.copy_({self.names[piece.source]})"
+            )
             self.launches += 1
 
     def _write(self, node: fx.Node) -> None:
@@ -256,7 +263,7 @@ class _Emitter:
             return view_text(node, self.names[node.args[0]], self._argument, owned=False)
         args = [self._argument(x) for x in node.args]
         args += [f"{key}={self._argument(x)}" for key, x in node.kwargs.items()]
-        word = str(node.target).replace("aten.", "").replace(".", "_")
+        word = re.sub(r"\W+", "_", getattr(node.target, "__name__", str(node.target)))
         return f"{self._function(f'aten_{word}', node.target)}({', '.join(args)})"
 
     def _copy_results(self) -> None:

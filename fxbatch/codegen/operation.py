@@ -22,7 +22,7 @@ from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref, Unbatch
 from fxbatch.codegen.partition import Memory, partition
 from fxbatch.codegen.rewrite import rewrite
 from fxbatch.codegen.rewrite_groups import find_groups, group_inputs
-from fxbatch.codegen.sparse_gradients import make_sparse, sparse_tables
+from fxbatch.codegen.sparse_gradients import look_up_densely, make_sparse, sparse_tables
 from fxbatch.codegen.trace_body import trace_body
 from fxbatch.codegen.unbatched import UnbatchedKernel
 from fxbatch.ir import Layout, Signature
@@ -54,7 +54,7 @@ def build_operation(
             return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
     except NotBatchable as error:
         return Unbatched(str(error))
-    except Exception as error:  # tracing runs arbitrary code; whatever it raises is the reason
+    except Exception as error:  # noqa: BLE001 tracing runs arbitrary code; whatever it raises is the reason
         first = str(error).strip().splitlines()
         return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
 
@@ -101,12 +101,17 @@ def _build(
 
 
 def build_joint(
-    signature: Signature, input_needs: Sequence[bool], shared_needs: Sequence[bool], shared: Sequence[torch.Tensor]
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
 ) -> tuple[Joint, Layout, tuple[int, ...]]:
     """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     body = trace_body(signature, shared, mode)
     sparse = sparse_tables(body, len(signature.inputs))
+    if sparse:
+        look_up_densely(body)
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
     joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)

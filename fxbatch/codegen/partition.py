@@ -150,7 +150,7 @@ def cut(
     says which nodes may be computed a second time. Where that leaves no row-wise cut, what isn't row-wise
     is computed again, then whatever isn't random.
     """
-    order = [x for x in _depends_on_rows(region, free)]
+    order = list(_depends_on_rows(region, free))
     ends = [x for x in dict.fromkeys(sinks) if x in dict.fromkeys(order)]
     if not ends:
         return []
@@ -166,7 +166,11 @@ def cut(
 
 
 def _flow(
-    order: list[fx.Node], ends: list[fx.Node], sources: dict[fx.Node, None], kept: dict[fx.Node, None], again: Again
+    order: list[fx.Node],
+    ends: list[fx.Node],
+    sources: dict[fx.Node, None],
+    kept: dict[fx.Node, None],
+    again: Again,
 ) -> networkx.DiGraph:
     """Each node is an edge whose capacity is what keeping it costs; what must be kept hangs on the source."""
     flow = networkx.DiGraph()
@@ -243,7 +247,9 @@ def _assemble(
         forward=forward,
         saved=new_saved,
         backward=backward,
-        grad_outputs=tuple(i for i, x in enumerate(joint.output_gradients) if x in dict.fromkeys(used_starts)),
+        grad_outputs=tuple(
+            i for i, x in enumerate(joint.output_gradients) if x in dict.fromkeys(used_starts)
+        ),
         grad_groups=tuple(i for i, x in enumerate(joint.group_gradients) if x is not None),
         backward_inputs=tuple(ref(x) for x in used_saved),
         extra=tuple(extra),

@@ -1,12 +1,13 @@
 """The same pointwise function of adjacent slices is one kernel on the wide slice, forwards and backwards.
 
-    sigmoid(z[:, 0:150]), sigmoid(z[:, 150:300])   =>  s = sigmoid(z[:, 0:300]);  s[:, 0:150], s[:, 150:300]
-    cat([sigmoid_backward(a, s[:, 0:150]), sigmoid_backward(b, s[:, 150:300])], 1)
-                                                   =>  sigmoid_backward(cat([a, b], 1), s[:, 0:300])
+sigmoid(z[:, 0:150]), sigmoid(z[:, 150:300])   =>  s = sigmoid(z[:, 0:300]);  s[:, 0:150], s[:, 150:300]
+cat([sigmoid_backward(a, s[:, 0:150]), sigmoid_backward(b, s[:, 150:300])], 1)
+                                               =>  sigmoid_backward(cat([a, b], 1), s[:, 0:300])
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -153,9 +154,9 @@ def _side(values: list[Any], pieces: list[fx.Node], dim: int) -> Any:
         return _NEVER
     parts = [_sliced(v) for v in values]
     known = [p for p in parts if p is not None]
-    if len(known) == len(parts) and all(p[:2] == (known[0][0], dim) for p in known):
-        if all(a[3] == b[2] for a, b in zip(known, known[1:], strict=False)):
-            return known[0][0], known[0][2], known[-1][3]
+    one_source = len(known) == len(parts) and all(p[:2] == (known[0][0], dim) for p in known)
+    if one_source and all(a[3] == b[2] for a, b in itertools.pairwise(known)):
+        return known[0][0], known[0][2], known[-1][3]
     in_place = all(
         v.op == "call_function" and len(v.users) == 1 and out_call(v.target) is not None for v in values
     )

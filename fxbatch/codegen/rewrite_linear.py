@@ -1,7 +1,7 @@
 """A product and a bias are one kernel.
 
-    add(mm(x, w), b)                       =>  addmm(b, x, w)
-    add(reshape(mm(x, w), [n, L, k]), b)   =>  reshape(addmm(b, x, w), [n, L, k])      b: [k]
+add(mm(x, w), b)                       =>  addmm(b, x, w)
+add(reshape(mm(x, w), [n, L, k]), b)   =>  reshape(addmm(b, x, w), [n, L, k])      b: [k]
 """
 
 from __future__ import annotations

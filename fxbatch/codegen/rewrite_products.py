@@ -1,8 +1,8 @@
 """A product that is only added is one kernel with the addition.
 
-    add(x, mul(a, b))                        =>  addcmul(x, a, b)
-    add(addmm(b, x, w), mm(h, u))            =>  addmm(addmm(b, x, w), h, u)       (written over itself)
-    add(addmm(b, x, w), addmm(c, h, u))      =>  addmm(addmm(add(b, c), x, w), h, u)
+add(x, mul(a, b))                        =>  addcmul(x, a, b)
+add(addmm(b, x, w), mm(h, u))            =>  addmm(addmm(b, x, w), h, u)       (written over itself)
+add(addmm(b, x, w), addmm(c, h, u))      =>  addmm(addmm(add(b, c), x, w), h, u)
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def _two_products(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     first, second = sorted(sides, key=lambda x: x.target is not aten.addmm.default)
     if dtype(first) != dtype(second) or first is second or first.kwargs or second.kwargs:
         return None
-    if first.target is aten.mm.default:
-        total = add_call(graph, aten.addmm.default, (first, *second.args))
-    elif second.target is aten.mm.default:
+    if second.target is aten.mm.default:
         total = add_call(graph, aten.addmm.default, (first, *second.args))
     elif shape(first.args[0]) == shape(second.args[0]) and len(shape(first.args[0])) == 1:
         bias = add_call(graph, aten.add.Tensor, (first.args[0], second.args[0]))

@@ -1,11 +1,12 @@
 """Gradients of slices are put side by side, not padded with zeros and added.
 
-    slice_backward(g, [n, 750], 1, 0, 150, 1)         =>  cat([g, zeros [n, 600]], 1)
-    add(cat([g, zeros], 1), cat([zeros, h], 1))       =>  cat([g, h], 1)
+slice_backward(g, [n, 750], 1, 0, 150, 1)         =>  cat([g, zeros [n, 600]], 1)
+add(cat([g, zeros], 1), cat([zeros, h], 1))       =>  cat([g, h], 1)
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,8 @@ aten = torch.ops.aten
 def rewrite_slices(graph: fx.Graph) -> bool:
     """Returns whether anything changed."""
     changed = apply_rules(
-        graph, {aten.slice_backward.default: (_slice_to_cat,), aten.select_backward.default: (_select_to_cat,)}
+        graph,
+        {aten.slice_backward.default: (_slice_to_cat,), aten.select_backward.default: (_select_to_cat,)},
     )
     while apply_rules(graph, {aten.add.Tensor: (_merge,)}):
         changed = True
@@ -111,7 +113,7 @@ def _merge(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         if part.node is not None:
             merged.setdefault((part.start, part.end), []).append(part.node)
     bounds = sorted(merged)
-    if any(a[1] > b[0] for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a[1] > b[0] for a, b in itertools.pairwise(bounds)):
         return None
     parts = []
     for start, end in bounds:

@@ -76,8 +76,12 @@ class _IndexByTensor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(_is_position(x) for x in indices) and all(_is_position(x) or x == slice(None) for x in indices):
-                return aten.index.Tensor(args[0], [x if isinstance(x, torch.Tensor) else None for x in indices])
+            if any(_is_position(x) for x in indices) and all(
+                _is_position(x) or x == slice(None) for x in indices
+            ):
+                return aten.index.Tensor(
+                    args[0], [x if isinstance(x, torch.Tensor) else None for x in indices]
+                )
         return func(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,8 @@
 """An operation that can't be batched, run call by call on rows, with local autograd.
 
-    kernel = UnbatchedKernel(signature)
-    outputs, tape = kernel.forward(inputs, shared, input_needs=(True,), shared_needs=(True,))
-    input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
+kernel = UnbatchedKernel(signature)
+outputs, tape = kernel.forward(inputs, shared, input_needs=(True,), shared_needs=(True,))
+input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnbatchedKernel:
         shared_needs: Sequence[bool],
         n: int | None = None,
     ) -> tuple[Tensors, Tape | None]:
-        """Outputs `[n, *shape]` and, if anything needs gradients, the tape. `n` is asked for without inputs."""
+        """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given."""
         if n is None:
             n = len(groups[0])
         grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
@@ -59,11 +59,10 @@ class UnbatchedKernel:
         modes = self.signature.modes
         with entered_modes(modes, devices_of(self.signature)), torch.set_grad_enabled(grad):
             for row in range(n):
-                inputs = [
-                    _leaf(x[row], need and grad) for x, need in zip(groups, input_needs, strict=True)
-                ]
+                inputs = [_leaf(x[row], need and grad) for x, need in zip(groups, input_needs, strict=True)]
                 tape.inputs.append(inputs)
-                tape.outputs.append(self.signature.run(inputs, weights))
+                # copies, so that an operation that writes to its inputs reaches neither arenas nor leaves
+                tape.outputs.append(self.signature.run([x.clone() for x in inputs], weights))
         return self._stack(tape), tape if grad else None
 
     def _stack(self, tape: Tape) -> Tensors:
@@ -85,11 +84,11 @@ class UnbatchedKernel:
         leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
         wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
         found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
-        by_row = [
-            [next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs
-        ]
+        by_row = [[next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs]
         shared = [next(found, None) if x.requires_grad else None for x in tape.shared]
-        columns = [_column([grads[i] for grads in by_row], tape, i) for i in range(len(self.signature.inputs))]
+        columns = [
+            _column([grads[i] for grads in by_row], tape, i) for i in range(len(self.signature.inputs))
+        ]
         return columns, shared
 
 

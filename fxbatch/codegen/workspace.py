@@ -1,7 +1,7 @@
 """Memory that kernels reuse: buffers grown to the largest number of rows, with views kept per number.
 
-    workspace = Workspace()                    # one a thread and run; never shared between threads
-    a, b = workspace.views(kernel, n)          # the kernel's intermediates for n rows, ready made
+workspace = Workspace()                    # one a thread and run; never shared between threads
+a, b = workspace.views(kernel, n)          # the kernel's intermediates for n rows, ready made
 """
 
 from __future__ import annotations

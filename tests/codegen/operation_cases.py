@@ -16,7 +16,11 @@ Slot = ir.Slot
 
 
 def signature_of(
-    target: Any, inputs: Sequence[torch.Tensor], *, shared: Sequence[torch.Tensor] = (), modes: ir.Modes | None = None
+    target: Any,
+    inputs: Sequence[torch.Tensor],
+    *,
+    shared: Sequence[torch.Tensor] = (),
+    modes: ir.Modes | None = None,
 ) -> tuple[ir.Signature, list[torch.Tensor]]:
     """A signature and its shared operands: of a module, or of a function `(*inputs, *shared)`."""
     slots = tuple(Slot("input", i) for i in range(len(inputs)))
@@ -34,8 +38,9 @@ def signature_of(
         slots += tuple(Slot("shared", i) for i in range(len(shared)))
         result = target(*[x.clone() for x in inputs], *shared)
     outputs = [x for x in ir.tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+    name = getattr(target, "__name__", type(target).__name__)
     return ir.Signature(
-        operation=ir.Operation(getattr(target, "__name__", type(target).__name__), "module" if module else "function", target),
+        operation=ir.Operation(name, "module" if module else "function", target),
         inputs=tuple(map(ir.TensorType.of, inputs)),
         outputs=tuple(map(ir.TensorType.of, outputs)),
         shared=operands,
@@ -53,7 +58,9 @@ def build(
     signature, shared = signature_of(target, inputs, **options)
     needs = tuple(grad and x.differentiable for x in signature.inputs)
     shared_needs = tuple(grad and x.is_floating_point() and x.requires_grad for x in shared)
-    graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared, memory=memory)
+    graphs = build_operation(
+        signature, input_needs=needs, shared_needs=shared_needs, shared=shared, memory=memory
+    )
     return graphs, shared
 
 
@@ -82,7 +89,9 @@ def run_kernels(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Outputs, input gradients and shared gradients from the three emitted kernels."""
     shared = [x.detach() for x in shared]
-    groups = [rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups]
+    groups = [
+        rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups
+    ]
     width = len(graphs.signature.outputs)
 
     def memory(kinds: Sequence[ir.TensorType]) -> list[torch.Tensor | None]:
@@ -120,7 +129,9 @@ def run_kernels(
             tensors["extra"] = found[len(graphs.grad_groups) :]
         if graphs.parameters is not None:
             kernel = emit_kernel(graphs.parameters)
-            sums = kernel(n, [*pick(graphs.parameter_inputs), *shared], [None] * len(graphs.grad_shared), workspace)
+            sums = kernel(
+                n, [*pick(graphs.parameter_inputs), *shared], [None] * len(graphs.grad_shared), workspace
+            )
             for i, grad in zip(graphs.grad_shared, sums, strict=True):
                 shared_grads[i] = grad
     return results[:width], input_grads, shared_grads
