@@ -42,3 +42,24 @@ def _payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
         mine = keep[program.sig == s]
         kept[s] = payload if mine.all() else [payload[i] for i in np.flatnonzero(mine).tolist()]
     return kept
+
+
+def reorder(program: Program, order: np.ndarray) -> Program:
+    """The same calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
+
+    Constants of one signature must keep their order among themselves.
+    """
+    arity, width = program.arity[program.sig[order]], program.width[program.sig[order]]
+    first = np.empty(len(program), dtype=np.int64)
+    first[order] = program.known + np.cumsum(width) - width
+    new_value = np.arange(program.values)
+    call = program.call_of_value
+    new_value[program.known :] += first[call] - program.first_value[call]
+    within = np.arange(int(arity.sum())) - np.repeat(np.cumsum(arity) - arity, arity)
+    return dataclasses.replace(
+        program,
+        sig=program.sig[order],
+        inputs=new_value[program.inputs[np.repeat(program.input_offsets[order], arity) + within]],
+        instance=program.instance[order],
+        outputs=new_value[program.outputs],
+    )
