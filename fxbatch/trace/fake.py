@@ -35,6 +35,9 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
 
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 class BodyError(Exception):
     """The body can't be an operation; the message is the reason."""
 
@@ -126,11 +129,7 @@ def _outcome(
             aliases.append(storages.get(leaf.untyped_storage()._cdata, -1))
             same.append(next((i for i, f in enumerate(fakes) if f is leaf), -1))
             gradients.append(leaf.requires_grad)
-        elif (
-            leaf is None
-            or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device))
-            or isinstance(leaf, (torch.layout, torch.memory_format))
-        ):
+        elif leaf is None or isinstance(leaf, _PLAIN):
             slots.append(leaf)
         else:
             raise BodyError(f"returns a {type(leaf).__name__}")

@@ -168,6 +168,8 @@ def _call(
     if entry is None:
         entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
     if type(entry) is not Entry:
+        if method is None and _rule(module, None) is TORCH_MODULE and len(arguments.values) == len(args):
+            return module_call(module, *arguments.values, **kwargs)  # so that its functions are recorded
         return through()
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
@@ -335,6 +337,8 @@ def _twin(
 def _changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
     """The name of an attribute that the run set on a twin, else ""."""
     for module, twin in twins.values():
+        if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):
+            continue  # caches of flattened weights, remade where they are stale
         before = module.__dict__
         for name, value in twin.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:

@@ -83,7 +83,7 @@ class Recorder:
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
         self.grad = torch.is_grad_enabled()
-        # None never is what any_autocast() says: under autocast each call looks at the dtype, on the slow path.
+        # None never is what any_autocast() says: under autocast each call takes the slow path.
 
         self.autocast: bool | None = None if any_autocast() else False
         casts: tuple[tuple[str, torch.dtype], ...] = ()

@@ -163,7 +163,8 @@ class Value(torch.Tensor):
             return shape
         if not -len(shape) <= dim < max(len(shape), 1):
             raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
+                f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], "
+                f"but got {dim})"
             )
         return shape[dim]
 
@@ -259,7 +260,8 @@ class Value(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.requires_grad:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol "
+                "at the moment."
             )
         memo[id(self)] = copied = self.clone()
         return copied

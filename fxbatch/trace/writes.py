@@ -145,7 +145,7 @@ def written_call(recorder: Recorder, arguments: Arguments, entry: Entry) -> Any:
         leaf = arguments.leaves[i]
         if type(leaf) is not Value:
             raise InPlaceError(
-                f"{name} writes a value into a real tensor {tuple(leaf.shape)}, which stays a real tensor: build "
+                f"{name} writes a value into a real tensor {tuple(leaf.shape)}, which stays real: build "
                 f"the result with torch.stack or torch.cat, or start from value.new_zeros(...){at_line()}"
             )
         targets.append(leaf)
@@ -175,7 +175,7 @@ def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
     root = path[-1]
     if any(kept[0] is root for kept in recorder.constants.values()):
         raise InPlaceError(
-            f"{name} writes through a view into a real tensor, which stays a real tensor: clone() it first{at_line()}"
+            f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
         )
     if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views)):
         v._value, v._type = new._value, new._type
@@ -240,7 +240,7 @@ def _refresh(source: Value, fresh: set[int], name: str) -> None:
             label = getattr(below.call[0], "__name__", "") if below.call is not None else ""
             if label in _NEEDS_STRIDES:
                 raise InPlaceError(
-                    f"{name} writes to a tensor of which {label}() gave a view or a copy, depending on strides: "
+                    f"{name} writes to a tensor of which {label}() gave a view or a copy, by its strides: "
                     f"use view() or clone(){at_line()}"
                 )
             result = [x for x in tree_leaves(below.again()) if type(x) is Value][below.output]
