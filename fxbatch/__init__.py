@@ -28,6 +28,7 @@ from fxbatch.errors import (
 from fxbatch.explanation import Explanation
 from fxbatch.inspection import Minibatch, compile_minibatch, explain
 from fxbatch.trace.operations import operation
+from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
 
 __version__ = "0.1.0"
 
@@ -46,10 +47,15 @@ __all__ = [
     "ResultError",
     "StaleTraceError",
     "TraceError",
+    "TracedDataset",
     "VerifyError",
     "autobatch",
+    "collate",
     "compile_minibatch",
     "disabled",
     "explain",
+    "lazy",
     "operation",
+    "prefetch",
+    "trace",
 ]

@@ -19,11 +19,13 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from fxbatch.errors import MinibatchError
+from fxbatch.errors import MinibatchError, StaleTraceError
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.trace.state import current_recorder
+from fxbatch.trace.traces import merge
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -122,10 +124,43 @@ class Autobatched:
         return named + [(name, value, "named") for name, value in kwargs.items()]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 + self.is_method and not kwargs and is_traced(args[-1]):
+            return self._call_traced(args[0] if self.is_method else None, args[-1])
         owner, instances = self.split(args, kwargs)
         if _switch.disabled or current_recorder() is not None:
             return self.one_by_one(instances)
         return self.engine(owner).call(self.fn, instances, self.options.out)
+
+    def _call_traced(self, owner: Any, batch: Any) -> Any:
+        """A minibatch of traces, traced instances, or a ready one."""
+        engine = self.engine(owner)
+        if _switch.disabled or current_recorder() is not None:
+            return self.one_by_one([self._again(owner, item) for item in traced_items(batch)])
+        ready = batch if isinstance(batch, ReadyMinibatch) else self.ready(engine, owner, batch)
+        if ready.stale() or ready.engine is not engine:
+            ready = self.ready(engine, owner, ready.instances)
+        return engine.run_ready(ready, self.options.out)
+
+    def ready(self, engine: Engine, owner: Any, batch: Any) -> ReadyMinibatch:
+        """A minibatch of traced instances, merged and planned; stale traces are made again from the instances."""
+        items = traced_items(batch)
+        root = owner if isinstance(owner, torch.nn.Module) else None
+        if all(item.trace is not None and item.fresh(root) for item in items):
+            return ReadyMinibatch.of(engine, items, merge([x.trace for x in items], engine.table, root))
+        run = engine.execution()
+        return ReadyMinibatch.of(
+            engine, items, engine.record(self.fn, [self._again(owner, x) for x in items], run), run
+        )
+
+    def _again(self, owner: Any, item: TracedInstance) -> Instance:
+        """The arguments of a traced instance, to be run or traced again."""
+        if item.args is None:
+            raise StaleTraceError(
+                "a trace does not fit the model as it is now, or is to be run undecorated, and does not know "
+                "its instance: use fxbatch.TracedDataset, which keeps both"
+            )
+        head = (owner,) if self.is_method else ()
+        return ((*head, *item.args), dict(item.shared))
 
     def one_by_one(self, instances: Sequence[Instance]) -> Any:
         """The undecorated forward in a loop, results put together as the decorated call does."""

@@ -180,6 +180,10 @@ class DifferentiableRun:
         """A differentiable tensor [len(values), *shape] of values of one type."""
         return self.blocks[int(self.value_type[values[0]])].read(self.value_row[values])
 
+    def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
+        """The values as real tensors that carry gradients."""
+        return [self.rows(np.array([v], dtype=np.int64))[0] for v in values]
+
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors."""
         with torch.no_grad():

@@ -26,11 +26,12 @@ from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
 from fxbatch.runtime.differentiable import DifferentiableRun
-from fxbatch.runtime.function import take_results
+from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.results import Results, nest, separate, stack
-from fxbatch.runtime.run import Run
+from fxbatch.runtime.ready import ReadyMinibatch
+from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
@@ -142,6 +143,11 @@ class Engine:
             return DifferentiableRun(self)
         return Run(self, grad=grad)
 
+    def lasting(self) -> LazyRun | DifferentiableRun:
+        """The state of a lazy block, which runs and is read from again and again."""
+        run = self.execution()
+        return LazyRun(self) if isinstance(run, Run) else run
+
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
         """Record all instances, run what is pending, put the results together."""
         run = self.execution()
@@ -160,12 +166,29 @@ class Engine:
             roots=() if self.root is None else (self.root,),
         )
 
+    def run_ready(self, ready: ReadyMinibatch, out: str) -> Any:
+        """Run a planned minibatch and assemble its results."""
+        run = ready.run
+        if ready.phase is not None:
+            assert isinstance(run, Run)
+            with kernel_modes():
+                run.launch(ready.phase)
+        elif ready.program is not None:
+            ready.renumber = run.finish(ready.program, ready.found.values)
+        ready.used = True
+        return self.assemble(run, ready.found, ready.renumber, out)
+
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         found = Results(recording.results)
         values = found.values
         program = recording.pending_program(values)
-        renumber = run.finish(program, values)
+        return self.assemble(run, found, run.finish(program, values), out)
+
+    def assemble(
+        self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str
+    ) -> Any:
+        """The result of the decorated call from the values of a finished run."""
         take = lambda requests: take_results(run, requests)  # noqa: E731
         if out == "stack":
             return stack(found, renumber, take)

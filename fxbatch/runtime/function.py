@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,13 +14,19 @@ from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.run import Run
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch
 
+if TYPE_CHECKING:
+    from fxbatch.runtime.engine import Engine
+
 
 class MinibatchFunction(torch.autograd.Function):
     """Forward hands out rows that the run has computed; backward walks the run's steps in reverse."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, requests: Sequence[np.ndarray], *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, run: Run, requests: Sequence[np.ndarray], ids: Sequence[int], *inputs: torch.Tensor
+    ) -> Any:
         ctx.run = run
+        ctx.ids = ids
         ctx.requests = requests
         ctx.set_materialize_grads(False)
         outputs = tuple(run.rows(values) for values in requests)
@@ -37,11 +43,30 @@ class MinibatchFunction(torch.autograd.Function):
                 '@fxbatch.autobatch(backward="autograd")'
             )
         run: Run = ctx.run
-        inputs = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
+        _ = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
         found = Backward(run, ctx.requests, grads).found
-        if not backward_keeps_graph():
+        if not backward_keeps_graph() and not run.lasting:
             run.release()
-        return (None, None, *(found.get(run.input_ids[i]) for i in range(len(inputs))))
+        return (None, None, None, *(found.get(i) for i in ctx.ids))
+
+
+class LazyRun(Run):
+    """A Run that values are taken from again and again, for `fxbatch.lazy`."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, grad=torch.is_grad_enabled())
+        self.lasting = True
+
+    def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
+        """The values as real tensors that carry gradients, by one autograd function."""
+        ids = np.asarray(values, dtype=np.int64)
+        kinds = self.value_type[ids]
+        out: list[torch.Tensor | None] = [None] * len(ids)
+        places = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+        for where, rows in zip(places, take_results(self, [ids[w] for w in places]), strict=True):
+            for place, row in zip(where.tolist(), rows.unbind(0), strict=True):
+                out[place] = row
+        return [t for t in out if t is not None]
 
 
 def differentiable_inputs(run: Run) -> list[torch.Tensor]:
@@ -76,5 +101,4 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
             'torch.func transforms can\'t go through backward="compiled"; use '
             '@fxbatch.autobatch(backward="autograd")'
         )
-    run.input_ids = [id(t) for t in inputs]
-    return list(MinibatchFunction.apply(run, requests, *inputs))
+    return list(MinibatchFunction.apply(run, requests, [id(t) for t in inputs], *inputs))

@@ -93,7 +93,7 @@ class Run:
         self.value_needs = np.zeros(0, dtype=bool)
         self.released = False
         self.launches = 0
-        self.input_ids: list[int] = []  # of the tensors that gradients go to
+        self.lasting = False  # whether more may be run after a backward pass (lazy use)
 
     def __del__(self) -> None:
         self.release()

@@ -1,0 +1,131 @@
+"""Traced instances, and minibatches of them that are ready to run.
+
+    ready = ReadyMinibatch.of(engine, traced, recording)        # rewrite, schedule, plan
+    engine.run_ready(ready, "stack")                             # run, results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.errors import MinibatchError, TraceError
+from fxbatch.ir import Program
+from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.results import Results
+from fxbatch.runtime.run import Phase, Renumber, Run, renumbering
+from fxbatch.trace.minibatch import Recording
+from fxbatch.trace.traces import Trace, fingerprint
+
+if TYPE_CHECKING:
+    from fxbatch.runtime.engine import Engine
+
+
+@dataclass(eq=False)
+class TracedInstance:
+    """One instance with its trace, if it has one that may be kept. Picklable."""
+
+    args: tuple[Any, ...] | None  # None: a bare trace, whose instance is not known
+    shared: dict[str, Any] = field(default_factory=dict)
+    trace: Trace | None = None
+    reason: str = ""  # why there is no trace
+
+    @staticmethod
+    def of(args: tuple[Any, ...], shared: dict[str, Any], make: Callable[[], Trace]) -> TracedInstance:
+        """Trace an instance; one that can't be traced ahead is kept without a trace, with the reason."""
+        try:
+            made = make()
+        except TraceError as error:
+            return TracedInstance(args, shared, None, str(error))
+        if made.not_cacheable:
+            return TracedInstance(args, shared, None, made.not_cacheable)
+        return TracedInstance(args, shared, made)
+
+    def fresh(self, model: Any) -> bool:
+        """Whether the trace fits the model as it is now (a bare trace is checked when it is merged)."""
+        if self.trace is None or self.args is None:
+            return True
+        root = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+        return self.trace.fingerprint == fingerprint(root)
+
+
+@dataclass(eq=False)
+class ReadyMinibatch:
+    """A minibatch that is recorded and planned: calling the decorated model with it only runs it."""
+
+    engine: Engine
+    run: Run | DifferentiableRun
+    instances: list[TracedInstance]
+    found: Results
+    renumber: Renumber
+    phase: Phase | None  # planned, for a Run
+    program: Program | None  # for the other kinds of run
+    fingerprint: tuple[str, ...]
+    operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
+    grad: bool
+    used: bool = False
+
+    @staticmethod
+    def of(
+        engine: Engine,
+        instances: list[TracedInstance],
+        recording: Recording,
+        run: Run | DifferentiableRun | None = None,
+    ) -> ReadyMinibatch:
+        """Rewrite, schedule and plan a recording, under the grad mode of now."""
+        run = engine.execution() if run is None else run
+        found = Results(recording.results)
+        values = found.values
+        program = recording.pending_program(values)
+        phase = None
+        renumber: Renumber = lambda ids: ids  # noqa: E731
+        if len(program) and isinstance(run, Run):
+            program, schedule = engine.prepare(program)
+            renumber = renumbering(values, program.outputs)
+            if len(program):
+                phase = run.plan_phase(program, schedule)
+        operands = [
+            (operand, tensor, tensor.requires_grad)
+            for signature, tensors in getattr(run, "shared", {}).items()
+            for operand, tensor in zip(signature.shared, tensors, strict=True)
+        ]
+        return ReadyMinibatch(
+            engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
+            fingerprint(engine.root), operands, torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    def stale(self) -> bool:
+        """Whether it was run already, or the model or the grad mode has changed since it was planned."""
+        return (
+            self.used
+            or self.grad != torch.is_grad_enabled()
+            or self.fingerprint != fingerprint(self.engine.root)
+            or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
+        )
+
+
+def is_traced(x: Any) -> bool:
+    """Whether an argument is a ready minibatch, or a list of traces or traced instances."""
+    if isinstance(x, ReadyMinibatch):
+        return True
+    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], (Trace, TracedInstance))
+
+
+def traced_items(batch: Any) -> list[TracedInstance]:
+    """The traced instances of such an argument."""
+    if isinstance(batch, ReadyMinibatch):
+        return batch.instances
+    items: Sequence[Any] = batch
+    found = []
+    for i, item in enumerate(items):
+        if isinstance(item, Trace):
+            item = TracedInstance(None, {}, item)
+        if not isinstance(item, TracedInstance):
+            raise MinibatchError(
+                f"a minibatch is of traces or of instances, not of both: item {i} is {type(item).__name__}"
+            )
+        found.append(item)
+    return found

@@ -1,0 +1,187 @@
+"""Traces ahead of time: `trace`, `TracedDataset`, `collate`, `prefetch`, and `lazy`.
+
+    data = fxbatch.TracedDataset(model, trees)                  # traced once, in this process or in workers
+    loader = DataLoader(data, batch_size=64, shuffle=True, collate_fn=fxbatch.collate(model), num_workers=2)
+    for batch in fxbatch.prefetch(model, loader):               # planned while the step before computes
+        loss = model(batch).sum()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from fxbatch.decorator import Autobatched, find_autobatched
+from fxbatch.errors import MinibatchError
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.options import Options
+from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance
+from fxbatch.trace.lazy import LazyBatch
+from fxbatch.trace.traces import Trace, trace_instance
+
+
+def trace(model: Any, *args: Any) -> Trace:
+    """The trace of ONE instance: picklable, printable, with `.to_fx()` and `.to_networkx()`.
+
+    args: the arguments of one instance, as the undecorated forward takes them.
+    """
+    autobatched, owner = find_autobatched(model)
+    return _trace(autobatched, owner, args, {})
+
+
+def _trace(autobatched: Autobatched, owner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+    engine = autobatched.engine(owner)
+    given = (owner, *args) if autobatched.is_method else tuple(args)
+    root = owner if isinstance(owner, torch.nn.Module) else None
+    return trace_instance(autobatched.fn, given, kwargs, engine.table, engine.execution(), root)
+
+
+class TracedDataset(Dataset[TracedInstance]):
+    """A data set whose items are traced instances: made at first use, kept, picklable.
+
+    data: a sequence with one instance an item; a tuple is taken as the arguments of an instance where the
+    forward takes several per-instance arguments. shared: arguments given once for all. Instances that can't be
+    traced ahead (they branch on values, draw random numbers) are passed on as they are.
+    """
+
+    def __init__(self, model: Any, data: Sequence[Any], **shared: Any) -> None:
+        self.model = model
+        self.data = data
+        self.shared = shared
+        self._traces: dict[int, TracedInstance] = {}
+        autobatched, _ = find_autobatched(model)
+        wanted = set(autobatched.options.shared)
+        if set(shared) != wanted:
+            raise MinibatchError(f"shared arguments {sorted(wanted)} are needed, got {sorted(shared)}")
+        own = list(autobatched.signature.parameters)[1 if autobatched.is_method else 0 :]
+        self._several = len([name for name in own if name not in wanted]) > 1
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> TracedInstance:
+        if index < 0:
+            index += len(self.data)
+        if not 0 <= index < len(self.data):
+            raise IndexError(f"instance {index} of {len(self.data)}")
+        found = self._traces.get(index)
+        if found is None or not found.fresh(self.model):
+            found = self._traces[index] = self._make(self.data[index])
+        return found
+
+    def _make(self, item: Any) -> TracedInstance:
+        args = tuple(item) if self._several else (item,)
+        autobatched, owner = find_autobatched(self.model)
+        return TracedInstance.of(args, self.shared, lambda: _trace(autobatched, owner, args, self.shared))
+
+
+def collate(model: Any) -> Callable[[Sequence[TracedInstance]], list[TracedInstance]]:
+    """A `collate_fn` for DataLoader over a TracedDataset: traced instances in a list, checked.
+
+    What it returns goes to the decorated model, or to `prefetch`.
+    """
+    find_autobatched(model)
+    return _Collate()
+
+
+class _Collate:
+    """Picklable, for workers."""
+
+    def __call__(self, items: Sequence[TracedInstance]) -> list[TracedInstance]:
+        for item in items:
+            if not isinstance(item, TracedInstance):
+                raise MinibatchError(
+                    f"fxbatch.collate takes items of a TracedDataset, got {type(item).__name__}"
+                )
+        return list(items)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+_END = object()
+
+
+def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[ReadyMinibatch]:
+    """Minibatches of traced instances as ready minibatches: merged, scheduled and planned in a thread, `ahead`
+    of the one in use. Call the decorated model with each. Exceptions of `batches` come out here."""
+    autobatched, owner = find_autobatched(model)
+    engine = autobatched.engine(owner)
+    grad = torch.is_grad_enabled()
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=max(ahead, 1))
+    stop = threading.Event()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                waiting.put(item, timeout=0.1)
+                return
+
+    def work() -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                for batch in batches:
+                    put(autobatched.ready(engine, owner, batch))
+                    if stop.is_set():
+                        return
+            put(_END)
+        except BaseException as error:
+            put(_Failure(error))
+
+    thread = threading.Thread(target=work, name="fxbatch-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not _END:
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def lazy(model: Any = None, **options: Any) -> Iterator[LazyBatch]:
+    """DyNet's style: per-instance code in a plain Python loop; results are values.
+
+        with fxbatch.lazy(model):
+            losses = [model.loss(x) for x in data]
+            sum(losses).backward()                  # everything runs as one batch
+
+    Reading a value, `.backward()`, or leaving the block runs everything pending in batches.
+    model: a module (or several in a list) whose parameters and submodules take part, or None.
+    """
+    roots = [] if model is None else list(model) if isinstance(model, (list, tuple)) else [model]
+    engine = _lazy_engine(roots, Options.of(**options))
+    with LazyBatch(engine.table, engine.lasting(), roots) as batch:
+        yield batch
+
+
+def _lazy_engine(roots: Sequence[Any], options: Options) -> Engine:
+    """One engine a model and options, kept on the model so that a second block finds everything made."""
+    if not roots:
+        return Engine(options)
+    kept = roots[0].__dict__.setdefault("_fxbatch_lazy", _LazyEngines())
+    found = kept.get(options)
+    if found is None:
+        found = kept[options] = Engine(options, roots[0])
+    return found
+
+
+class _LazyEngines(dict[Options, Engine]):
+    """The lazy engines of a module; a copy of the module begins empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LazyEngines:
+        return _LazyEngines()
+
+    def __reduce__(self) -> Any:
+        return (_LazyEngines, ())
