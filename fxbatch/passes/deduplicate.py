@@ -97,7 +97,7 @@ def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     rows = torch.stack([payload[i] for i in free]).reshape(len(free), -1).resolve_conj().resolve_neg()
     bits = rows.contiguous().view(torch.uint8).numpy().reshape(len(free), -1)
     if bits.shape[1] == 8:
-        key = bits.view(np.int64).reshape(-1)
+        key: np.ndarray = bits.view(np.int64).reshape(-1)
     else:
         key = np.ascontiguousarray(bits).view(np.dtype((np.void, bits.shape[1]))).reshape(-1)
     _, begin, inverse = np.unique(key, return_index=True, return_inverse=True)

@@ -76,7 +76,7 @@ class Frontier:
         signatures = len(self.program.signatures)
         key = self.depth.astype(np.int64) * signatures + self.program.sig
         groups = np.count_nonzero(np.bincount(key)) if key.max() < 8 * self.calls else len(np.unique(key))
-        return self.calls < NARROW * groups
+        return bool(self.calls < NARROW * groups)
 
     def _depth_by_call(self, start: np.ndarray | None) -> np.ndarray:
         """One pass over the calls in recorded order, which is a topological order."""

@@ -63,8 +63,8 @@ def learn_blocks(program: Program, stream: Stream) -> list[Block]:
         if not len(calls):
             continue
         wired = _wired(program, calls, _values(program, calls, signatures))
-        rows, number = np.unique(wired, axis=0, return_counts=True)
-        common = rows[int(np.argmax(number))]
+        rows, times = np.unique(wired, axis=0, return_counts=True)
+        common = rows[int(np.argmax(times))]
         blocks.append(Block(signatures, tuple(common.tolist()), []))
     matches = find_matches(program, stream, blocks)
     recurrent_in, recurrent_out = _recurrences(program, matches)
@@ -93,8 +93,8 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     graph.add_nodes_from(range(width))
     graph.add_edges_from(zip((pairs // width).tolist(), (pairs % width).tolist(), strict=True))
     component = np.zeros(width, dtype=np.int64)
-    for c, part in enumerate(nx.strongly_connected_components(graph)):
-        component[sorted(part)] = c
+    for index, part in enumerate(nx.strongly_connected_components(graph)):
+        component[sorted(part)] = index
     again = component[kind[source]] == component[kind[reader]]
     feeds = np.zeros(len(program), dtype=bool)
     feeds[source[again]] = True
