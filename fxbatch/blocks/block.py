@@ -109,9 +109,7 @@ class Typed(nn.Module):
         else:
             self._output_type = t
         self.origins[side] = giver
-        self.infer_types()
-        for watcher in list(self.watchers):
-            watcher.infer_types()
+        infer.again(self, *self.watchers)
 
     def infer_types(self) -> None:
         """The block's type rule: from what is known, tell ends and parts more (`give`, `link`)."""

@@ -69,7 +69,9 @@ class CompiledBlock(nn.Module):
         self.metric_labels = metric_labels
         registered = [id(m) for m in root.modules()]
         declared = [m for m in walk(root) if isinstance(m, Block) and id(m) not in registered]
-        self.declared = nn.ModuleList(m for m in declared if not any(_holds(d, m) for d in declared if d is not m))
+        self.declared = nn.ModuleList(
+            m for m in declared if not any(_holds(d, m) for d in declared if d is not m)
+        )
         self.metric_types = metrics_of(root)
         self._local = _PerThread()
 
@@ -209,7 +211,11 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
     """What templates depend on, besides modes: training flags, hooks, shapes and dtypes of parameters."""
     return tuple(
         (m.training, len(m._forward_hooks), len(m._forward_pre_hooks))
-        + tuple((n, p.shape, p.dtype, p.device, p.requires_grad) for n, p in m._parameters.items() if p is not None)
+        + tuple(
+            (n, p.shape, p.dtype, p.device, p.requires_grad)
+            for n, p in m._parameters.items()
+            if p is not None
+        )
         for m in module.modules()
     )
 
@@ -260,7 +266,9 @@ def compile(block_like: Any, *, metric_labels: bool = False, **options: Any) -> 
             "reduce it, collect it with Metric, or drop it with Void()",
         )
     if not metrics and not any(isinstance(x, TensorType) for x in t.terminal_types()):
-        raise complain(root, f"a compiled block gives tensors or metrics, but the root gives {t!r} and has no Metric")
+        raise complain(
+            root, f"a compiled block gives tensors or metrics, but the root gives {t!r} and has no Metric"
+        )
     return _class_of(Options.of(**options))(root, Options.of(**options), metric_labels)
 
 

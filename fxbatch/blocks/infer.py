@@ -10,6 +10,7 @@ A type, once known, never changes; a rule only ever adds knowledge, so the order
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Literal
 
 from fxbatch.blocks.show import point_at
@@ -52,6 +53,29 @@ def give(
     if accepted and not isinstance(t, accepted):
         raise refuse(target, side, t, giver, accepted)
     target.settle(side, t, giver)
+
+
+class _Pending(threading.local):
+    """The blocks of this thread whose rules are still to run, in order; None when no one runs them."""
+
+    def __init__(self) -> None:
+        self.queue: dict[int, Typed] | None = None
+
+
+_pending = _Pending()
+
+
+def again(*blocks: Typed) -> None:
+    """Run the rules of these blocks, and of all that follow from them, before the outermost call returns."""
+    if _pending.queue is not None:
+        _pending.queue.update((id(b), b) for b in blocks)
+        return
+    queue = _pending.queue = {id(b): b for b in blocks}
+    try:
+        while queue:
+            queue.pop(next(iter(queue))).infer_types()
+    finally:
+        _pending.queue = None
 
 
 def clash(

@@ -142,7 +142,9 @@ class RecordBuilder(Builder):
 
     # -- calls --------------------------------------------------------------------------------------
 
-    def call(self, block: Block, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType) -> Run:
+    def call(
+        self, block: Block, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType
+    ) -> Run:
         use = _Use(self, block, fn, input_type, output_type)
         made: list[Run] = []
 
@@ -164,7 +166,12 @@ class _Use:
     """One use of a callable in a block: its template of rows, or the callable as user code."""
 
     def __init__(
-        self, to: RecordBuilder, block: Block, fn: Callable[..., Any], input_type: ResultType, output: ResultType
+        self,
+        to: RecordBuilder,
+        block: Block,
+        fn: Callable[..., Any],
+        input_type: ResultType,
+        output: ResultType,
     ) -> None:
         self.to, self.block, self.fn = to, block, fn
         self.inputs, self.output = input_type, output
@@ -289,7 +296,9 @@ class _Row:
 
     __slots__ = ("first", "inputs", "payload", "sid", "width")
 
-    def __init__(self, sid: int, inputs: list[int], first: int, width: int, payload: list[Any] | None) -> None:
+    def __init__(
+        self, sid: int, inputs: list[int], first: int, width: int, payload: list[Any] | None
+    ) -> None:
         self.sid, self.inputs, self.first, self.width, self.payload = sid, inputs, first, width, payload
 
     def in_order(self, given: list[int]) -> bool:
