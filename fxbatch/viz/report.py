@@ -1,0 +1,140 @@
+"""What the page shows: the pictures of all stages, the timeline, counts and the signatures' rows.
+
+Comes in: the forms of one minibatch, by name. Goes out: a Report, which `page_of` writes.
+
+    report = make_report("tree_lstm.py:minibatch", {"merged": program, "batched": graph, "plan": plan},
+                         program, schedule)
+    Path("page.html").write_text(page_of(report))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxbatch.batched_graph import BatchedGraph
+from fxbatch.ir import INDEX, Plan, Program, Schedule
+from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.viz.draw_form import Form, draw_form
+from fxbatch.viz.draw_program import draw_instances
+from fxbatch.viz.draw_schedule import draw_schedule
+from fxbatch.viz.picture import Picture, SignatureKey, is_constant
+
+CAPTIONS = {
+    "trace": "Each instance alone, as its forward ran: a box a call, from leaves (left) to results (right).",
+    "merged": "The calls of all instances in one graph. Calls of one colour and depth can run together.",
+    "deduplicated": "Equal calls on equal inputs are one call, across instances.",
+    "fused": "Calls that always occur together are one operation.",
+    "pass-through": "Identities carry values on, so that depth d+1 reads depth d only.",
+    "batched": "A box a step: all calls that one launch runs. Its height grows with the batch.",
+    "gathered": "Gathers collect the rows that a step reads, cats put the outputs of a depth together.",
+    "plan": "Memory: a row a tensor type, a block a step's output. Contiguous rows are read in place.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One tab of the page."""
+
+    name: str
+    caption: str
+    picture: Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A signature in the legend: how often it is called and launched."""
+
+    signature: int
+    calls: int
+    steps: int
+    largest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """All that a page shows; positions are in the pictures, colours in the key."""
+
+    title: str
+    key: SignatureKey
+    stages: tuple[Stage, ...]
+    timeline: Picture
+    counts: tuple[tuple[str, str], ...]
+    rows: tuple[Row, ...]
+
+
+def make_report(
+    title: str,
+    forms: Mapping[str, Form],
+    program: Program,
+    schedule: Schedule,
+    *,
+    instances: Sequence[int] | None = None,
+) -> Report:
+    """Draw every form; `program` is the one that `schedule` runs, `instances` those drawn one by one.
+
+    The tab `trace` draws the calls of `forms["merged"]` instance by instance.
+    """
+    key = SignatureKey()
+    for form in forms.values():
+        key.extend(_program_of(form, program).signatures)
+    key.extend(program.signatures)
+    stages = []
+    merged = forms.get("merged")
+    if isinstance(merged, Program):
+        same = schedule if merged is program else None
+        picture = draw_instances(merged, key, instances=instances, schedule=same)
+        stages.append(Stage("trace", CAPTIONS["trace"], picture))
+    for name, form in forms.items():
+        same = schedule if _program_of(form, program) is program else None
+        picture = draw_form(form, key, title=name, program=program, schedule=same)
+        stages.append(Stage(name, CAPTIONS.get(name, ""), picture))
+    plan = next((f for f in forms.values() if isinstance(f, Plan)), None)
+    return Report(
+        title,
+        key,
+        tuple(stages),
+        draw_schedule(program, schedule, key),
+        _counts(program, schedule, plan),
+        signature_rows(program, schedule, key),
+    )
+
+
+def _program_of(form: Form, program: Program) -> Program:
+    if isinstance(form, Program):
+        return form
+    return form.program if isinstance(form, BatchedGraph) else program
+
+
+def signature_rows(program: Program, schedule: Schedule, key: SignatureKey) -> tuple[Row, ...]:
+    """A row a signature that occurs, in the order in which it first runs."""
+    rows = np.diff(schedule.offsets)
+    sig = program.sig[schedule.order[schedule.offsets[:-1]]] if len(schedule) else np.zeros(0, np.int64)
+    out = []
+    for s in dict.fromkeys(sig.tolist()):
+        mine = rows[sig == s]
+        number = key.number(program.signatures[s])
+        out.append(Row(number, int(mine.sum()), len(mine), int(mine.max())))
+    return tuple(out)
+
+
+def _counts(program: Program, schedule: Schedule, plan: Plan | None) -> tuple[tuple[str, str], ...]:
+    constants = np.array([is_constant(s) for s in program.signatures], dtype=bool)
+    launches = int((~constants[program.sig]).sum()) if len(program) else 0
+    starts = schedule.order[schedule.offsets[:-1]] if len(schedule) else np.zeros(0, np.int64)
+    steps = int((~constants[program.sig[starts]]).sum()) if len(starts) else 0
+    bound = lower_bound(program) - int(constants[np.unique(program.sig)].sum()) if len(program) else 0
+    found = [
+        ("instances", f"{program.instances:,}"),
+        ("calls", f"{launches:,}"),
+        ("steps", f"{steps:,}"),
+        ("calls a step", f"{launches / steps:.1f}" if steps else "0"),
+        ("lower bound", f"{bound:,}"),
+        ("schedule", schedule.policy),
+    ]
+    if plan is not None:
+        indexed = int((plan.gather_kind == INDEX).sum())
+        found.append(("gathers elided", f"{len(plan.gather_kind) - indexed:,} of {len(plan.gather_kind):,}"))
+    return tuple(found)
