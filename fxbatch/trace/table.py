@@ -106,7 +106,7 @@ class SignatureTable:
             int, Any
         ] = {}  # lifted signature -> key of the one number met, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
-        self.owners: dict[int, tuple[Any, str]] = {}  # id(tensor) -> (owner, name)
+        self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
         self._snapshot: tuple[Signature, ...] = ()
 
     def clear(self) -> None:
