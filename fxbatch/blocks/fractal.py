@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxbatch.blocks.infer import at_once
 from fxbatch.blocks.layer import Layer
 from fxbatch.blocks.show import call_text
-from fxbatch.blocks.types import ResultType, TensorType
+from fxbatch.blocks.types import ResultType
 from fxbatch.errors import BlockTypeError
 
 
@@ -148,10 +149,7 @@ class _Fractal(nn.Module):
 def _type_through(base: Any, t: ResultType) -> ResultType:
     from fxbatch.blocks.function import Function
 
-    if isinstance(base, Layer):
-        base.set_input_type(t)
-        assert base.output_type is not None
-        return base.output_type
-    found = Function(base).set_input_type(t).output_type
-    assert isinstance(found, TensorType)
+    with at_once():
+        found = (base if isinstance(base, Layer) else Function(base)).set_input_type(t).output_type
+    assert found is not None
     return found

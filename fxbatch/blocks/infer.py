@@ -10,7 +10,9 @@ A type, once known, never changes; a rule only ever adds knowledge, so the order
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from fxbatch.blocks.show import point_at
@@ -76,6 +78,16 @@ def again(*blocks: Typed) -> None:
             queue.pop(next(iter(queue))).infer_types()
     finally:
         _pending.queue = None
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Within it, what follows from a type is inferred at once, also inside a rule that is running."""
+    queue, _pending.queue = _pending.queue, None
+    try:
+        yield
+    finally:
+        _pending.queue = queue
 
 
 def clash(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxbatch.blocks.block import Typed
-from fxbatch.blocks.infer import complain, give
+from fxbatch.blocks.infer import at_once, complain, give
 from fxbatch.blocks.show import call_text
 from fxbatch.blocks.types import ResultType, TensorType, TupleType
 from fxbatch.errors import BlockTypeError
@@ -108,7 +108,8 @@ class ScopedLayer(Layer):
         if self._cell:
             assert self.output_type is not None
             return self.output_type
-        found = Function(self.module).set_input_type(input_type).output_type
+        with at_once():
+            found = Function(self.module).set_input_type(input_type).output_type
         assert found is not None
         return found
 
