@@ -23,7 +23,7 @@ def embedding_sparse_gradient(
         keep = flat != padding
         flat, values = flat[keep], values[keep]
     size = (rows, grad.shape[-1])
-    return torch.sparse_coo_tensor(flat.unsqueeze(0), values, size, check_invariants=False)
+    return torch.sparse_coo_tensor(flat.unsqueeze(0), values, size, check_invariants=True)
 
 
 def sparse_tables(body: fx.GraphModule, inputs: int) -> tuple[int, ...]:
