@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxbatch.batched_graph import BatchedGraph, Node, rows_text
+from fxbatch.batched_graph import BatchedGraph, Node, Read, rows_text
 from fxbatch.ir import Schedule
 from fxbatch.viz.layout import place_in_columns
 from fxbatch.viz.picture import Arrow, ArrowKind, Box, Picture, SignatureKey, Tick, shorten, text_width
@@ -19,6 +19,7 @@ from fxbatch.viz.picture import Arrow, ArrowKind, Box, Picture, SignatureKey, Ti
 LIMIT = 700
 TOP = 40.0
 MARGIN = 20.0
+_Reads = list[tuple[str, Read, str]]  # from, what, to
 
 
 @dataclass(eq=False)
@@ -76,7 +77,8 @@ def _groups(batched: BatchedGraph, limit: int) -> tuple[list[_Group], dict[str, 
     """The boxes in order of execution, and the box of each node."""
     nodes = batched.nodes()
     column = _columns(batched)
-    bucket, keys = 1, [(name,) for name, _ in nodes]
+    bucket = 1
+    keys: list[tuple[object, ...]] = [(name,) for name, _ in nodes]
     while len(set(keys)) > limit:
         keys = [(column[name] // bucket, n.kind, n.signature) for name, n in nodes]
         bucket *= 2
@@ -86,7 +88,7 @@ def _groups(batched: BatchedGraph, limit: int) -> tuple[list[_Group], dict[str, 
     for (name, node), k in zip(nodes, keys, strict=True):
         if k not in found:
             found[k] = len(groups)
-            groups.append(_Group([], node, 0, column[name] if bucket == 1 else int(k[0]), node.depth))  # type: ignore[call-overload]  # an int there
+            groups.append(_Group([], node, 0, column[name] // (bucket // 2 or 1), node.depth))
         place[name] = found[k]
         group = groups[found[k]]
         group.names.append(name)
@@ -106,16 +108,20 @@ def _columns(batched: BatchedGraph) -> dict[str, int]:
     return {name: number[batched.node(name).depth, level] for name, level in inner.items()}
 
 
-def _edges(batched: BatchedGraph, place: dict[str, int]) -> dict[tuple[int, int], list[str]]:
-    """Pairs of boxes, with the reads between them as text."""
-    out: dict[tuple[int, int], list[str]] = {}
+def _edges(batched: BatchedGraph, place: dict[str, int]) -> dict[tuple[int, int], _Reads]:
+    """Pairs of boxes, with the reads between them."""
+    out: dict[tuple[int, int], _Reads] = {}
     for name, _ in batched.nodes():
         for before, read in batched.reads(name):
             pair = (place[before], place[name])
             if pair[0] != pair[1]:
-                text = f"{before}.{read.output}[{rows_text(read.rows)}] to {name}, input {read.input}"
-                out.setdefault(pair, []).append(text)
+                out.setdefault(pair, []).append((before, read, name))
     return out
+
+
+def _read_text(edge: tuple[str, Read, str]) -> str:
+    before, read, name = edge
+    return f"{before}.{read.output}[{rows_text(read.rows)}] to {name}, input {read.input}"
 
 
 def _label(batched: BatchedGraph, group: _Group) -> tuple[str, str]:
@@ -166,7 +172,7 @@ def _box(
 
 
 def _arrows(
-    edges: dict[tuple[int, int], list[str]], boxes: list[Box], groups: list[_Group]
+    edges: dict[tuple[int, int], _Reads], boxes: list[Box], groups: list[_Group]
 ) -> tuple[Arrow, ...]:
     arity: dict[int, int] = {}
     for _, t in edges:
@@ -180,7 +186,7 @@ def _arrows(
         kinds = (groups[s].node.kind, groups[t].node.kind)
         kind: ArrowKind = "pass" if "pass" in kinds else "gather" if "gather" in kinds else "data"
         reads = edges[s, t]
-        text = "\n".join(reads[:6]) + (f"\n... {len(reads)} reads" if len(reads) > 6 else "")
+        text = "\n".join(map(_read_text, reads[:6])) + (f"\n... {len(reads)} reads" if len(reads) > 6 else "")
         width = 1.3 + 0.3 * min(float(np.log2(max(min(groups[s].rows, groups[t].rows), 1))), 12)
         y = b.y + b.h * seen[t] / (arity[t] + 1)
         out.append(Arrow(s, t, a.x + a.w, a.y + a.h / 2, b.x, y, kind, width, text))

@@ -40,7 +40,7 @@ def draw_schedules(
     boxes: list[Box] = []
     lanes: list[Lane] = []
     notes = []
-    longest = max((len(s.order) for _, _, s in schedules), default=1)
+    longest = max((int(_launched(p)[p.sig].sum()) for _, p, _ in schedules), default=1)
     scale = min(WIDTH / max(longest, 1), 14.0)
     y = 8.0
     for nth, (name, program, schedule) in enumerate(schedules):
@@ -60,11 +60,14 @@ def draw_schedules(
 
 
 def _counts(program: Program, schedule: Schedule) -> str:
-    constants = np.array([is_constant(s) for s in program.signatures], dtype=bool)
+    launched = _launched(program)
     starts = schedule.order[schedule.offsets[:-1]]
-    steps = int((~constants[program.sig[starts]]).sum()) if len(starts) else 0
-    calls = int((~constants[program.sig]).sum()) if len(program) else 0
-    return f"{calls:,} calls in {steps:,} steps"
+    return f"{int(launched[program.sig].sum()):,} calls in {int(launched[program.sig[starts]].sum()):,} steps"
+
+
+def _launched(program: Program) -> np.ndarray:
+    """bool [signatures]: those that launch something, unlike constants."""
+    return np.array([not is_constant(s) for s in program.signatures], dtype=bool)
 
 
 def _timeline(
@@ -76,9 +79,9 @@ def _timeline(
     prefix: str,
     limit: int,
 ) -> tuple[list[Box], list[Lane], str]:
-    steps = len(schedule)
-    rows = np.diff(schedule.offsets)
-    sig = program.sig[schedule.order[schedule.offsets[:-1]]] if steps else np.zeros(0, np.int64)
+    sig = program.sig[schedule.order[schedule.offsets[:-1]]]
+    step = np.flatnonzero(_launched(program)[sig])  # constants launch nothing and are not drawn
+    sig, rows, steps = sig[step], np.diff(schedule.offsets)[step], len(step)
     bucket = max(1, -(-steps // limit))
     pairs = np.stack([np.arange(steps) // bucket, sig])
     keys, first, group = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
@@ -90,7 +93,7 @@ def _timeline(
     x = LEFT
     boxes = []
     for g in order.tolist():
-        k, s = int(first[g]), int(keys[1, g])
+        k, s = int(step[first[g]]), int(keys[1, g])
         w = max(float(total[g]) * scale, NARROWEST)
         place = (x, top + row_of[s] * ROW + 3, w, ROW - 6)
         boxes.append(_step_box(program, key, k, s, int(total[g]), int(number[g]), place, prefix))

@@ -31,7 +31,7 @@ class View {
     this.full = { x: 0, y: 0, w: size.width, h: size.height };
     this.svg.removeAttribute("width");
     this.svg.removeAttribute("height");
-    this.svg.setAttribute("preserveAspectRatio", "xMidYMid meet");
+    this.svg.setAttribute("preserveAspectRatio", "xMidYMin meet");
     this.canvas.replaceChildren(this.svg);
     one(".note", this.section).textContent = this.picture.note;
     this.boxes = new Map(all(".box", this.svg).map((g) => [g.dataset.id, g]));
@@ -243,6 +243,7 @@ function nextHit(by) {
 function relight() {
   const query = search.value.trim() !== "";
   for (const view of views) {
+    if (!view.svg) continue;
     if (chosen !== null) view.light(view.ofSignature(chosen));
     else view.light(query ? [] : null);
   }
@@ -305,7 +306,7 @@ document.getElementById("splitter").addEventListener("pointerdown", (e) => {
 // The timeline takes the height that it needs, up to a third of the window.
 timeline.show("timeline");
 document.getElementById("timeline").style.height =
-  Math.min(Math.max(timeline.full.h * Math.min(1, timeline.size().w / timeline.full.w) + 48, 120), innerHeight * 0.36) + "px";
+  Math.min(Math.max(timeline.full.h * Math.min(1, timeline.size().w / timeline.full.w) + 44, 120), innerHeight * 0.36) + "px";
 showStage(location.hash ? Math.max(0, data.stages.findIndex((s) => "#" + s.name === location.hash)) : 0);
 requestAnimationFrame(() => { timeline.fit(); graph.fit(); });
 root.dataset.ready = "true";
