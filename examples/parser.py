@@ -153,6 +153,7 @@ class Parser(nn.Module):
         )
         kinds = [(SHIFT, 0)] + [(side, r) for side in (LEFT, RIGHT) for r in range(relations)]
         self.actions = [(i, side, relation) for i, (side, relation) in enumerate(kinds)]
+        self.places = {side: [i for i, s, _ in self.actions if s == side] for side in (SHIFT, LEFT, RIGHT)}
         illegal = [[0.0 if s in allowed else -1e9 for _, s, _ in self.actions] for allowed in MASKS]
         self.register_buffer("illegal", torch.tensor(illegal), persistent=False)
         self.word_dropout = word_dropout
@@ -213,17 +214,20 @@ class Parser(nn.Module):
         self, state: Configuration, gold: Sequence[int], relations: Sequence[int], scores: Sequence[float]
     ) -> tuple[int, int | None]:
         """The best-scored action that loses nothing, and the best-scored one that does, if there is one."""
-        costs = state.costs(gold)
         right: list[int] = []
         wrong: list[int] = []
         top = state.stack[-1] if state.stack else -1
-        for action, transition, relation in self.actions:
-            if transition not in costs:
-                continue
-            below = state.stack[-2] if len(state.stack) > 1 else -1
+        below = state.stack[-2] if len(state.stack) > 1 else -1
+        for transition, cost in state.costs(gold).items():
+            actions = self.places[transition]
             head = {LEFT: state.buffer, RIGHT: below}.get(transition)
-            mislabelled = head is not None and gold[top] == head and relation != relations[top]
-            (wrong if costs[transition] or mislabelled else right).append(action)
+            if cost == 0 and head is not None and gold[top] == head:  # the gold arc wants its relation
+                labelled = actions[relations[top]]
+                right.append(labelled)
+                actions = [action for action in actions if action != labelled]
+                cost = 1
+            if actions:
+                (wrong if cost else right).append(max(actions, key=scores.__getitem__))
         best = max(right, key=scores.__getitem__)
         return best, max(wrong, key=scores.__getitem__) if wrong else None
 

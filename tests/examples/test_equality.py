@@ -44,7 +44,9 @@ def test_loss(example: Any) -> None:
 
 @pytest.mark.parametrize("example", WITH_FORWARD, ids=name)
 def test_forward(example: Any) -> None:
+    """What the command takes as a target: a model and the instances that it can be called with."""
     model, instances = example.example()
+    assert isinstance(model, nn.Module)
     check_equal(model, instances)
     check_equal(model, instances[:1])
 
@@ -86,11 +88,3 @@ def test_decoding() -> None:
         found = model.beam(sources)
     assert [h.output for h in found] == [h.output for h in beam]
     assert [h.score for h in found] == pytest.approx([h.score for h in beam], rel=1e-5)
-
-
-@pytest.mark.parametrize("example", [*WITH_FORWARD, parser], ids=name)
-def test_example_is_a_target(example: Any) -> None:
-    """`example()` is what the command takes: a model and the instances that it can be called with."""
-    model, instances = example.example()
-    assert isinstance(model, nn.Module)
-    assert len(model(instances)) == len(instances)
