@@ -1,6 +1,7 @@
 """The command line of the benchmarks: options in, a report and an exit status out.
 
-run(parser.parse_args(["--quick", "--task", "figures"]), command="python -m benchmarks --quick --task figures")
+run(parser.parse_args(["--quick", "--task", "figures"]), command="python -m benchmarks --quick --task
+figures")
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rich.table import Table as RichTable
 from benchmarks.compare import compare_runs
 from benchmarks.driver import run_tasks
 from benchmarks.registry import TASKS
-from benchmarks.report import number_text, ratio_text, read_run, seconds_text, tables_of, write_report
+from benchmarks.report import number_text, read_run, seconds_text, tables_of, write_report
 from benchmarks.results import CaseResult, ResultsError, RunResult, Table
 from benchmarks.task import Settings, Task
 
@@ -208,10 +209,8 @@ class Bar:
 
     def finished(self, case: CaseResult) -> None:
         times = ", ".join(f"{name} {seconds_text(e.wall.median)}" for name, e in case.entries.items())
-        ratios = ", ".join(f"{r.fast} {ratio_text(r.value)} faster than {r.slow}" for r in case.ratios[:2])
         counted = ", ".join(f"{name} {number_text(n)}" for name, n in case.numbers.items())
-        said = "; ".join(part for part in (times or counted, ratios) if part)
-        self.progress.console.print(f"  {case.name}: {said or 'nothing ran'}", markup=False)
+        self.progress.console.print(f"  {case.name}: {times or counted or 'nothing ran'}", markup=False)
 
     def failed(self, what: str, reason: str) -> None:
         self.progress.console.print(f"  {what}: FAILED: {reason}", markup=False, style="bold red")
@@ -221,10 +220,8 @@ class Bar:
 
 
 def _run(tasks: list[Task], settings: Settings, command: str, notices: Console, quiet: bool) -> RunResult:
-    notices.print(
-        f"{settings.threads} threads, {settings.device}, {settings.repeats} repeats after {settings.warmup} untimed",
-        markup=False,
-    )
+    said = f"{settings.threads} threads, {settings.device}, {settings.repeats} repeats"
+    notices.print(f"{said} after {settings.warmup} untimed", markup=False)
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
         TimeElapsedColumn(), TextColumn("{task.fields[case]}"),

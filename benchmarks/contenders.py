@@ -1,7 +1,7 @@
-"""Contenders of a case: a model that is decorated anew with options, its undecorated loop, hand-batched modules.
+"""Contenders of a case: a model decorated anew with options, its undecorated loop, hand-batched modules.
 
-In: a model of models.py or of the examples, and Batches. Out: Contenders for measure.py, which all run the same
-minibatch in a round, each round another one, so that nobody profits from having met a structure before.
+In: a model of models.py or of the examples, and Batches. Out: Contenders for measure.py, which all run the
+same minibatch in a round, each round another one, so that nobody profits from having met a structure before.
 
     work = Training(model, batches)
     [work.one_by_one(), work.batched("fxbatch"), work.by_hand("by hand", LevelTreeLSTM(model))]
@@ -86,7 +86,7 @@ def looked_up_once(looks: Looks) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Training:
-    """Forward and backward of a loss; `update` is a step of the optimizer after it, where it is part of the task.
+    """Forward and backward of a loss, and with `update` a step of the optimizer after it.
 
     The outcome is the summed loss and the gradient of every parameter.
     """
@@ -121,7 +121,7 @@ class Training:
         return self.contender(name, lambda batch: run(batch).sum())
 
     def by_hand(self, name: str, hand: Any) -> Contender:
-        """A hand-batched module with `loss(batch)`, the sum; `gradients()` where it has parameters of its own."""
+        """A module with `loss(batch)`, the sum; with `gradients()` where it has parameters of its own."""
         return self.contender(name, hand.loss, getattr(hand, "gradients", None), hand)
 
     def contender(
@@ -214,19 +214,3 @@ def scores_once(model: Any, trees: Sequence[Any]) -> Tensor:
     for tree, own in zip(trees, words, strict=True):
         scores.append(model.out(model.encode(tree, iter([next(rows) for _ in own]))[0]))
     return torch.stack(scores)
-
-
-def compiled(name: str, contender: Callable[[str], Contender]) -> tuple[Contender | None, str]:
-    """A contender under torch.compile, or None with the reason where it does not work here.
-
-    The whole outcome is run once, which compiles; any error of the compiler is the reason.
-    """
-    made = contender(name)
-    try:
-        if made.prepare is not None:
-            made.prepare(0)
-        assert made.outcome is not None
-        made.outcome()
-    except Exception as error:  # noqa: BLE001 - whatever the compiler says is why it is skipped
-        return None, f"torch.compile: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-    return made, ""

@@ -1,7 +1,7 @@
 """Competitors must compute the same before they are timed: their outputs, and in training their gradients.
 
-In: a contender's `outcome`, tensors by name. Out: the largest error over the tolerance, at most 1; CorrectnessError
-beyond it, with competitor, tensor and place.
+In: a contender's `outcome`, tensors by name. Out: the largest error over the tolerance, at most 1;
+CorrectnessError beyond it, with competitor, tensor and place.
 
     check_outcome("fxbatch", {"loss": a}, {"loss": b})                 # 0.02
 """
@@ -28,11 +28,11 @@ def check_outcome(
     *,
     tolerance: float | None = None,
 ) -> float:
-    """Compare a competitor's tensors with the reference's; the largest share of the tolerance that one used up.
+    """Compare a competitor's tensors with the reference's; the largest share of the tolerance used up.
 
     `tolerance` is relative to the largest absolute element of the reference's tensor (RELATIVE of its dtype
-    where None). A competitor may leave a tensor out (a peer without gradients for it) but not all, and may not
-    bring one that the reference lacks.
+    where None). A competitor may leave a tensor out (a peer without gradients for it) but not all, and may
+    not bring one that the reference lacks.
     """
     extra = [key for key in got if key not in wanted]
     if extra or not got:

@@ -76,7 +76,7 @@ def run_tasks(
 
 
 def run_task(task: Task, settings: Settings, watcher: Watcher) -> TaskResult:
-    """All cases of one task. A Skip is its result; an error outside a competitor is raised, with the task's name."""
+    """All cases of one task. A Skip is its result; an error outside competitors is raised, with its name."""
     watcher.task(task.name, task.title)
     begin = time.perf_counter()
     cases: list[CaseResult] = []
@@ -99,7 +99,7 @@ def run_task(task: Task, settings: Settings, watcher: Watcher) -> TaskResult:
 
 
 def run_case(case: Case, settings: Settings, watcher: Watcher) -> CaseResult:
-    """Check, time and count one case. A competitor that raises or differs is named in `failed` and not timed."""
+    """Check, time and count one case. Who raises or differs is named in `failed`, and not timed."""
     watcher.case(case.name)
     for name, reason in case.skipped.items():
         watcher.skipped(f"{case.name}: {name}", reason)
@@ -122,8 +122,8 @@ def run_case(case: Case, settings: Settings, watcher: Watcher) -> CaseResult:
             failed["counting"] = describe(error)
             watcher.failed(f"{case.name}: counting", failed["counting"])
     result = CaseResult(
-        case.name, case.parameters, case.unit, case.count, entries, dict(case.skipped), ratios, checked, numbers,
-        failed,
+        case.name, case.parameters, case.unit, case.count, entries, dict(case.skipped), ratios, checked,
+        numbers, failed,
     )  # fmt: skip
     watcher.finished(result)
     return result

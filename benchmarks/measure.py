@@ -1,6 +1,6 @@
-"""Interleaved timing: competitors take turns, A B C A B C, so that a slow minute of the machine hits all alike.
+"""Interleaved timing: competitors take turns, A B C A B C, so that a slow minute hits all alike.
 
-In: contenders, each with a `run` that does the same work. Out: an Entry of spreads each, and ratios pair by pair.
+In: contenders, each with a `run` that does the same work. Out: an Entry each, and ratios pair by pair.
 
     entries, ratios = measure(contenders, repeats=7, warmup=2, device=torch.device("cpu"), slow=("loop",))
     entries["fxbatch"].wall.median                                     # seconds
@@ -24,8 +24,8 @@ from benchmarks.results import Entry, Ratio, Spread
 class Clock:
     """Gives a run's phases names: `with clock("forward"): ...`. Synchronises the device at each edge.
 
-    `round` counts up from 0, which is the check before the timing; warm-up rounds are 1 and on, then the timed
-    ones. All contenders get the same round's minibatch, and no round has that of an earlier one.
+    `round` counts up from 0, which is the check before the timing; warm-up rounds are 1 and on, then the
+    timed ones. All contenders get the same round's minibatch, and no round has that of an earlier one.
     """
 
     def __init__(self, device: torch.device, round: int = 0) -> None:

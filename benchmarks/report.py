@@ -66,7 +66,7 @@ def number_text(value: Cell) -> str:
     """A cell of a table: floats with three digits, thousands with commas, None as a dash."""
     if value is None:
         return "–"
-    if isinstance(value, bool) or isinstance(value, str):
+    if isinstance(value, (bool, str)):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
@@ -169,7 +169,8 @@ def machine_lines(run: RunResult) -> Iterator[str]:
     s = run.settings
     yield (
         f"Settings: {'quick (small sizes; the figures say nothing about speed)' if s['quick'] else 'full'}, "
-        f"{s['repeats']} repeats after {s['warmup']} untimed, at most {s['budget']} s a case, seed {s['seed']}"
+        f"{s['repeats']} repeats after {s['warmup']} untimed, at most {s['budget']} s a case, seed "
+        f"{s['seed']}"
     )
 
 
@@ -197,12 +198,17 @@ def to_markdown(run: RunResult, *, earlier: RunResult | None = None, plots: list
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: .6rem 0 1.4rem; font-size: 13px; display: block; overflow-x: auto; }
+table { border-collapse: collapse; margin: .6rem 0 1.4rem; font-size: 13px; }
+table { display: block; overflow-x: auto; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-td, th { padding: .15rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { background: var(--soft); } td:first-child, th:first-child, td:nth-child(2) { text-align: left; }
-figure { margin: 1rem 0; background: white; display: inline-block; border-radius: 6px; } p.note { max-width: 50rem; }
-nav a { margin-right: 1rem; } code { background: var(--soft); padding: 0 .2rem; }
+td, th { padding: .15rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
+td, th { white-space: nowrap; }
+th { background: var(--soft); }
+td:first-child, th:first-child, td:nth-child(2) { text-align: left; }
+figure { margin: 1rem 0; background: white; display: inline-block; border-radius: 6px; }
+p.note { max-width: 50rem; }
+nav a { margin-right: 1rem; }
+code { background: var(--soft); padding: 0 .2rem; }
 """
 
 

@@ -1,6 +1,6 @@
 """Where a step's time goes before the first kernel: seconds of trace, merge, rewrite, schedule and plan.
 
-In: runs of decorated callables. Out: seconds a stage, each without the stages inside it; what `explain` counts.
+In: runs of decorated callables. Out: seconds a stage, without the stages inside it; what `explain` counts.
 
     with stage_times() as seconds:
         model.loss(trees)

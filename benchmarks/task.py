@@ -30,7 +30,7 @@ class Settings:
     """What the user asked for. quick: every task at small size; budget: seconds of timing a case."""
 
     quick: bool = False
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     threads: int = 1
     repeats: int = 7
     warmup: int = 2

@@ -120,7 +120,7 @@ def _ewt(data: Path | None, limit: int | None, device: torch.device) -> tuple[li
 def ewt_tagger(
     settings: Settings, *, hidden: int, batch: int, embedding: int = 200, layers: int = 2
 ) -> tuple[Labeller, Batches[Sentence]]:
-    """The BiLSTM tagger and minibatches of EWT's training sentences, in the order of the file. Skip without."""
+    """The BiLSTM tagger and minibatches of EWT's training sentences, in the file's order. Skip without."""
     sentences, words, tags = _ewt(settings.data, settings.size(None, 200), settings.device)
     torch.manual_seed(settings.seed)
     model = Labeller(words, tags, embedding=embedding, hidden=hidden, layers=layers).to(settings.device)
@@ -177,6 +177,14 @@ def esol_molecules(
     found, sizes, _ = molecules.load(path, settings.size(None, 100), str(settings.device))
     torch.manual_seed(settings.seed)
     return molecules.build(*sizes, hidden=hidden).to(settings.device), Batches.of(found, batch)
+
+
+def molecule_looks(model: molecules.MoleculeNetwork, batch: Sequence[molecules.Molecule]) -> Looks:
+    """What a minibatch looks up in the graph network."""
+    return [
+        (model.atom, [atom for molecule in batch for atom in molecule.atoms]),
+        (model.bond, [kind for molecule in batch for kind in molecule.kinds]),
+    ]
 
 
 def _folder(name: str, data: Path | None) -> Path:

@@ -7,7 +7,8 @@ examples:
   fxbatch bench --compare bench-results/2026-01-31T120000
 
 The benchmarks are a folder of the source repository, not of the installed package: run this command from an
-editable install (`make venv`), or `python -m benchmarks` in the repository. docs/benchmarks.md explains the tasks.
+editable install (`make venv`), or `python -m benchmarks` in the repository. docs/benchmarks.md explains the
+tasks.
 """
 
 from __future__ import annotations

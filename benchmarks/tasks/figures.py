@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.competitors.block_molecules import BlockMolecules
 from benchmarks.competitors.level_trees import LevelTreeLSTM
 from benchmarks.competitors.limit import tree_limit
 from benchmarks.competitors.packed_lstm import PackedTagger
 from benchmarks.contenders import Batches, Inference, Training
 from benchmarks.measure import Clock, Contender
 from benchmarks.models import Node, TreeLSTM
+from benchmarks.optional import molecule_options, tagger_options, tree_options
 from benchmarks.report import ratio_text
 from benchmarks.results import CaseResult, Plot, Series, Spread, Table
 from benchmarks.stages import counted, preparation_contender
 from benchmarks.task import Case, Settings, Skip, Task
-from benchmarks.workloads import ewt_tagger, made_up_trees, sst_trees
+from benchmarks.workloads import esol_molecules, ewt_tagger, made_up_trees, molecule_looks, sst_trees
 
 LOOP, ONE, HAND, OURS = "one by one, embedding in the loop", "one by one", "by hand", "fxbatch"
 LIMIT = "matrix products alone"
@@ -63,10 +65,11 @@ def cases(settings: Settings) -> Iterator[Case]:
         yield from tree_cases(name, model, batches, settings, batch)
     yield limit_case(settings, wide, settings.size(256, 4))
     yield preparation_case(settings, hidden, settings.size(64, 4), wide)
-    try:
-        yield tagger_case(settings)
-    except Skip as skip:
-        yield Case("BiLSTM tagger on EWT", {}, "sentence", 0, [], skipped={"all": str(skip)})
+    for name, make in (("BiLSTM tagger on EWT", tagger_case), ("graph network on ESOL", molecule_case)):
+        try:
+            yield make(settings)
+        except Skip as skip:
+            yield Case(name, {}, "instance", 0, [], skipped={"all": str(skip)})
 
 
 def tree_cases(
@@ -75,17 +78,20 @@ def tree_cases(
     """Training and inference of one Tree-LSTM."""
     hand = LevelTreeLSTM(model)
     train, infer = Training(model, batches), Inference(model, batches)
-    parameters = {"hidden": model.cell.gates.in_features // 2, "batch": batch}
+    hidden = model.cell.gates.in_features // 2
+    more, skipped = tree_options(train, model, settings)
+    # The dense gradient of the whole table, a word: minutes. Three rounds say enough.
+    contenders = [replace(train.loop(LOOP), limit=3), train.one_by_one(ONE), train.by_hand(HAND, hand)]
     yield Case(
-        f"{name}, training", {**parameters, "mode": "training"}, "tree", batch,
-        # The dense gradient of the whole table, a word: minutes. Three rounds say enough.
-        [replace(train.loop(LOOP), limit=3), train.one_by_one(ONE), train.by_hand(HAND, hand), train.batched(OURS)],
-        slow=(LOOP, ONE, HAND), reference=ONE, numbers=lambda: counted(model, "loss", batches[0]),
+        f"{name}, training", {"hidden": hidden, "batch": batch, "mode": "training"}, "tree", batch,
+        [*contenders, train.batched(OURS), *more], slow=(LOOP, ONE, HAND), reference=ONE, skipped=skipped,
+        numbers=lambda: counted(model, "loss", batches[0]),
     )  # fmt: skip
+    more, skipped = tree_options(infer, model, settings)
+    contenders = [infer.loop(LOOP), infer.one_by_one(ONE), infer.by_hand(HAND, hand), infer.batched(OURS)]
     yield Case(
-        f"{name}, inference", {**parameters, "mode": "inference"}, "tree", batch,
-        [infer.loop(LOOP), infer.one_by_one(ONE), infer.by_hand(HAND, hand), infer.batched(OURS)],
-        slow=(LOOP, ONE, HAND), reference=ONE,
+        f"{name}, inference", {"hidden": hidden, "batch": batch, "mode": "inference"}, "tree", batch,
+        [*contenders, *more], slow=(LOOP, ONE, HAND), reference=ONE, skipped=skipped,
     )  # fmt: skip
 
 
@@ -94,11 +100,29 @@ def tagger_case(settings: Settings) -> Case:
     hidden, batch = settings.size(256, 8), settings.size(64, 3)
     model, batches = ewt_tagger(settings, hidden=hidden, batch=batch, embedding=settings.size(200, 8))
     train = Training(model, batches)
+    more, skipped = tagger_options(train, settings)
     return Case(
         f"BiLSTM tagger on EWT, 2 layers of {hidden}, batch {batch}, training",
         {"hidden": hidden, "batch": batch, "mode": "training"}, "sentence", batch,
-        [train.one_by_one(ONE), train.by_hand(HAND, PackedTagger(model)), train.batched(OURS)],
-        slow=(ONE, HAND), reference=ONE, numbers=lambda: counted(model, "loss", batches[0]),
+        [train.one_by_one(ONE), train.by_hand(HAND, PackedTagger(model)), train.batched(OURS), *more],
+        slow=(ONE, HAND), reference=ONE, skipped=skipped,
+        numbers=lambda: counted(model, "loss", batches[0]),
+    )  # fmt: skip
+
+
+def molecule_case(settings: Settings) -> Case:
+    """The graph network, messages along each bond, against block-diagonal message passing."""
+    hidden, batch = settings.size(64, 8), settings.size(64, 3)
+    model, batches = esol_molecules(settings, hidden=hidden, batch=batch)
+    train, hand = Training(model, batches, method="forward"), BlockMolecules(model)
+    more, skipped = molecule_options(train, settings)
+    one = train.looked_up(lambda molecules: molecule_looks(model, molecules), ONE)
+    return Case(
+        f"graph network on ESOL, hidden {hidden}, batch {batch}, training",
+        {"hidden": hidden, "batch": batch, "mode": "training"}, "molecule", batch,
+        [one, train.contender(HAND, lambda molecules: hand(molecules).sum()), train.batched(OURS), *more],
+        slow=(ONE, HAND), reference=ONE, skipped=skipped,
+        numbers=lambda: counted(model, "forward", batches[0]),
     )  # fmt: skip
 
 
@@ -141,10 +165,10 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
         rows += _limit_rows(case)
     columns = ["workload", "over one by one", "wanted", "over by hand", "wanted "]
     note = (
-        "How many times faster a step of fxbatch is, pair by pair of one interleaved run: median (quartiles). `+` "
-        "reached, `-` not reached (by the median). One by one: the undecorated forward in a loop, the embedding "
-        "looked up once a minibatch. By hand: level by level in plain PyTorch with autograd, traversal included; "
-        "packed nn.LSTM for the tagger."
+        "How many times faster a step of fxbatch is, pair by pair of one interleaved run: median "
+        "(quartiles). `+` reached, `-` not reached (by the median). One by one: the undecorated forward in "
+        "a loop, the embedding looked up once a minibatch. By hand: level by level in plain PyTorch with "
+        "autograd, traversal included; packed nn.LSTM for the tagger."
     )
     return [Table("Figures", columns, rows, note)]
 
@@ -190,10 +214,11 @@ TASK = Task(
     name="figures",
     title="Figures: against one by one and by hand",
     explanation=(
-        "Forward and backward of a minibatch (without the optimizer's step, which is the same for all), each round "
-        "on instances that no earlier round had. `one by one, embedding in the loop` is what `fxbatch.disabled()` "
-        "runs; eager PyTorch then makes a dense gradient of the whole embedding table for each word, so the fair "
-        "comparison is `one by one`, which looks the words of a minibatch up at once."
+        "Forward and backward of a minibatch (without the optimizer's step, which is the same for all), "
+        "each round on instances that no earlier round had. `one by one, embedding in the loop` is what "
+        "`fxbatch.disabled()` runs; eager PyTorch then makes a dense gradient of the whole embedding table "
+        "for each word, so the fair comparison is `one by one`, which looks the words of a minibatch up at "
+        "once."
     ),
     cases=cases,
     tables=tables,

@@ -1,6 +1,6 @@
 """Looks et al. 2017, table 3: lines of code of models, fxbatch against plain PyTorch that batches by hand.
 
-In: the sources of the examples and of the competitors, which are what is measured elsewhere. Out: their lines.
+In: the sources of the examples and competitors, which are what is measured elsewhere. Out: their lines.
 
     count_lines("def f(x):\\n    # double\\n    return 2 * x\\n", ["f"])          # 2
 """
@@ -37,7 +37,10 @@ MODELS = (
     Model(
         "Tree-LSTM",
         {"examples/tree_lstm.py": ["Leaf", "Composer", "TreeLSTM"]},
-        {_TREE: ["LeafCell", "NodeCell.__init__", "TreeLSTM.__init__"], _LEVELS: ["Levels", "find_levels", "LevelTreeLSTM"]},
+        {
+            _TREE: ["LeafCell", "NodeCell.__init__", "TreeLSTM.__init__"],
+            _LEVELS: ["Levels", "find_levels", "LevelTreeLSTM"],
+        },
         (119, 219),
     ),
     Model(
@@ -162,8 +165,9 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
             rows.append([case.name, ours, hand, ours / hand, *(papers.get(case.name) or (None, None))])
     columns = ["model", "fxbatch", "by hand", "ratio", "paper: Fold", "paper: original"]
     note = (
-        "Lines with code of the classes and functions that make the model and its minibatch: no imports, blank lines, "
-        "comments, docstrings, no reading of data. By hand includes the parameters' definitions, which both share."
+        "Lines with code of the classes and functions that make the model and its minibatch: no imports, "
+        "blank lines, comments, docstrings, no reading of data. By hand includes the parameters' "
+        "definitions, which both share."
     )
     return [Table("Lines of code", columns, rows, note)]
 
@@ -172,8 +176,9 @@ TASK = Task(
     name="lines-of-code",
     title="Looks et al. table 3: lines of code",
     explanation=(
-        "The models that the other tasks measure, in both forms. The paper's columns are its own models in TensorFlow "
-        "Fold and their authors' code; they are not the same models, and stand here for the ratio."
+        "The models that the other tasks measure, in both forms. The paper's columns are its own models in "
+        "TensorFlow Fold and their authors' code; they are not the same models, and stand here for the "
+        "ratio."
     ),
     cases=cases,
     tables=tables,

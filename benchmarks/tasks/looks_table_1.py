@@ -1,4 +1,4 @@
-"""Looks et al. 2017, table 1: a Tree-LSTM on trees of 128 leaves, by batch size: what dynamic batching costs and gains.
+"""Looks et al. 2017, table 1: a Tree-LSTM on trees of 128 leaves, what dynamic batching costs and gains.
 
 In: Settings. Out: the paper's table, for inference as in the paper, and for training.
 
@@ -64,7 +64,8 @@ def make_case(settings: Settings, state: int, mode: str, batch: int, *, leaves: 
     else:
         skipped[ONE] = f"its time a tree does not depend on the batch size: see batch {largest}"
     return Case(
-        f"state {state}, batch {batch}, {mode}", {"state": state, "batch": batch, "mode": mode, "leaves": leaves},
+        f"state {state}, batch {batch}, {mode}",
+        {"state": state, "batch": batch, "mode": mode, "leaves": leaves},
         "tree", batch, contenders, slow=(ONE, MANUAL, HAND), skipped=skipped, reference=HAND,
     )  # fmt: skip
 
@@ -121,9 +122,9 @@ def _table(state: int, mode: str, cases: Sequence[CaseResult]) -> Table:
             row += [paper[2], paper[1] / paper[0], paper[3]] if paper else [None, None, None]
         rows.append(row)
     note = (
-        "Manual: trees of one shape, batched by hand; dynamic: fxbatch on them; full dynamic: fxbatch on trees of "
-        "different shapes. Cost ratio: dynamic / manual. Speed-up ratio: one by one (a tree, at the smallest batch "
-        "where it was timed) / full dynamic (a tree)."
+        "Manual: trees of one shape, batched by hand; dynamic: fxbatch on them; full dynamic: fxbatch on "
+        "trees of different shapes. Cost ratio: dynamic / manual. Speed-up ratio: one by one (a tree, at "
+        "the smallest batch where it was timed) / full dynamic (a tree)."
     )
     return Table(f"State {state}, {mode}", columns, rows, note)
 
@@ -161,8 +162,9 @@ TASK = Task(
     name="looks-table-1",
     title="Looks et al. table 1: Tree-LSTM on trees of 128 leaves",
     explanation=(
-        "What dynamic batching costs where batching by hand is possible (trees of one shape), and what it gains where "
-        "it is not. State size 1024 on a GPU as in the paper, 256 and 512 on a CPU. Each round has new trees."
+        "What dynamic batching costs where batching by hand is possible (trees of one shape), and what it "
+        "gains where it is not. State size 1024 on a GPU as in the paper, 256 and 512 on a CPU. Each round "
+        "has new trees."
     ),
     cases=cases,
     tables=tables,

@@ -1,4 +1,4 @@
-"""Neubig et al. 2017, figure 3: Tree-LSTM throughput over batch sizes, against Fold's algorithm taken literally.
+"""Neubig et al. 2017, figure 3: Tree-LSTM throughput over batch sizes, against Fold's literal algorithm.
 
 In: Settings. Out: trees a second for batch sizes 1 to 256, training.
 
@@ -72,9 +72,9 @@ TASK = Task(
     name="neubig-figure-3",
     title="Neubig et al. figure 3: throughput over batch sizes, against Fold",
     explanation=(
-        "Training a Tree-LSTM on SST. `TorchFold's algorithm` batches by depth and operation in plain PyTorch; "
-        "`fxbatch, schedule fold` is the algorithm of Looks et al. with its pass-throughs, on this project's runtime; "
-        "`DyNet's algorithm` batches function by function by agenda in plain PyTorch."
+        "Training a Tree-LSTM on SST. `TorchFold's algorithm` batches by depth and operation in plain "
+        "PyTorch; `fxbatch, schedule fold` is the algorithm of Looks et al. with its pass-throughs, on this "
+        "project's runtime; `DyNet's algorithm` batches function by function by agenda in plain PyTorch."
     ),
     cases=cases,
     tables=tables,

@@ -49,7 +49,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         batch = len(batches[0])
         one = train.one_by_one(ONE) if looks is None else train.looked_up(partial(looks, model), ONE)
         contenders = [replace(one, limit=3), replace(train.loop(LOOP), limit=3)]
-        for schedule in SCHEDULES:
+        for schedule in settings.size(SCHEDULES, ("agenda",)):
             found = train.batched(f"fxbatch, {schedule}", schedule=schedule)
             contenders.append(replace(found, limit=3) if schedule == "none" else found)
         contenders.append(train.by_hand(HAND, hand))
@@ -108,7 +108,8 @@ def plots(found: Sequence[CaseResult], settings: Settings) -> list[Plot]:
         having = [(i, c) for i, c in enumerate(shown) if name in c.entries]
         walls = [c.entries[name].wall for _, c in having]
         series.append(
-            Series(name, [float(i) for i, _ in having], [c.count / w.median for (_, c), w in zip(having, walls)],
+            Series(name, [float(i) for i, _ in having],
+                   [c.count / w.median for (_, c), w in zip(having, walls)],
                    [c.count / w.high for (_, c), w in zip(having, walls)],
                    [c.count / w.low for (_, c), w in zip(having, walls)])
         )  # fmt: skip
@@ -122,9 +123,9 @@ TASK = Task(
     name="neubig-table-1",
     title="Neubig et al. table 1: four models on real data",
     explanation=(
-        "BiLSTM tagger (EWT), BiLSTM tagger that spells rare words (WikiNER), Tree-LSTM (SST) and transition-based "
-        "parser (EWT; every action depends on the scores before it), batch 64. By hand: packed LSTMs; levels; all "
-        "parsers of a minibatch in step."
+        "BiLSTM tagger (EWT), BiLSTM tagger that spells rare words (WikiNER), Tree-LSTM (SST) and "
+        "transition-based parser (EWT; every action depends on the scores before it), batch 64. By hand: "
+        "packed LSTMs; levels; all parsers of a minibatch in step."
     ),
     cases=cases,
     tables=tables,

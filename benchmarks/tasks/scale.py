@@ -1,4 +1,4 @@
-"""Scale: what a call costs in trace, merge, schedule, plan and step from 10 to 1,000,000 calls, and in memory.
+"""Scale: what a call costs in time and in memory, from 10 to 1,000,000 calls, stage by stage.
 
 In: Settings. Out: microseconds and bytes a call by program size; trees a second by batch size 1 to 4,096.
 
@@ -11,7 +11,6 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-
 
 from benchmarks.contenders import Batches, Training, decorated
 from benchmarks.models import Node, TreeLSTM
@@ -74,8 +73,10 @@ def count_and_weigh(model: TreeLSTM, batches: Batches[Node]) -> dict[str, float]
 
 
 def calls_of(model: TreeLSTM, trees: Sequence[Any]) -> int:
-    """Calls that the program of a minibatch has: each leaf's word, embedding and cell, each inner node's cell;
-    a tree's label, scores and loss."""
+    """Calls that the program of a minibatch has.
+
+    Each leaf's word, embedding and cell; each inner node's cell; a tree's label, scores and loss.
+    """
     leaves = sum((tree.nodes + 1) // 2 for tree in trees)
     return 3 * leaves + (leaves - len(trees)) + 3 * len(trees)
 
@@ -106,8 +107,8 @@ def linear_note(rows: Sequence[Sequence[Any]]) -> str:
     factor = rows[-1][place] / base[place]
     said = "linear" if factor <= LINEAR else "NOT linear"
     return (
-        f"Training step, hidden 16, 20-leaf trees. Preparation of {rows[-1][0]:,} calls costs {factor:.2f} times as much "
-        f"a call as of {base[0]:,}: {said} (at most {LINEAR:g})."
+        f"Training step, hidden 16, 20-leaf trees. Preparation of {rows[-1][0]:,} calls costs {factor:.2f} "
+        f"times as much a call as of {base[0]:,}: {said} (at most {LINEAR:g})."
     )
 
 
@@ -134,8 +135,8 @@ TASK = Task(
     name="scale",
     title="Scale: cost a call, from 10 to 1,000,000 calls",
     explanation=(
-        "Trace: the user's forward, recorded. Merge: the recording as columns. Rewrite, schedule, plan: the passes. "
-        "Forward and backward: the kernels, and the loop that launches them."
+        "Trace: the user's forward, recorded. Merge: the recording as columns. Rewrite, schedule, plan: the "
+        "passes. Forward and backward: the kernels, and the loop that launches them."
     ),
     cases=cases,
     tables=tables,
