@@ -145,8 +145,9 @@ class Autobatched:
         """A minibatch of traced instances, merged and planned; stale traces are made again from the instances."""
         items = traced_items(batch)
         root = owner if isinstance(owner, torch.nn.Module) else None
-        if all(item.trace is not None and item.fresh(root) for item in items):
-            return ReadyMinibatch.of(engine, items, merge([x.trace for x in items], engine.table, root))
+        traces = [x.trace for x in items if x.trace is not None and x.fresh(root)]
+        if len(traces) == len(items):
+            return ReadyMinibatch.of(engine, items, merge(traces, engine.table, root))
         run = engine.execution()
         return ReadyMinibatch.of(
             engine, items, engine.record(self.fn, [self._again(owner, x) for x in items], run), run

@@ -21,7 +21,7 @@ from fxbatch.decorator import find_autobatched
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
 from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.lower_bound import longest_chains
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
@@ -137,7 +137,10 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
     bound = 0
     unbatched: dict[str, UnbatchedRow] = {}
     for phase in minibatch.phases:
-        bound += lower_bound(phase.program)
+        chains = longest_chains(phase.program)
+        bound += sum(
+            n for s, n in zip(phase.program.signatures, chains.tolist(), strict=True) if not is_constant(s)
+        )
         for k, s in enumerate(phase.plan.step_signature.tolist()):
             compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
             assert compiled is not None

@@ -122,7 +122,7 @@ class SharedOperand:
         if self.owner is None:
             assert self.tensor is not None
             return self.tensor
-        found = self.owner._parameters.get(self.name)
+        found: torch.Tensor | None = self.owner._parameters.get(self.name)
         if found is None:
             found = self.owner._buffers.get(self.name)
         if found is None:

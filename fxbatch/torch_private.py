@@ -56,12 +56,13 @@ def direct_call(overload: Any) -> Any:
 @contextlib.contextmanager
 def no_vmap_fallback() -> Iterator[None]:
     """An operation without a batching rule raises, in place of a loop over rows. Checked: 2.11.0, 2.13.0."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+    functorch: Any = torch._C._functorch  # torch's own types lack these two
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_enabled(before)
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def inside_functorch() -> bool:

@@ -1,9 +1,9 @@
 """Traces ahead of time: `trace`, `TracedDataset`, `collate`, `prefetch`, and `lazy`.
 
-    data = fxbatch.TracedDataset(model, trees)                  # traced once, in this process or in workers
-    loader = DataLoader(data, batch_size=64, shuffle=True, collate_fn=fxbatch.collate(model), num_workers=2)
-    for batch in fxbatch.prefetch(model, loader):               # planned while the step before computes
-        loss = model(batch).sum()
+data = fxbatch.TracedDataset(model, trees)                  # traced once, in this process or in workers
+loader = DataLoader(data, batch_size=64, shuffle=True, collate_fn=fxbatch.collate(model), num_workers=2)
+for batch in fxbatch.prefetch(model, loader):               # planned while the step before computes
+    loss = model(batch).sum()
 """
 
 from __future__ import annotations

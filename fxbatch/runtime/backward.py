@@ -189,8 +189,9 @@ class Backward:
                 given = input_grads[group]
                 target.zero_() if given is None else target.copy_(given)
             for position in compiled.grad_shared:
-                if shared_grads[position] is not None:
-                    self._add(shared[position], shared_grads[position])
+                grad = shared_grads[position]
+                if grad is not None:
+                    self._add(shared[position], grad)
             return
         if compiled.backward is None:
             return

@@ -185,9 +185,7 @@ class Engine:
         program = recording.pending_program(values)
         return self.assemble(run, found, run.finish(program, values), out)
 
-    def assemble(
-        self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str
-    ) -> Any:
+    def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
         """The result of the decorated call from the values of a finished run."""
         take = lambda requests: take_results(run, requests)  # noqa: E731
         if out == "stack":

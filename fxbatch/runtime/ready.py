@@ -1,7 +1,7 @@
 """Traced instances, and minibatches of them that are ready to run.
 
-    ready = ReadyMinibatch.of(engine, traced, recording)        # rewrite, schedule, plan
-    engine.run_ready(ready, "stack")                             # run, results
+ready = ReadyMinibatch.of(engine, traced, recording)        # rewrite, schedule, plan
+engine.run_ready(ready, "stack")                             # run, results
 """
 
 from __future__ import annotations

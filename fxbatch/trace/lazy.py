@@ -20,7 +20,7 @@ import torch
 
 from fxbatch.torch_private import tree_map
 from fxbatch.trace.location import user_line
-from fxbatch.trace.minibatch import Execution
+from fxbatch.trace.minibatch import LazyExecution
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import tracing
@@ -36,7 +36,7 @@ class LazyBatch:
     """
 
     def __init__(
-        self, table: SignatureTable, execution: Execution, roots: Sequence[torch.nn.Module] = ()
+        self, table: SignatureTable, execution: LazyExecution, roots: Sequence[torch.nn.Module] = ()
     ) -> None:
         self.recorder = Recorder(table, roots, 1)
         self.execution = execution

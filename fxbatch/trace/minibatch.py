@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import greenlet
+import numpy as np
 import torch
 
 from fxbatch.errors import TraceError
@@ -38,8 +39,12 @@ class Execution(Protocol):
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real detached tensors of values that have run, by one transfer from the device."""
 
+
+class LazyExecution(Execution, Protocol):
+    """An Execution that gives real tensors again and again, for `lazy`."""
+
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
-        """Real tensors that carry gradients; only `lazy` asks for them."""
+        """Real tensors that carry gradients."""
 
 
 def recording_here() -> bool:
@@ -55,7 +60,7 @@ class Recording:
         self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
         self.statistics = statistics
 
-    def pending_program(self, outputs: Sequence[int] = ()) -> Program:
+    def pending_program(self, outputs: Sequence[int] | np.ndarray = ()) -> Program:
         """The calls that no phase has run yet, as a Program; they count as run from here on."""
         return self.recorder.pending_program(outputs)
 

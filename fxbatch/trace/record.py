@@ -316,7 +316,7 @@ class Recorder:
 
     # Phases
 
-    def pending_program(self, outputs: Sequence[int]) -> Program:
+    def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
         self._check()
         table = self.table
