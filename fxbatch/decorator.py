@@ -142,7 +142,7 @@ class Autobatched:
         return engine.run_ready(ready, self.options.out)
 
     def ready(self, engine: Engine, owner: Any, batch: Any) -> ReadyMinibatch:
-        """A minibatch of traced instances, merged and planned; stale traces are made again from the instances."""
+        """A minibatch of traced instances, merged and planned; stale traces are made again."""
         items = traced_items(batch)
         root = owner if isinstance(owner, torch.nn.Module) else None
         traces = [x.trace for x in items if x.trace is not None and x.fresh(root)]

@@ -128,7 +128,7 @@ class Explanation:
                 row.location,
             )  # fmt: skip
         lines = [
-            f"steps {self.steps}, lower bound {self.lower_bound} (ratio {self.ratio:.2f}), phases {self.phases}",
+            f"steps {self.steps}, lower bound {self.lower_bound} ({self.ratio:.2f}), phases {self.phases}",
             f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
             f"({self.bytes_gathered / 1e6:.1f} MB)",
         ]

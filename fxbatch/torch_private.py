@@ -76,7 +76,7 @@ def is_pytree_node(kind: type) -> bool:
 
 
 def swap_function_modes(modes: list[Any]) -> list[Any]:
-    """Replace this thread's stack of torch function modes by `modes`; returns what was there, bottom first."""
+    """Replace this thread's torch function modes by `modes`; returns what was there, bottom first."""
     before = [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
     if before != modes:
         for _ in before:

@@ -47,8 +47,8 @@ class TracedDataset(Dataset[TracedInstance]):
     """A data set whose items are traced instances: made at first use, kept, picklable.
 
     data: a sequence with one instance an item; a tuple is taken as the arguments of an instance where the
-    forward takes several per-instance arguments. shared: arguments given once for all. Instances that can't be
-    traced ahead (they branch on values, draw random numbers) are passed on as they are.
+    forward takes several per-instance arguments. shared: arguments given once for all. Instances that
+    can't be traced ahead (they branch on values, draw random numbers) are passed on as they are.
     """
 
     def __init__(self, model: Any, data: Sequence[Any], **shared: Any) -> None:
@@ -112,8 +112,8 @@ _END = object()
 
 
 def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[ReadyMinibatch]:
-    """Minibatches of traced instances as ready minibatches: merged, scheduled and planned in a thread, `ahead`
-    of the one in use. Call the decorated model with each. Exceptions of `batches` come out here."""
+    """Minibatches of traced instances as ready minibatches: merged, scheduled and planned in a thread,
+    `ahead` of the one in use. Call the decorated model with each. Exceptions of `batches` come out here."""
     autobatched, owner = find_autobatched(model)
     engine = autobatched.engine(owner)
     grad = torch.is_grad_enabled()
@@ -134,7 +134,7 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
                     if stop.is_set():
                         return
             put(_END)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             put(_Failure(error))
 
     thread = threading.Thread(target=work, name="fxbatch-prefetch", daemon=True)

@@ -19,6 +19,7 @@ LONGEST = 420
 LAYERS = {
     "fxbatch.errors": 0,
     "fxbatch.torch_private": 0,
+    "fxbatch.signature": 1,
     "fxbatch.ir": 1,
     "fxbatch.batched_graph": 2,
     "fxbatch.text": 2,
@@ -31,6 +32,7 @@ LAYERS = {
     "fxbatch.decorator": 7,
     "fxbatch.inspection": 7,
     "fxbatch.explanation": 7,
+    "fxbatch.traced": 7,
     "fxbatch": 8,
     "fxbatch.blocks": 9,
     "fxbatch.data": 9,

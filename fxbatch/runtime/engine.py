@@ -29,8 +29,8 @@ from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.plans import ContentCache, PlanKey
-from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.ready import ReadyMinibatch
+from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.trace.minibatch import Recording, record_minibatch

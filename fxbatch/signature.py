@@ -1,0 +1,210 @@
+"""What may be batched together: tensor types, operations, signatures. Small, immutable, interned.
+
+signature = Signature(operation, inputs=(f32_150,), outputs=(f32_150,), ...)
+str(signature)                                  # "cell(f32[150]) -> (f32[150])"
+signature.run([x], [weight])                    # the per-instance body
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128", torch.complex32: "c32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape (of one instance, no batch dimension), dtype and device of a value: `f32[150]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        return tensor_type(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        where = "" if self.device.type == "cpu" else f"@{self.device}"
+        return f"{name}[{','.join(map(str, self.shape))}]{where}"
+
+    @property
+    def numel(self) -> int:
+        """Elements in one value."""
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether values of this type can carry gradients (floating point or complex)."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@functools.lru_cache(maxsize=65536)
+def tensor_type(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorType:
+    """The one interned TensorType of these fields."""
+    return TensorType(shape, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes that are part of a signature, because an operation's result depends on them."""
+
+    training: bool = False
+    grad: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # enabled (device type, dtype) pairs
+    default_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        words = ["train" if self.training else "eval"] + ([] if self.grad else ["no_grad"])
+        words += [f"autocast({d},{_SHORT.get(t, t)})" for d, t in self.autocast]
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in an operation's arguments or result that a tensor fills."""
+
+    kind: Literal["input", "shared", "output"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A pytree whose tensor leaves are Slots and whose other leaves are static."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(tree: Any) -> Template:
+        leaves, spec = tree_flatten(tree)
+        return Template(tuple(leaves), spec)
+
+    def fill(self, **tensors: Sequence[Any]) -> Any:
+        """The pytree with each Slot replaced: `fill(input=[...], shared=[...])`."""
+        leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedOperand:
+    """A parameter or buffer, the same for all instances, by owner and name so that replacing it works.
+
+    `owner` is None for a bare tensor, which is then `tensor` itself.
+    """
+
+    owner: torch.nn.Module | None
+    name: str
+    tensor: torch.Tensor | None = None
+
+    def resolve(self) -> torch.Tensor:
+        """The tensor as it is now."""
+        if self.owner is None:
+            assert self.tensor is not None
+            return self.tensor
+        found: torch.Tensor | None = self.owner._parameters.get(self.name)
+        if found is None:
+            found = self.owner._buffers.get(self.name)
+        if found is None:
+            found = getattr(self.owner, self.name)
+        return found
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return (id(self.owner) if self.owner is not None else id(self.tensor), self.name)
+
+
+OperationKind = Literal["constant", "number", "module", "function", "graph"]
+CONSTANT_KINDS: tuple[OperationKind, ...] = ("constant", "number")  # kinds with a payload, without a body
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """Code that is batched as a unit. Compared by identity; one object a call site target.
+
+    kind: `constant` and `number` have no body (the runtime stacks tensors / Python numbers);
+    `module` calls `target` with the shared operands substituted; `function` calls `target`;
+    `graph` calls `target(*inputs, *shared)` and gets a tuple of tensors (fusion, splitting).
+    rule: why it is an operation, shown by `explain`.
+    """
+
+    name: str
+    kind: OperationKind
+    target: Any = None
+    rule: str = ""
+    random: bool = False  # draws random numbers: never deduplicated, redrawn at each run
+    identity: bool = False  # a pass-through
+    method: str | None = None  # for `module`: the method that is called, None for forward
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """Calls of EQUAL signatures may be batched. Interned by a SignatureTable; compared by identity here.
+
+    The table compares whole keys (operation, types, shared identities, typed static arguments, modes).
+    """
+
+    operation: Operation
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    shared: tuple[SharedOperand, ...] = ()
+    arguments: Template | None = None  # ((args), {kwargs}) with input and shared slots
+    result: Template | None = None  # with output slots
+    modes: Modes = Modes()
+    shared_names: tuple[str, ...] = ()  # for kind `module`: names that shared[:k] are substituted for
+    location: str = ""  # the user's line that first made it: "model.py:31"
+    reason: str = ""  # why it can't be batched, "" if nothing is known against it
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    def __str__(self) -> str:
+        ins = ", ".join(map(str, self.inputs))
+        outs = ", ".join(map(str, self.outputs))
+        static = self.static_text()
+        return f"{self.name}({ins}{'; ' + static if static else ''}) -> ({outs})"
+
+    def static_text(self) -> str:
+        """The static arguments as text, for dumps."""
+        if self.arguments is None:
+            return ""
+        return ", ".join(repr(x) for x in self.arguments.leaves if type(x) is not Slot)
+
+    def run(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The per-instance body: tensors of `self.inputs` and `self.shared` to those of `self.outputs`."""
+        op = self.operation
+        if op.kind == "graph":
+            return list(op.target(*inputs, *shared))
+        assert self.arguments is not None, f"{op.name} has no body"
+        args, kwargs = self.arguments.fill(input=inputs, shared=shared)
+        if op.kind == "module":
+            state = dict(zip(self.shared_names, shared, strict=False))
+            result = _functional(op.target, op.method, state, args, kwargs)
+        else:
+            result = op.target(*args, **kwargs)
+        return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+
+def _functional(
+    module: torch.nn.Module, method: str | None, state: dict[str, torch.Tensor], args: Any, kwargs: Any
+) -> Any:
+    if method is None:
+        return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    with torch.nn.utils.stateless._reparametrize_module(module, state):
+        return getattr(module, method)(*args, **kwargs)
