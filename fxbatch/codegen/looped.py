@@ -8,7 +8,7 @@ need into the rows of the signature's buffers, and calls the kernel with the are
         kind, a, b = sources[0]                      # inputs 0, 2, read interleaved
         flat, x0 = kept[0]
         if kind == INDEX: index_select(a, 0, b, out=flat)
-        else: flat.copy_(a)
+        elif flat is not None: flat.copy_(a)         # None: x0 is read in place
         kernel(n, (x0, *shared), (*outs, *saved), workspace)
 """
 
@@ -81,7 +81,7 @@ def _read_group(graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> l
             f"flat, {x} = kept[{kept.index(group)}]",
             "if kind == INDEX:",
             "    index_select(a, 0, b, out=flat)",
-            "else:",
+            "elif flat is not None:",
             "    flat.copy_(a)",
         ]
         return lines

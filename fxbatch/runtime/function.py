@@ -11,7 +11,7 @@ import torch
 from fxbatch.errors import GradientError
 from fxbatch.runtime.backward import Backward
 from fxbatch.runtime.differentiable import DifferentiableRun
-from fxbatch.runtime.run import Run
+from fxbatch.runtime.run import Run, differentiable_constants
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ def differentiable_inputs(run: Run) -> list[torch.Tensor]:
                 if t.requires_grad:
                     found.setdefault(id(t), t)
         for phase in run.phases:
-            for payload in phase.program.constants.values():
-                for t in payload:
-                    if isinstance(t, torch.Tensor) and t.requires_grad:
-                        found.setdefault(id(t), t)
+            for s in phase.program.constants:
+                for t in differentiable_constants(phase.program, s):
+                    found.setdefault(id(t), t)
     return list(found.values())
 
 

@@ -86,7 +86,7 @@ class ReadyMinibatch:
             program, schedule = engine.prepare(program)
             renumber = renumbering(values, program.outputs)
             if len(program):
-                phase = run.plan_phase(program, schedule)
+                phase = run.plan_phase(program, schedule, last=True)
         operands = [
             (operand, tensor, tensor.requires_grad)
             for signature, tensors in getattr(run, "shared", {}).items()

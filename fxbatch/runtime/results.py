@@ -126,6 +126,8 @@ def _describe(spec: TreeSpec | None) -> str:
 
 
 def _same_types(column: Sequence[Any]) -> None:
+    if all(type(x) is Value for x in column) and len({x._type for x in column}) == 1:
+        return
     first = next(x for x in column if isinstance(x, torch.Tensor))
     for i, x in enumerate(column):
         if not isinstance(x, torch.Tensor):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.looped import Scratch, group_type
-from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule, Signature, TensorType
+from fxbatch.ir import BROADCAST, INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.find_needs import Needs, find_needs, flat_outputs
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.buffers import Buffer
@@ -41,18 +41,20 @@ class Phase:
     plan: Plan
     needs: Needs
     compiled: list[CompiledOperation | None]  # one a signature, None where the program has no call of it
+    whole: bool = False  # the only phase of its minibatch
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
 
 
 class OperationRows:
     """The rows of one compiled operation over all steps of a run: what its backward needs."""
 
-    __slots__ = ("compiled", "extra", "kept", "rows", "saved", "scratch")
+    __slots__ = ("compiled", "extra", "in_place", "kept", "rows", "saved", "scratch")
 
     def __init__(self, run: Run, compiled: CompiledOperation) -> None:
         pool = run.engine.pool
         self.compiled = compiled
         self.rows = 0
+        self.in_place: dict[int, torch.Tensor] = {}  # kept groups that are read where they are, all rows
         graphs = compiled.graphs
         kinds = [] if graphs is None else [group_type(graphs, g) for g in compiled.kept_groups]
         self.kept = [Buffer(pool, kind) for kind in kinds]
@@ -64,8 +66,11 @@ class OperationRows:
         """How many inputs the kept group at `position` has."""
         return len(self.compiled.layout.groups[self.compiled.kept_groups[position]])
 
-    def kept_rows(self, position: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(flat rows, rows as the operation reads them) of a kept group, calls start to stop."""
+    def kept_rows(self, position: int, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(flat rows, rows as the operation reads them) of a kept group, calls start to stop; no flat rows
+        where the group is read in place."""
+        if position in self.in_place:
+            return None, self.in_place[position][start:stop]
         tensor = self.kept[position].tensor
         assert tensor is not None
         size = self.members(position)
@@ -131,7 +136,7 @@ class Run:
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         if len(program):
-            self.execute(program, self.engine.schedule(program))
+            self.execute(program, self.engine.schedule(program), last=False)
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
@@ -143,23 +148,26 @@ class Run:
             self.execute(program, schedule)
         return renumbering(values, program.outputs)
 
-    def execute(self, program: Program, schedule: Schedule) -> None:
+    def execute(self, program: Program, schedule: Schedule, *, last: bool = True) -> None:
         """Run a scheduled program."""
         with kernel_modes():
-            self._execute(program, schedule)
+            self._execute(program, schedule, last)
 
-    def _execute(self, program: Program, schedule: Schedule) -> None:
-        self.launch(self.plan_phase(program, schedule))
+    def _execute(self, program: Program, schedule: Schedule, last: bool) -> None:
+        self.launch(self.plan_phase(program, schedule, last=last))
 
-    def plan_phase(self, program: Program, schedule: Schedule) -> Phase:
-        """Everything of a phase but the running: operations compiled, places and gathers planned."""
+    def plan_phase(self, program: Program, schedule: Schedule, *, last: bool) -> Phase:
+        """Everything of a phase but the running: operations compiled, places and gathers planned.
+
+        last: whether no phase comes after it.
+        """
         needs, compiled = self._compile(program)
         types = self.type_numbers(program)
         used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
         before = np.array([0 if c is None else self.operation_rows(c).rows for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
         plan = self.engine.plan(program, schedule, compiled, known, used, before)
-        return Phase(program, schedule, plan, needs, compiled)
+        return Phase(program, schedule, plan, needs, compiled, last and not self.phases)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
@@ -189,8 +197,7 @@ class Run:
             else:
                 shared_needs.append((False,) * len(signature.shared))
         constant_needs = {
-            s: self.grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in payload)
-            for s, payload in program.constants.items()
+            s: self.grad and bool(differentiable_constants(program, s)) for s in program.constants
         }
         needs = find_needs(
             program,
@@ -259,6 +266,14 @@ def kernel_modes() -> Iterator[None]:
         yield
 
 
+def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:
+    """The tensors of a constant signature that require gradients."""
+    signature = program.signatures[s]
+    if signature.operation.kind != "constant" or not signature.outputs[0].differentiable:
+        return []
+    return [t for t in program.constants[s] if t.requires_grad]
+
+
 def _can_differentiate(t: torch.Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
 
@@ -323,6 +338,8 @@ def execute_forward(run: Run, phase: Phase) -> None:
         run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
     sources = lay_out_sources(run, phase)
     blocks = lay_out_blocks(run, phase)
+    if phase.whole:
+        _read_in_place(run, phase, sources)
     _reserve_rows(run, phase)
     workspace = run.engine.workspace()
     gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
@@ -357,6 +374,22 @@ def execute_forward(run: Run, phase: Phase) -> None:
             _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
 
 
+def _read_in_place(run: Run, phase: Phase, sources: list[tuple[int, torch.Tensor, Any]]) -> None:
+    """Operations with one step whose kept groups are views: all their rows are together already, no copy."""
+    signatures, steps = np.unique(phase.plan.step_signature, return_counts=True)
+    alone = set(signatures[steps == 1].tolist())
+    for k, s in enumerate(phase.plan.step_signature.tolist()):
+        compiled = phase.compiled[s]
+        if s not in alone or compiled is None or not compiled.kept_groups:
+            continue
+        rows, n = run.rows_of[compiled], int(phase.plan.step_rows[k])
+        for position, group in enumerate(compiled.kept_groups):
+            kind, view, _ = sources[int(phase.plan.first_gather[k]) + group]
+            if kind == VIEW:
+                size = rows.members(position)
+                rows.in_place[position] = view if size == 1 else view.view(n, size, *view.shape[1:])
+
+
 def _reserve_rows(run: Run, phase: Phase) -> None:
     """Room in the buffers of each operation for the rows of this phase."""
     counts = np.bincount(
@@ -368,7 +401,8 @@ def _reserve_rows(run: Run, phase: Phase) -> None:
         rows = run.rows_of[compiled]
         rows.rows += int(counts[s])
         for position, buffer in enumerate(rows.kept):
-            buffer.reserve(rows.rows * rows.members(position))
+            if position not in rows.in_place:
+                buffer.reserve(rows.rows * rows.members(position))
         for buffer in rows.saved:
             buffer.reserve(rows.rows)
 
