@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import fxbatch.blocks as fb
 from fxbatch.data.molecules import Molecule, read_molecules
@@ -31,11 +32,16 @@ ATOM = len(ELEMENTS) + 4  # one of the elements or another, aromatic, charge, hy
 PAIR = 7  # bond type 1-4, the atom itself, 1 / distance in bonds, connected at all
 
 
+def _layer(d: int) -> fb.FC:
+    """A fully connected layer with small weights: sums over atoms and pairs grow with the molecule."""
+    return fb.FC(d, initializer=lambda w: nn.init.xavier_uniform_(w, gain=0.5))
+
+
 class WeaveLayers:
     """The six layers of a weave module, of d units each."""
 
     def __init__(self, d: int) -> None:
-        self.a, self.p, self.aa, self.ap, self.pa, self.pp = (fb.FC(d) for _ in range(6))
+        self.a, self.p, self.aa, self.ap, self.pa, self.pp = (_layer(d) for _ in range(6))
 
 
 class Layers:
@@ -43,8 +49,8 @@ class Layers:
 
     def __init__(self, modules: int = 2, d: int = 24) -> None:
         self.weaves = [WeaveLayers(d) for _ in range(modules)]
-        self.atom = fb.FC(2 * d)
-        self.answer = fb.FC(1, activation=None)
+        self.atom = _layer(2 * d)
+        self.answer = fb.FC(1, activation=None, initializer=lambda w: nn.init.normal_(w, std=1e-3))
 
 
 # [blocks
