@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fxbatch.passes.plan_arenas import is_constant
-from fxbatch.runtime.run import Phase
+from fxbatch.runtime.phase import Phase
 from fxbatch.trace.statistics import Statistics
 
 

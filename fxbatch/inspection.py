@@ -27,8 +27,9 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.function import take_results
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
-from fxbatch.runtime.run import Phase, Run, renumbering
+from fxbatch.runtime.run import Run, renumbering
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.trace.minibatch import Recording
 

@@ -25,15 +25,9 @@ from fxbatch.passes.plan_gradients import (
 )
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.run import (
-    OperationRows,
-    Phase,
-    Run,
-    kernel_modes,
-    lay_out_blocks,
-    lay_out_sources,
-    move_indices,
-)
+from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources, move_indices
+from fxbatch.runtime.phase import OperationRows, Phase
+from fxbatch.runtime.run import Run, kernel_modes
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 

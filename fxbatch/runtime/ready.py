@@ -15,8 +15,9 @@ import torch
 from fxbatch.errors import MinibatchError, TraceError
 from fxbatch.ir import Program
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results
-from fxbatch.runtime.run import Phase, Renumber, Run, renumbering
+from fxbatch.runtime.run import Renumber, Run, renumbering
 from fxbatch.trace.minibatch import Recording
 from fxbatch.trace.traces import Trace, fingerprint
 

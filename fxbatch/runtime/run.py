@@ -12,74 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fxbatch.codegen.looped import Scratch, group_type
-from fxbatch.ir import BROADCAST, INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
+from fxbatch.ir import Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.find_needs import Needs, find_needs, flat_outputs
-from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.constants import fill_constants
+from fxbatch.runtime.forward import execute_forward
+from fxbatch.runtime.phase import OperationRows, Phase
 
 if TYPE_CHECKING:
     from fxbatch.runtime.engine import Engine
 
 Renumber = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(eq=False)
-class Phase:
-    """What one phase ran; backward walks these in reverse."""
-
-    program: Program
-    schedule: Schedule
-    plan: Plan
-    needs: Needs
-    compiled: list[CompiledOperation | None]  # one a signature, None where the program has no call of it
-    whole: bool = False  # the only phase of its minibatch
-    tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
-
-
-class OperationRows:
-    """The rows of one compiled operation over all steps of a run: what its backward needs."""
-
-    __slots__ = ("compiled", "extra", "in_place", "kept", "rows", "saved", "scratch")
-
-    def __init__(self, run: Run, compiled: CompiledOperation) -> None:
-        pool = run.engine.pool
-        self.compiled = compiled
-        self.rows = 0
-        self.in_place: dict[int, torch.Tensor] = {}  # kept groups that are read where they are, all rows
-        graphs = compiled.graphs
-        kinds = [] if graphs is None else [group_type(graphs, g) for g in compiled.kept_groups]
-        self.kept = [Buffer(pool, kind) for kind in kinds]
-        self.saved = [Buffer(pool, kind) for kind in compiled.saved_types]
-        self.extra = [Buffer(pool, kind) for kind in compiled.extra_types]
-        self.scratch = run.engine.scratch_of(compiled)
-
-    def members(self, position: int) -> int:
-        """How many inputs the kept group at `position` has."""
-        return len(self.compiled.layout.groups[self.compiled.kept_groups[position]])
-
-    def kept_rows(self, position: int, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(flat rows, rows as the operation reads them) of a kept group, calls start to stop; no flat rows
-        where the group is read in place."""
-        if position in self.in_place:
-            return None, self.in_place[position][start:stop]
-        tensor = self.kept[position].tensor
-        assert tensor is not None
-        size = self.members(position)
-        flat = tensor[start * size : stop * size]
-        return flat, flat if size == 1 else flat.view(stop - start, size, *tensor.shape[1:])
-
-    def release(self) -> None:
-        for buffer in (*self.kept, *self.saved, *self.extra):
-            buffer.release()
 
 
 class Run:
@@ -276,167 +224,3 @@ def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:
 
 def _can_differentiate(t: torch.Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
-
-
-def move_indices(indices: np.ndarray, device: torch.device) -> torch.Tensor:
-    """All indices of a plan on a device, in one copy (pinned and non-blocking for CUDA)."""
-    tensor = torch.from_numpy(indices)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any]]:
-    """Per gather of the plan what the step functions take: (kind, arena or rows, indices)."""
-    plan = phase.plan
-    arena_ids = [run.type_ids[t] for t in plan.arenas]
-    arenas = [run.arenas[i].tensor for i in arena_ids]
-    kinds = plan.gather_kind.tolist()
-    arena_of = plan.gather_arena.tolist()
-    sizes = plan.gather_rows[plan.gather_kind == INDEX].tolist()
-    pieces: dict[torch.device, Any] = {}
-    out: list[tuple[int, torch.Tensor, Any]] = []
-    at = 0
-    columns = zip(kinds, arena_of, plan.gather_start.tolist(), plan.gather_rows.tolist(), strict=True)
-    for kind, a, start, rows in columns:
-        arena = arenas[a]
-        assert arena is not None
-        if kind == INDEX:
-            split = pieces.get(arena.device)
-            if split is None:
-                split = pieces[arena.device] = move_indices(plan.indices, arena.device).split(sizes)
-            out.append((kind, arena, split[at]))
-            at += 1
-        elif kind == BROADCAST:
-            out.append((kind, arena[start : start + 1], None))
-        else:
-            out.append((kind, arena[start : start + rows], None))
-    return out
-
-
-def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
-    """Per output block of the plan its rows in the arena."""
-    plan = phase.plan
-    sizes = np.repeat(plan.step_rows, np.diff(plan.first_block))
-    out: list[torch.Tensor] = [None] * len(sizes)  # type: ignore[list-item]  # each is filled below
-    for a, kind in enumerate(plan.arenas):
-        mine = np.flatnonzero(plan.block_arena == a)
-        if not len(mine):
-            continue
-        tensor = run.arenas[run.type_ids[kind]].tensor
-        assert tensor is not None
-        first, last = int(plan.block_start[mine[0]]), int(plan.capacity[a])
-        for b, view in zip(mine.tolist(), tensor[first:last].split(sizes[mine].tolist()), strict=True):
-            out[b] = view
-    return out
-
-
-def execute_forward(run: Run, phase: Phase) -> None:
-    """Run all steps of a phase."""
-    plan = phase.plan
-    for a, kind in enumerate(plan.arenas):
-        run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
-    sources = lay_out_sources(run, phase)
-    blocks = lay_out_blocks(run, phase)
-    if phase.whole:
-        _read_in_place(run, phase, sources)
-    _reserve_rows(run, phase)
-    workspace = run.engine.workspace()
-    gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
-    columns = zip(
-        plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True
-    )
-    for k, (s, n, at) in enumerate(columns):
-        compiled = phase.compiled[s]
-        assert compiled is not None
-        outs = blocks[block[k] : block[k + 1]]
-        if compiled.forward is not None:
-            rows = run.rows_of[compiled]
-            run.launches += 1
-            kept = [rows.kept_rows(i, at, at + n) for i in range(len(rows.kept))]
-            saved = [b.tensor[at : at + n] for b in rows.saved]  # type: ignore[index]  # reserved above
-            compiled.forward(
-                n,
-                sources[gather[k] : gather[k + 1]],
-                outs,
-                kept,
-                saved,
-                run.shared[compiled.signature],
-                rows.scratch,
-                workspace,
-            )
-        elif is_constant(compiled.signature):
-            payload = phase.program.constants[s]
-            first = at - (run.rows_of[compiled].rows - len(payload))
-            fill_constants(outs[0], compiled.signature, payload, first, n, plan.constant_order[s])
-        else:
-            run.launches += n
-            _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
-
-
-def _read_in_place(run: Run, phase: Phase, sources: list[tuple[int, torch.Tensor, Any]]) -> None:
-    """Operations with one step whose kept groups are views: all their rows are together already, no copy."""
-    signatures, steps = np.unique(phase.plan.step_signature, return_counts=True)
-    alone = set(signatures[steps == 1].tolist())
-    for k, s in enumerate(phase.plan.step_signature.tolist()):
-        compiled = phase.compiled[s]
-        if s not in alone or compiled is None or not compiled.kept_groups:
-            continue
-        rows, n = run.rows_of[compiled], int(phase.plan.step_rows[k])
-        for position, group in enumerate(compiled.kept_groups):
-            kind, view, _ = sources[int(phase.plan.first_gather[k]) + group]
-            if kind == VIEW:
-                size = rows.members(position)
-                rows.in_place[position] = view if size == 1 else view.view(n, size, *view.shape[1:])
-
-
-def _reserve_rows(run: Run, phase: Phase) -> None:
-    """Room in the buffers of each operation for the rows of this phase."""
-    counts = np.bincount(
-        phase.plan.step_signature, weights=phase.plan.step_rows, minlength=len(phase.compiled)
-    ).astype(np.int64)
-    for s, compiled in enumerate(phase.compiled):
-        if compiled is None:
-            continue
-        rows = run.rows_of[compiled]
-        rows.rows += int(counts[s])
-        for position, buffer in enumerate(rows.kept):
-            if position not in rows.in_place:
-                buffer.reserve(rows.rows * rows.members(position))
-        for buffer in rows.saved:
-            buffer.reserve(rows.rows)
-
-
-def source_rows(source: tuple[int, torch.Tensor, Any], n: int) -> torch.Tensor:
-    """The gathered rows of one source as a tensor."""
-    kind, a, b = source
-    if kind == INDEX:
-        return torch.index_select(a, 0, b)
-    return a.expand(n, *a.shape[1:]) if kind == BROADCAST else a
-
-
-def _run_call_by_call(
-    run: Run,
-    phase: Phase,
-    step: int,
-    compiled: CompiledOperation,
-    sources: list[tuple[int, torch.Tensor, Any]],
-    outs: list[torch.Tensor],
-) -> None:
-    assert compiled.unbatched is not None
-    n = int(phase.plan.step_rows[step])
-    inputs = [source_rows(source, n).clone() for source in sources]
-    results, tape = compiled.unbatched.forward(
-        inputs,
-        run.shared[compiled.signature],
-        input_needs=compiled.needs[0],
-        shared_needs=compiled.needs[1],
-        n=n,
-    )
-    for out, result in zip(outs, results, strict=True):
-        out.copy_(result)
-    if compiled.needs_gradient:
-        phase.tapes[step] = tape
-
-
-__all__ = ["OperationRows", "Phase", "Run", "Scratch", "execute_forward", "lay_out_sources", "source_rows"]

@@ -1,0 +1,181 @@
+"""Forward of a phase: every step of its plan, each a call of an emitted step function.
+
+execute_forward(run, phase)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxbatch.ir import BROADCAST, INDEX, VIEW
+from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.constants import fill_constants
+from fxbatch.runtime.phase import Phase
+
+if TYPE_CHECKING:
+    from fxbatch.runtime.run import Run
+
+
+def move_indices(indices: np.ndarray, device: torch.device) -> torch.Tensor:
+    """All indices of a plan on a device, in one copy (pinned and non-blocking for CUDA)."""
+    tensor = torch.from_numpy(indices)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any]]:
+    """Per gather of the plan what the step functions take: (kind, arena or rows, indices)."""
+    plan = phase.plan
+    arena_ids = [run.type_ids[t] for t in plan.arenas]
+    arenas = [run.arenas[i].tensor for i in arena_ids]
+    kinds = plan.gather_kind.tolist()
+    arena_of = plan.gather_arena.tolist()
+    sizes = plan.gather_rows[plan.gather_kind == INDEX].tolist()
+    pieces: dict[torch.device, Any] = {}
+    out: list[tuple[int, torch.Tensor, Any]] = []
+    at = 0
+    columns = zip(kinds, arena_of, plan.gather_start.tolist(), plan.gather_rows.tolist(), strict=True)
+    for kind, a, start, rows in columns:
+        arena = arenas[a]
+        assert arena is not None
+        if kind == INDEX:
+            split = pieces.get(arena.device)
+            if split is None:
+                split = pieces[arena.device] = move_indices(plan.indices, arena.device).split(sizes)
+            out.append((kind, arena, split[at]))
+            at += 1
+        elif kind == BROADCAST:
+            out.append((kind, arena[start : start + 1], None))
+        else:
+            out.append((kind, arena[start : start + rows], None))
+    return out
+
+
+def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
+    """Per output block of the plan its rows in the arena."""
+    plan = phase.plan
+    sizes = np.repeat(plan.step_rows, np.diff(plan.first_block))
+    out: list[torch.Tensor] = [None] * len(sizes)  # type: ignore[list-item]  # each is filled below
+    for a, kind in enumerate(plan.arenas):
+        mine = np.flatnonzero(plan.block_arena == a)
+        if not len(mine):
+            continue
+        tensor = run.arenas[run.type_ids[kind]].tensor
+        assert tensor is not None
+        first, last = int(plan.block_start[mine[0]]), int(plan.capacity[a])
+        for b, view in zip(mine.tolist(), tensor[first:last].split(sizes[mine].tolist()), strict=True):
+            out[b] = view
+    return out
+
+
+def execute_forward(run: Run, phase: Phase) -> None:
+    """Run all steps of a phase."""
+    plan = phase.plan
+    for a, kind in enumerate(plan.arenas):
+        run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
+    sources = lay_out_sources(run, phase)
+    blocks = lay_out_blocks(run, phase)
+    if phase.whole:
+        _read_in_place(run, phase, sources)
+    _reserve_rows(run, phase)
+    workspace = run.engine.workspace()
+    gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
+    columns = zip(
+        plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True
+    )
+    for k, (s, n, at) in enumerate(columns):
+        compiled = phase.compiled[s]
+        assert compiled is not None
+        outs = blocks[block[k] : block[k + 1]]
+        if compiled.forward is not None:
+            rows = run.rows_of[compiled]
+            run.launches += 1
+            kept = [rows.kept_rows(i, at, at + n) for i in range(len(rows.kept))]
+            saved = [b.tensor[at : at + n] for b in rows.saved]  # type: ignore[index]  # reserved above
+            compiled.forward(
+                n,
+                sources[gather[k] : gather[k + 1]],
+                outs,
+                kept,
+                saved,
+                run.shared[compiled.signature],
+                rows.scratch,
+                workspace,
+            )
+        elif is_constant(compiled.signature):
+            payload = phase.program.constants[s]
+            first = at - (run.rows_of[compiled].rows - len(payload))
+            fill_constants(outs[0], compiled.signature, payload, first, n, plan.constant_order[s])
+        else:
+            run.launches += n
+            _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
+
+
+def _read_in_place(run: Run, phase: Phase, sources: list[tuple[int, torch.Tensor, Any]]) -> None:
+    """Operations with one step whose kept groups are views: all their rows are together already, no copy."""
+    signatures, steps = np.unique(phase.plan.step_signature, return_counts=True)
+    alone = set(signatures[steps == 1].tolist())
+    for k, s in enumerate(phase.plan.step_signature.tolist()):
+        compiled = phase.compiled[s]
+        if s not in alone or compiled is None or not compiled.kept_groups:
+            continue
+        rows, n = run.rows_of[compiled], int(phase.plan.step_rows[k])
+        for position, group in enumerate(compiled.kept_groups):
+            kind, view, _ = sources[int(phase.plan.first_gather[k]) + group]
+            if kind == VIEW:
+                size = rows.members(position)
+                rows.in_place[position] = view if size == 1 else view.view(n, size, *view.shape[1:])
+
+
+def _reserve_rows(run: Run, phase: Phase) -> None:
+    """Room in the buffers of each operation for the rows of this phase."""
+    counts = np.bincount(
+        phase.plan.step_signature, weights=phase.plan.step_rows, minlength=len(phase.compiled)
+    ).astype(np.int64)
+    for s, compiled in enumerate(phase.compiled):
+        if compiled is None:
+            continue
+        rows = run.rows_of[compiled]
+        rows.rows += int(counts[s])
+        for position, buffer in enumerate(rows.kept):
+            if position not in rows.in_place:
+                buffer.reserve(rows.rows * rows.members(position))
+        for buffer in rows.saved:
+            buffer.reserve(rows.rows)
+
+
+def source_rows(source: tuple[int, torch.Tensor, Any], n: int) -> torch.Tensor:
+    """The gathered rows of one source as a tensor."""
+    kind, a, b = source
+    if kind == INDEX:
+        return torch.index_select(a, 0, b)
+    return a.expand(n, *a.shape[1:]) if kind == BROADCAST else a
+
+
+def _run_call_by_call(
+    run: Run,
+    phase: Phase,
+    step: int,
+    compiled: CompiledOperation,
+    sources: list[tuple[int, torch.Tensor, Any]],
+    outs: list[torch.Tensor],
+) -> None:
+    assert compiled.unbatched is not None
+    n = int(phase.plan.step_rows[step])
+    inputs = [source_rows(source, n).clone() for source in sources]
+    results, tape = compiled.unbatched.forward(
+        inputs,
+        run.shared[compiled.signature],
+        input_needs=compiled.needs[0],
+        shared_needs=compiled.needs[1],
+        n=n,
+    )
+    for out, result in zip(outs, results, strict=True):
+        out.copy_(result)
+    if compiled.needs_gradient:
+        phase.tapes[step] = tape
