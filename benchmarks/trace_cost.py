@@ -1,6 +1,6 @@
 """Microseconds a call for recording a Tree-LSTM with three operations a node, on one core.
 
-    python -m benchmarks.trace_cost --leaves 64 --trees 64
+python -m benchmarks.trace_cost --leaves 64 --trees 64
 """
 
 from __future__ import annotations
