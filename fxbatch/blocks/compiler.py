@@ -67,20 +67,25 @@ class CompiledBlock(nn.Module):
         self.root = root
         self.options = options
         self.metric_labels = metric_labels
+        self.has_metrics = bool(metrics_of(root))
         registered = [id(m) for m in root.modules()]
         declared = [m for m in walk(root) if isinstance(m, Block) and id(m) not in registered]
         self.declared = nn.ModuleList(
             m for m in declared if not any(_holds(d, m) for d in declared if d is not m)
         )
-        self.metric_types = metrics_of(root)
         self._local = _PerThread()
+
+    @property
+    def metric_types(self) -> dict[str, TensorType]:
+        """The metrics: name -> type of one value."""
+        return metrics_of(self.root)
 
     def run_instance(self, instance: Any) -> Any:
         """The root's output for one instance: rows of the recording that is going on, else tensors.
 
         With metrics, the pair of it and {name: (values, labels)}.
         """
-        if not self.metric_types:
+        if not self.has_metrics:
             return self._run(instance)
         with collecting_metrics() as found:
             return self._run(instance), found
@@ -126,6 +131,16 @@ class CompiledBlock(nn.Module):
         labels = {n: ls for n, (_, ls) in found.items()}
         return (output, metrics, labels) if self.metric_labels else (output, metrics)
 
+    def empty(self) -> Any:
+        """The result for no instances: tensors [0, *shape] of the root's types."""
+        t, device = self.root.output_type, self.root.device
+        assert t is not None
+        output = _empty(t, device)
+        if not self.has_metrics:
+            return output
+        metrics = {n: stack_metric(m, [], device) for n, m in self.metric_types.items()}
+        return (output, metrics, {n: [] for n in metrics}) if self.metric_labels else (output, metrics)
+
     def extra_repr(self) -> str:
         return f"{self.root.input_type!r} -> {self.root.output_type!r}"
 
@@ -138,6 +153,12 @@ class CompiledBlock(nn.Module):
 
     def __reduce__(self) -> Any:
         return _rebuild, (self.options,), self.__getstate__()
+
+
+def _empty(t: ResultType, device: torch.device) -> Any:
+    if isinstance(t, TupleType):
+        return tuple(_empty(x, device) for x in t.items)
+    return stack_metric(t, [], device) if isinstance(t, TensorType) else None
 
 
 def _holds(module: nn.Module, part: nn.Module) -> bool:
@@ -173,7 +194,7 @@ class _PerThread(threading.local):
                 self.runs.clear()
             to = RecordBuilder(self.tape, recorder.table)
             assert compiled.root.output_type is not None
-            metrics = bool(compiled.metric_types)
+            metrics = compiled.has_metrics
             run = compiled.root.runnable(to)
             made = self.runs[key] = (run, self._wrapper(to, compiled, metrics))
         self.recorder, self.made = recorder, made
@@ -228,7 +249,9 @@ def _class_of(options: Options) -> type[CompiledBlock]:
 
     @functools.wraps(batched)
     def forward(self: CompiledBlock, instances: Any) -> Any:
-        if self.metric_types and current_recorder() is None:
+        if isinstance(instances, (list, tuple)) and not instances and options.out == "stack":
+            return self.empty()
+        if self.has_metrics and current_recorder() is None:
             return self.call_with_metrics(instances)
         return batched(self, instances)
 

@@ -64,7 +64,9 @@ class Function(Block):
         for side, t in (("input", self.input_type), ("output", self.output_type)):
             if t is not None and not is_nest_of_tensors(t):
                 raise complain(
-                    self, f"bad {side} type {t!r}: a Function is over tensors and tuples of tensors"
+                    self,
+                    f"bad {side} type {t!r}: a Function is over tensors and tuples of tensors",
+                    self.origins.get(side),
                 )
         if isinstance(self.function, Layer):
             link(self, "input", self.function, "input")

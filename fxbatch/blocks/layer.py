@@ -29,11 +29,11 @@ class Layer(Typed):
     """
 
     def infer_types(self) -> None:
-        if self.input_type is not None and self.output_type_made is None:
-            self.output_type_made = self.make(self.input_type)
-        give(self, "output", self.output_type_made, self)
+        if self.input_type is not None and not self.is_made:
+            self.is_made = True
+            give(self, "output", self.make(self.input_type), self)
 
-    output_type_made: ResultType | None = None
+    is_made = False  # whether the parameters exist
 
     def make(self, input_type: ResultType) -> ResultType:
         """Make the parameters for this input type; the output type."""
@@ -74,7 +74,9 @@ class ScopedLayer(Layer):
 
     A cell takes (input, state) and gives (output, state): for `nn.LSTMCell` the state is a pair (h, c) and the
     output is h; for `nn.RNNCell` and `nn.GRUCell` output and state are both h. Their types are known at once.
-    Other modules: any nest of tensors to what they give.
+    Other modules give what they give.
+
+    Type: TupleType(t, s) -> TupleType(o, s) for cells; for other modules as for a Function.
 
     >>> ScopedLayer(nn.GRUCell(3, 4)).output_type
     TupleType(TensorType((4,), 'float32'), TensorType((4,), 'float32'))

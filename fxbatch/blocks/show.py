@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,9 @@ def value_text(x: Any) -> str:
     if isinstance(x, torch.nn.Module):
         return type(x).__name__ if not list(x.children()) and not x.extra_repr() else _module_text(x)
     if callable(x):
-        return getattr(x, "__qualname__", type(x).__name__).replace("<locals>.", "")
+        if not isinstance(x, (types.FunctionType, type)):
+            return getattr(x, "__name__", type(x).__name__)
+        return x.__qualname__.rpartition("<locals>.")[2]
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -54,7 +54,7 @@ def double_nest() -> tuple[fb.Block, fb.CompiledBlock]:
 
 
 @given(data=st.lists(nests, max_size=6))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_random_nests_equal_the_loop_in_values_and_gradients(data: list[Any]) -> None:
     block, model = double_nest()
     got = model(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,37 @@ def test_docstrings(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages(page: str) -> None:
-    result = doctest.testfile(str(DOCS / page), module_relative=False, globs=dict(NAMES))
+    result = doctest.testfile(
+        str(DOCS / page), module_relative=False, globs=dict(NAMES), optionflags=doctest.ELLIPSIS
+    )
     assert result.failed == 0 and result.attempted > 5
 
 
-def test_every_block_has_a_docstring_with_type_and_example() -> None:
-    blocks = [v for k, v in NAMES.items() if k in fb.__all__ and callable(v)]
-    for block in blocks:
-        base = block in (fb.Block, fb.Typed, fb.Output, fb.Layer, fb.CompiledBlock, fb.ResultType)
-        is_block = isinstance(block, type) and issubclass(block, fb.Typed) and not base
-        if is_block:
-            assert block.__doc__ and "Type:" in block.__doc__ and ">>>" in block.__doc__, block
+ROW = re.compile(r"^\| `(\w+)[^`]*` \| ([^|]+) \| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
+
+
+def table() -> list[tuple[str, str, str]]:
+    """(block, example, what it gives) of each row of the table in blocks.md."""
+    found = ROW.findall((DOCS / "blocks.md").read_text(encoding="utf-8"))
+    return [(name, example, gives) for name, _, example, gives in found]
+
+
+@pytest.mark.parametrize(("name", "example", "gives"), table())
+def test_the_table_of_blocks(name: str, example: str, gives: str) -> None:
+    assert name in NAMES and re.search(rf"\b{name}\b", example)
+    assert repr(eval(example, dict(NAMES))) == gives
+
+
+def blocks() -> list[str]:
+    """The names of all blocks and layers that the package offers."""
+    bases = (fb.Block, fb.Typed, fb.Layer)
+    classes = [k for k, v in NAMES.items() if isinstance(v, type) and issubclass(v, fb.Typed) and v not in bases]
+    return [*classes, "Scalar", "Vector", "ZipWith"]
+
+
+def test_every_block_is_in_the_table_and_has_a_docstring_with_type_and_example() -> None:
+    listed = [name for name, _, _ in table()]
+    assert sorted(listed) == sorted(blocks())
+    for name in blocks():
+        doc = NAMES[name].__doc__
+        assert doc and "Type:" in doc and ">>>" in doc, name

@@ -99,7 +99,7 @@ MISMATCHES: list[tuple[Any, list[str]]] = [
     (lambda: (S(), S()) >> fb.Nth(), ["Nth()", "(Scalar(), Scalar())"]),
     (lambda: (S(), S()) >> fb.Metric("m"), ["Metric('m')", "(TensorType, PyObjectType)"]),
     (lambda: fb.Map(S()) >> fb.Metric("m"), ["Metric('m')", "SequenceType", "Map(Scalar())"]),
-    (lambda: (S(), S()) >> fb.Record({"a": fb.Identity()}), ["keys", "(Scalar(), Scalar())"]),
+    (lambda: (S(), S()) >> fb.Record({"a": fb.Identity()}), ["takes PyObjectType()", "(Scalar(), Scalar()) gives"]),
     (lambda: (S(), S()) >> fb.Record((fb.Identity(),)), ["1 items", "got 2"]),
     (lambda: S() >> fb.InputTransform(len), ["InputTransform(len) takes PyObjectType()", "Scalar() gives"]),
     (lambda: (S(), S()) >> fb.OneOf(len, (fb.Identity(),)), ["InputTransform(len)", "PyObjectType()", "TupleType"]),
