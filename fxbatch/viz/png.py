@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fxbatch.errors import FxbatchError
 from fxbatch.viz.palette import LIGHT, colour
@@ -22,7 +22,9 @@ LARGEST = 12_000  # pixels a side; a larger picture gets a smaller scale
 _DASH = {"data": "solid", "pass": (0, (5, 4)), "gather": (0, (1, 2))}
 
 
-def write_png(picture: Picture, key: SignatureKey, file: str | Path, *, scale: float = 2.0) -> None:
+def write_png(
+    picture: Picture, key: SignatureKey, file: str | Path | IO[bytes], *, scale: float = 2.0
+) -> None:
     """Write the picture; FxbatchError without matplotlib."""
     try:
         figures = importlib.import_module("matplotlib.figure")

@@ -39,11 +39,13 @@ def picture_to_svg(picture: Picture, key: SignatureKey, *, standalone: bool = Tr
 
 
 def _head(picture: Picture, width: float, height: float) -> list[str]:
-    note = f'<tspan dx="12" font-size="11" font-weight="400" fill="{LIGHT.muted}">{_e(picture.note)}</tspan>'
+    note = (
+        f'<tspan dx="12" font-size="11" font-weight="400" fill="{LIGHT.muted}">{escape(picture.note)}</tspan>'
+    )
     return [
-        f"<title>{_e(picture.title)}</title>",
+        f"<title>{escape(picture.title)}</title>",
         f'<rect width="{_n(width)}" height="{_n(height)}" fill="{LIGHT.background}"/>',
-        f'<text x="16" y="23" font-size="14" font-weight="600" fill="{LIGHT.text}">{_e(picture.title)}'
+        f'<text x="16" y="23" font-size="14" font-weight="600" fill="{LIGHT.text}">{escape(picture.title)}'
         f"{note if picture.note else ''}</text>",
     ]
 
@@ -53,7 +55,7 @@ def _lane(lane: Lane, key: SignatureKey) -> str:
     return (
         f'<g class="lane"><rect x="{_n(lane.x)}" y="{_n(lane.y)}" width="{_n(lane.w)}" height="{_n(lane.h)}" '
         f'rx="7" fill="{fill}"/><text x="{_n(lane.x + 10)}" y="{_n(lane.y + 15)}" fill="{LIGHT.muted}" '
-        f'font-size="{_n(FONT)}">{_e(lane.label)}</text></g>'
+        f'font-size="{_n(FONT)}">{escape(lane.label)}</text></g>'
     )
 
 
@@ -62,7 +64,7 @@ def _tick(tick: Tick, picture: Picture) -> str:
         f'<g class="tick"><line x1="{_n(tick.x)}" y1="26" x2="{_n(tick.x)}" y2="{_n(picture.height)}" '
         f'stroke="{LIGHT.line}" stroke-opacity="0.6" stroke-dasharray="2 5"/>'
         f'<text x="{_n(tick.x)}" y="18" text-anchor="middle" fill="{LIGHT.muted}" font-size="10">'
-        f"{_e(tick.label)}</text></g>"
+        f"{escape(tick.label)}</text></g>"
     )
 
 
@@ -74,9 +76,9 @@ def _arrow(arrow: Arrow, picture: Picture) -> str:
     )
     dash = {"data": "", "pass": ' stroke-dasharray="5 4"', "gather": ' stroke-dasharray="1.5 3"'}[arrow.kind]
     a, b = picture.boxes[arrow.source].id, picture.boxes[arrow.target].id
-    title = f"<title>{_e(arrow.info)}</title>" if arrow.info else ""
+    title = f"<title>{escape(arrow.info)}</title>" if arrow.info else ""
     return (
-        f'<path class="arrow {arrow.kind}" data-a="{_e(a)}" data-b="{_e(b)}" d="{path}" '
+        f'<path class="arrow {arrow.kind}" data-a="{escape(a)}" data-b="{escape(b)}" d="{path}" '
         f'stroke-width="{_n(arrow.width)}"{dash}>{title}</path>'
     )
 
@@ -92,7 +94,7 @@ def _box(box: Box, key: SignatureKey) -> str:
     dash = ' stroke-dasharray="4 3"' if box.kind in ("pass", "known") else ""
     thick = "2.4" if box.result else "1.1" if box.kind not in ("block", "step") else "0.8"
     return (
-        f'<g class="{classes}" data-id="{_e(box.id)}" data-sig="{box.signature}"{step}>'
+        f'<g class="{classes}" data-id="{escape(box.id)}" data-sig="{box.signature}"{step}>'
         f'<rect x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.w)}" height="{_n(box.h)}" '
         f'rx="{_n(min(_ROUND.get(box.kind, 5.0), box.w / 2, box.h / 2))}" fill="{shade.fill}" '
         f'stroke="{shade.stroke}" stroke-width="{thick}"{dash}/>{_texts(box, shade.text)}</g>'
@@ -105,13 +107,11 @@ def _texts(box: Box, fill: str) -> str:
     if not box.label:
         return ""
     if not box.sub:
-        return (
-            f'<text x="{x}" y="{_n(y + 3.8)}" text-anchor="middle" fill="{fill}"{size}>{_e(box.label)}</text>'
-        )
+        return f'<text x="{x}" y="{_n(y + 3.8)}" text-anchor="middle" fill="{fill}"{size}>{escape(box.label)}</text>'
     return (
-        f'<text x="{x}" y="{_n(y - 3)}" text-anchor="middle" fill="{fill}">{_e(box.label)}</text>'
+        f'<text x="{x}" y="{_n(y - 3)}" text-anchor="middle" fill="{fill}">{escape(box.label)}</text>'
         f'<text class="sub" x="{x}" y="{_n(y + 11)}" text-anchor="middle" fill="{fill}" '
-        f'font-size="{_n(FONT - 1)}" opacity="0.75">{_e(box.sub)}</text>'
+        f'font-size="{_n(FONT - 1)}" opacity="0.75">{escape(box.sub)}</text>'
     )
 
 
@@ -121,7 +121,7 @@ def _n(x: float) -> str:
     return text[:-2] if text.endswith(".0") else text
 
 
-def _e(text: str) -> str:
+def escape(text: str) -> str:
     """Escaped for text and attributes; characters that XML forbids become the replacement character."""
     legal = "".join(
         c

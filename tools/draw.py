@@ -1,0 +1,124 @@
+"""Draw a minibatch: one HTML page with all stages and the schedule, or a picture for a paper.
+
+examples:
+  fxbatch draw examples/tree_lstm.py:minibatch --arg trees=8         writes minibatch.html
+  fxbatch draw model.py:minibatch -o page.html --option schedule=depth
+  fxbatch draw model.py:minibatch --format svg --stage batched -o batched.svg
+  fxbatch draw model.py:minibatch --format png --stage schedule -o schedule.png
+  fxbatch draw model.py:minibatch --instances 0,3,5
+
+The page is self-contained: open it from disk, send it by mail. PNG needs the extra: pip install 'fxbatch[bench]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fxbatch.ir import Program
+from fxbatch.viz.draw_form import Form
+from fxbatch.viz.draw_form import draw_form as draw
+from fxbatch.viz.draw_program import draw_instances
+from fxbatch.viz.page import page_of
+from fxbatch.viz.picture import Picture, SignatureKey
+from fxbatch.viz.report import make_report
+from fxbatch.viz.svg import picture_to_svg
+
+from .dump import write, write_picture_png
+from .errors import CommandError
+from .forms import STAGES, Forms, add_minibatch_arguments, compile_target, forms_of
+from .terminal import notices
+
+LARGE = 2_000  # steps; above, stages that insert nodes for every depth are left out of the page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_minibatch_arguments(parser)
+    parser.add_argument("--format", choices=("html", "svg", "png"), default="html", help="default: html")
+    parser.add_argument(
+        "--stage",
+        choices=("trace", *STAGES, "schedule"),
+        default="merged",
+        metavar="STAGE",
+        help=f"of svg and png: trace, {', '.join(STAGES)} or schedule (default: merged)",
+    )
+    parser.add_argument(
+        "--instances", metavar="N,N,...", help="which instances are drawn one by one (default: the first few)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: <function>.<format>; - is standard output"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    forms = forms_of(compile_target(options), options.target, options.phase)
+    instances = _instances(options.instances, forms.merged)
+    name = options.target.rpartition(":")[2]
+    file: Path | None = options.output or Path(f"{name}.{options.format}")
+    if str(file) == "-":
+        file = None
+    if options.format == "html":
+        write(
+            page_of(
+                make_report(
+                    _title(options.target), _stages(forms), forms.program, forms.schedule, instances=instances
+                )
+            ),
+            file,
+        )
+    else:
+        picture, key = _picture(forms, options.stage, instances)
+        if options.format == "png":
+            write_picture_png(picture, forms, file)
+        else:
+            write(picture_to_svg(picture, key) + "\n", file)
+    if file is not None:
+        print(file)
+        sys.stdout.flush()
+    return 0
+
+
+def _title(target: str) -> str:
+    """The target without folders: a page is sent to others."""
+    place, _, name = target.rpartition(":")
+    return f"{Path(place).name if place.endswith('.py') else place}:{name}"
+
+
+def _stages(forms: Forms) -> dict[str, Form]:
+    found: dict[str, Form] = {}
+    for name in STAGES:
+        if name in ("pass-through", "gathered") and len(forms.schedule) > LARGE:
+            notices().print(f"{len(forms.schedule):,} steps: the page has no stage {name}", soft_wrap=True)
+            continue
+        found[name] = forms.stage(name)
+    return found
+
+
+def _picture(forms: Forms, stage: str, instances: list[int] | None) -> tuple[Picture, SignatureKey]:
+    key = SignatureKey.of(forms.merged, forms.program)
+    title = f"{_title(forms.title)}, {stage}"
+    if stage == "trace":
+        same = forms.schedule if forms.merged is forms.program else None
+        return draw_instances(forms.merged, key, instances=instances, title=title, schedule=same), key
+    form = forms.schedule if stage == "schedule" else forms.stage(stage)
+    program = getattr(form, "program", form)
+    if isinstance(program, Program):
+        key.extend(program.signatures)
+    schedule = forms.schedule if program is forms.program else None
+    return draw(form, key, title=title, program=forms.program, schedule=schedule), key
+
+
+def _instances(text: str | None, program: Program) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise CommandError(
+            f"--instances {text!r} is no list of numbers", hint="for example: --instances 0,3"
+        ) from error
+    wrong = [i for i in found if not 0 <= i < program.instances]
+    if wrong:
+        raise CommandError(f"no instance {wrong[0]}: there are {program.instances}, counted from 0")
+    return found

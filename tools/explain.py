@@ -1,0 +1,41 @@
+"""Tell what batching did: why each thing is an operation, what batched, what did not and why, what would help.
+
+examples:
+  fxbatch explain examples/tree_lstm.py:minibatch
+  fxbatch explain model.py:minibatch --arg trees=8 --option schedule=depth
+  fxbatch explain model.py:minibatch --format json | jq .advice
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import fxbatch
+from fxbatch.viz.describe import SCHEMA_VERSION
+
+from .errors import CommandError, Status
+from .forms import add_option_argument, parse_options, user_errors
+from .target import add_target_arguments, load_target
+from .terminal import output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target_arguments(parser)
+    add_option_argument(parser)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+
+
+def run(options: argparse.Namespace) -> int:
+    model, instances = load_target(options.target, options.arg)
+    if not len(instances):
+        raise CommandError(f"{options.target} returned no instances", status=Status.MODEL)
+    with user_errors(options.target):
+        explanation = fxbatch.explain(model, list(instances), **parse_options(options.option))
+    if options.format == "json":
+        head = {"schema": "fxbatch", "version": SCHEMA_VERSION, "form": "explanation"}
+        sys.stdout.write(json.dumps({**head, **explanation.to_dict()}) + "\n")
+    else:
+        output().print(explanation)
+    return Status.OK
