@@ -66,6 +66,15 @@ def test_small_minibatches(name: str, count: int) -> None:
     check_equal(model, *(a[:count] for a in args))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_equals_the_loop(name: str) -> None:
+    model, args = make(name)
+    with torch.no_grad():
+        check_equal(model, *args, gradients=False)
+    with torch.inference_mode():
+        check_equal(model, *args, gradients=False)
+
+
 def test_empty_minibatch() -> None:
     assert M.TreeLSTM()([]).shape[0] == 0
     assert M.Tagger()([]) == []

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW, Layout, Plan, Program, Schedule, Signature, offsets
+from fxbatch.passes.reuse_rows import reuse_rows
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ def plan_arenas(
     known_rows: np.ndarray | None = None,
     used: np.ndarray | None = None,
     run_before: np.ndarray | None = None,
+    reuse: bool = False,
 ) -> Plan:
     """The plan of a program (or of one phase of it).
 
     layouts: one a signature. known_rows: int64 [program.known], the rows of earlier phases' values;
     used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of each
-    signature already run.
+    signature already run. reuse: rows are used again when their last reader has run (inference).
     """
     table = tabulate_slots(program, layouts) if slots is None else slots
     order, first = schedule.order, schedule.offsets
@@ -88,6 +90,9 @@ def plan_arenas(
     step_of = np.repeat(np.arange(len(rows)), rows)
 
     blocks = _lay_out_blocks(program, step_sig, rows, used)
+    if reuse:
+        assert used is None or not used.any(), "rows of earlier phases may be read again"
+        blocks = _lay_out_again(program, schedule, blocks, rows)
     row_of_value = _place_values(program, order, step_of, position, blocks, known_rows)
     first_gather, gathers, entries = _read_inputs(program, table, order, step_sig, rows, step_of, position)
     start, kind, indices = _classify(row_of_value[entries], gathers.offsets, gathers.size)
@@ -129,14 +134,18 @@ def _lay_out_blocks(
     columns = program.columns
     out_types = columns.output_types.astype(np.int64)
     within = np.arange(first[-1]) - np.repeat(first[:-1], width)
-    arena = (
-        out_types[np.repeat(columns.first_output[step_sig], width) + within] if len(out_types) else within
-    )
+    arena = out_types[np.repeat(columns.first_output[step_sig], width) + within] if len(out_types) else within
     size = np.repeat(rows, width)
     types = len(program.types)
     base = np.zeros(types, dtype=np.int64) if used is None else used
     start, total = segmented_starts(arena, size, types)
     return _Blocks(first, arena, start + base[arena] if len(arena) else start, base + total)
+
+
+def _lay_out_again(program: Program, schedule: Schedule, blocks: _Blocks, rows: np.ndarray) -> _Blocks:
+    size = np.repeat(rows, np.diff(blocks.first))
+    start, end = reuse_rows(program, schedule, blocks.first, blocks.arena, size, len(program.types))
+    return _Blocks(blocks.first, blocks.arena, start, end)
 
 
 def segmented_starts(key: np.ndarray, size: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:

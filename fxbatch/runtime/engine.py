@@ -18,9 +18,8 @@ from fxbatch.codegen.looped import Scratch, group_type
 from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
-from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.fuse import Fuser
+from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
@@ -57,19 +56,10 @@ class Engine:
         self.operations = OperationCache()
         self.plans: ContentCache[Any] = ContentCache()
         self.modules: ContentCache[Unrolled] = ContentCache()
-        self.fuser = Fuser()
-        self.rewrites = self._choose_rewrites()
+        chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
+        self.rewrites = Pipeline(chosen, verify=options.verify)
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
-
-    def _choose_rewrites(self) -> tuple[tuple[str, Callable[[Program], Program]], ...]:
-        """The rewrites of a program before scheduling, in order, by the options."""
-        every: tuple[tuple[str, bool, Callable[[Program], Program]], ...] = (
-            ("eliminate_dead", True, eliminate_dead),  # first: the others need not look at dead calls
-            ("deduplicate", self.options.deduplicate, deduplicate),  # before fusion hides equal parts
-            ("fuse", self.options.fuse, self.fuser),
-        )
-        return tuple((name, rewrite) for name, on, rewrite in every if on)
 
     # -- what a Run asks for ------------------------------------------------------------------------
 
@@ -100,13 +90,14 @@ class Engine:
             needs = (inputs, needs[1])
         made = self.operations.get(signature, needs, shared, memory=self.options.memory)
         if made.reason and signature.operation.kind == "graph":
-            self.fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
+            fuser = self.rewrites.passes.get("fuse")
+            if isinstance(fuser, Fuser):
+                fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
         return made
 
     def prepare(self, program: Program) -> tuple[Program, Schedule]:
         """Rewrites before scheduling, then the schedule."""
-        for _, rewrite in self.rewrites:
-            program = rewrite(program)
+        program = self.rewrites(program)
         if self.options.schedule == "fold":
             return add_pass_through_calls(program)
         return program, self.schedule(program)
@@ -123,10 +114,13 @@ class Engine:
         known_rows: np.ndarray,
         used: np.ndarray,
         before: np.ndarray,
+        reuse: bool = False,
     ) -> Plan:
         """Where values live and what steps read."""
         layouts = [None if c is None else c.layout for c in compiled]
-        return plan_arenas(program, schedule, layouts, known_rows=known_rows, used=used, run_before=before)
+        return plan_arenas(
+            program, schedule, layouts, known_rows=known_rows, used=used, run_before=before, reuse=reuse
+        )
 
     def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
         """The unrolled module of a program's structure, emitted when it is new."""

@@ -68,6 +68,11 @@ def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
         tensor = run.arenas[run.type_ids[kind]].tensor
         assert tensor is not None
         first, last = int(plan.block_start[mine[0]]), int(plan.capacity[a])
+        starts = plan.block_start[mine]
+        if (np.diff(starts) != sizes[mine][:-1]).any():  # rows are used again: blocks are anywhere
+            for b, start in zip(mine.tolist(), starts.tolist(), strict=True):
+                out[b] = tensor[start : start + int(sizes[b])]
+            continue
         for b, view in zip(mine.tolist(), tensor[first:last].split(sizes[mine].tolist()), strict=True):
             out[b] = view
     return out

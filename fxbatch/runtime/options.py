@@ -22,17 +22,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 class Options:
     """Options of a decorated callable.
 
-    schedule: batching policy. mode: `looped` walks a plan, `unrolled` emits an fx.GraphModule a structure.
-    backward: `compiled` (three graphs an operation, one autograd function a minibatch) or `autograd`
+    schedule: batching policy (`lookahead` is ours: never more steps than `agenda`, see docs/design.md).
+    mode: `looped` walks a plan, `unrolled` emits an fx.GraphModule a structure. backward: `compiled` (three
+    graphs an operation, one autograd function a minibatch) or `autograd`
     (ordinary autograd, double backward). out: `stack`, `list` or `nested` results. shared: names of
     arguments given once for all instances. memory: what training keeps (`save`) or computes again
     (`recompute`). deduplicate, fuse, split: rewrites before scheduling. return_exceptions: give the exception
-    of an instance in its place in the results (with out="list") instead of raising it.
+    of an instance in its place in the results (with out="list") instead of raising it. verify: check every
+    form after every rewrite (slow, for debugging).
     compile: False, True or the name of a torch.compile backend, for operation graphs; compile_options: passed
     through to it.
     """
 
-    schedule: str = "agenda"
+    schedule: str = "lookahead"
     mode: str = "looped"
     backward: str = "compiled"
     out: str = "stack"
@@ -42,6 +44,7 @@ class Options:
     fuse: bool = True
     split: bool = False
     return_exceptions: bool = False
+    verify: bool = False
     compile: bool | str = False
     compile_options: tuple[tuple[str, Any], ...] = ()
 
@@ -52,7 +55,7 @@ class Options:
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise OptionError(f"unknown option {name!r}{hint} Known options: {', '.join(known)}")
         if isinstance(given.get("shared"), str):
             given["shared"] = (given["shared"],)
@@ -63,7 +66,7 @@ class Options:
         for name, choices in CHOICES.items():
             if name in given and given[name] not in choices:
                 raise OptionError(f"{name}={given[name]!r}: takes one of {', '.join(map(repr, choices))}")
-        for name in ("deduplicate", "fuse", "split", "return_exceptions"):
+        for name in ("deduplicate", "fuse", "split", "return_exceptions", "verify"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         options = Options(**given)

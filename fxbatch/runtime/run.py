@@ -114,8 +114,10 @@ class Run:
         used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
         before = np.array([0 if c is None else self.operation_rows(c).rows for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
-        plan = self.engine.plan(program, schedule, compiled, known, used, before)
-        return Phase(program, schedule, plan, needs, compiled, last and not self.phases)
+        whole = last and not self.phases
+        reuse = whole and not self.grad
+        plan = self.engine.plan(program, schedule, compiled, known, used, before, reuse)
+        return Phase(program, schedule, plan, needs, compiled, whole)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""

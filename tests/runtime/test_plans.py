@@ -43,7 +43,9 @@ def wide_layouts(program: Program) -> list[Layout | None]:
     return found
 
 
-def check_plan(program: Program, schedule: Schedule, plan: Plan, layouts: list[Layout | None]) -> None:
+def check_plan(
+    program: Program, schedule: Schedule, plan: Plan, layouts: list[Layout | None], *, reuse: bool = False
+) -> None:
     """Run the plan on names instead of numbers: a row holds the id of the value that is in it."""
     arenas: list[dict[int, int]] = [{} for _ in plan.arenas]
     value_type = program.type_of_value
@@ -68,9 +70,11 @@ def check_plan(program: Program, schedule: Schedule, plan: Plan, layouts: list[L
             for position, c in enumerate(calls.tolist()):
                 value = int(program.first_value[c]) + j
                 assert plan.arenas[arena] == program.types[value_type[value]]
-                assert start + position not in arenas[arena], "row written twice"
+                assert reuse or start + position not in arenas[arena], "row written twice"
                 arenas[arena][start + position] = value
                 assert plan.row_of_value[value] == start + position
+    for v in program.outputs.tolist():
+        assert arenas[value_type[v]][int(plan.row_of_value[v])] == v, "a result was written over"
     assert [len(a) for a in arenas] == plan.capacity.tolist()
 
 
@@ -104,6 +108,35 @@ def test_plans_of_random_programs(data: st.DataObject) -> None:
     schedule = batch_by_agenda(program)
     layouts = wide_layouts(program)
     check_plan(program, schedule, plan_arenas(program, schedule, layouts), layouts)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_rows_are_used_again_when_their_last_reader_has_run(which: int) -> None:
+    program = workloads()[which]
+    schedule = batch_by_agenda(program)
+    layouts = wide_layouts(program)
+    plan = plan_arenas(program, schedule, layouts, reuse=True)
+    check_plan(program, schedule, plan, layouts, reuse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_reuse_in_random_programs(data: st.DataObject) -> None:
+    program = data.draw(P.programs())
+    if not len(program) or program.known:
+        return
+    schedule, layouts = batch_by_depth(program), wide_layouts(program)
+    plan = plan_arenas(program, schedule, layouts, reuse=True)
+    check_plan(program, schedule, plan, layouts, reuse=True)
+    assert (plan.capacity <= plan_arenas(program, schedule, layouts).capacity).all()
+
+
+def test_memory_of_a_deep_chain_is_bounded_by_its_live_values() -> None:
+    program = P.chain_program(1000, 4)
+    schedule = batch_by_depth(program)
+    layouts: list[Layout | None] = [None] * len(program.signatures)
+    assert int(plan_arenas(program, schedule, layouts, reuse=True).capacity.sum()) <= 4 * 4
+    assert int(plan_arenas(program, schedule, layouts).capacity.sum()) > 4000
 
 
 def test_a_wrong_plan_is_seen() -> None:
