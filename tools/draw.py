@@ -7,7 +7,7 @@ examples:
   fxbatch draw model.py:minibatch --format png --stage schedule -o schedule.png
   fxbatch draw model.py:minibatch --instances 0,3,5
 
-The page is self-contained: open it from disk, send it by mail. PNG needs the extra: pip install 'fxbatch[bench]'.
+The page is self-contained: open it from disk, send it by mail. PNG needs: pip install 'fxbatch[bench]'.
 """
 
 from __future__ import annotations

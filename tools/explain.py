@@ -1,4 +1,4 @@
-"""Tell what batching did: why each thing is an operation, what batched, what did not and why, what would help.
+"""Tell what batching did: why what is an operation, what batched, what did not and why, what would help.
 
 examples:
   fxbatch explain examples/tree_lstm.py:minibatch
