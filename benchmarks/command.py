@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 
 from benchmarks.compare import compare_runs
+from benchmarks.docs_page import DocsError, update_file
 from benchmarks.driver import run_tasks
 from benchmarks.registry import TASKS
 from benchmarks.report import number_text, read_run, seconds_text, tables_of, write_report
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="compare with a stored run: its results.json or its folder",
     )
+    add("--docs", metavar="FILE", type=Path, help="put the tables into this page, between its markers")
     add("--report", metavar="FILE", type=Path, help="make the report of a stored run, and run nothing")
 
 
@@ -125,6 +127,11 @@ def run(options: argparse.Namespace, *, command: str) -> int:
         folder = options.output or Path("bench-results") / result.date[:19].replace(":", "")
     files = write_report(result, folder, earlier=earlier)
     _write_json(result, options.json)
+    if options.docs is not None:
+        try:
+            update_file(options.docs, result)
+        except (DocsError, OSError) as error:
+            raise UsageError(f"{options.docs}: {error}") from error
     if options.json != Path("-"):
         _show(output, result, earlier)
         output.print(f"report: {files[-1]}", markup=False, soft_wrap=True)

@@ -58,7 +58,7 @@ class Contender:
     outcome(): the tensors that the work of round 0 gives, by name, for the comparison before the timing; None
     where they can't be compared (a limit that does less work).
     prepare(round): make that round's minibatch, outside the timing.
-    limit: at most so many runs are timed, where one takes very long.
+    limit: at most so many runs are timed and none to warm up, where one takes very long; the check ran it.
     group: contenders of one group get the same minibatches, and their outcomes are compared.
     """
 
@@ -98,7 +98,7 @@ def measure(
     samples = {c.name: _Samples() for c in contenders}
     for number in range(warmup):
         for contender in contenders:
-            if contender.limit is None or number < contender.limit:
+            if contender.limit is None:
                 on_run(contender.name)
                 _run_once(contender, device, number + 1)
     begin = time.perf_counter()

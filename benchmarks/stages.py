@@ -21,18 +21,20 @@ from torch import nn
 import fxbatch
 from benchmarks.contenders import Batches, Training, decorated
 from benchmarks.measure import Clock, Contender
+from fxbatch import decorator
 from fxbatch.runtime.engine import Engine
 from fxbatch.trace.minibatch import Recording
 
-# Stage, class, method. A stage inside another counts for itself alone.
-STAGES: tuple[tuple[str, type, str], ...] = (
+# Stage, class or module, function. A stage inside another counts for itself alone.
+STAGES: tuple[tuple[str, Any, str], ...] = (
     ("trace", Engine, "record"),
+    ("merge", decorator, "merge"),
     ("merge", Recording, "pending_program"),
     ("rewrite", Engine, "prepare"),
     ("schedule", Engine, "schedule"),
     ("plan", Engine, "plan"),
 )
-NAMES = tuple(name for name, _, _ in STAGES)
+NAMES = tuple(dict.fromkeys(name for name, _, _ in STAGES))
 
 
 @contextlib.contextmanager
@@ -87,12 +89,26 @@ def prepared(contender: Contender) -> Contender:
     return Contender(contender.name, run, contender.outcome, contender.prepare)
 
 
-def preparation_contender(
-    model: nn.Module, method: str, batches: Batches[Any]
-) -> tuple[list[Contender], dict[str, str]]:
-    """`cold`: a step with new instances; `warm`: one whose traces were made before. And what can't run."""
-    train = Training(model, batches, method)
-    return [prepared(train.batched("cold"))], {"warm": "cached traces are not part of this version"}
+def preparation_contenders(model: nn.Module, method: str, batches: Batches[Any]) -> list[Contender]:
+    """Steps with new instances (`cold`), with traces made before (`warm`), with plans made before (`ready`).
+
+    `ready` is what `fxbatch.prefetch` hands out: another thread merged and planned it.
+    """
+    bound = getattr(model, method)
+
+    def traced(number: int) -> list[Any]:
+        data = fxbatch.TracedDataset(bound, batches[number])
+        return [data[i] for i in range(len(data))]
+
+    def ready(number: int) -> Any:
+        (minibatch,) = fxbatch.prefetch(bound, [traced(number)])
+        return minibatch
+
+    found = [prepared(Training(model, batches, method).batched("cold"))]
+    for name, made in (("warm", traced), ("ready", ready)):
+        work = Training(model, Batches(made), method)
+        found.append(prepared(work.contender(name, lambda batch: bound(batch).sum())))
+    return found
 
 
 def counted(model: nn.Module, method: str, batch: list[Any], **options: Any) -> dict[str, float]:
@@ -110,4 +126,4 @@ def counted(model: nn.Module, method: str, batch: list[Any], **options: Any) -> 
     }
 
 
-__all__ = ["NAMES", "counted", "decorated", "prepared", "preparation_contender", "stage_times", "staged"]
+__all__ = ["NAMES", "counted", "decorated", "prepared", "preparation_contenders", "stage_times", "staged"]

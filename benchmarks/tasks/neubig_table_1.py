@@ -48,7 +48,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         train = Training(model, batches, update=1e-5)
         batch = len(batches[0])
         one = train.one_by_one(ONE) if looks is None else train.looked_up(partial(looks, model), ONE)
-        contenders = [replace(one, limit=3), replace(train.loop(LOOP), limit=3)]
+        contenders = [replace(one, limit=3), replace(train.loop(LOOP), limit=1)]
         for schedule in settings.size(SCHEDULES, ("agenda",)):
             found = train.batched(f"fxbatch, {schedule}", schedule=schedule)
             contenders.append(replace(found, limit=3) if schedule == "none" else found)

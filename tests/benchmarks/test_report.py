@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.command import UsageError, add_arguments, choose_tasks, main, settings_of
 from benchmarks.compare import changes, compare_runs
+from benchmarks.docs_page import DocsError, update_page
 from benchmarks.machine import describe_machine, resident_bytes
 from benchmarks.plots import can_draw, draw_svg
 from benchmarks.registry import TASKS
@@ -156,6 +157,38 @@ def test_resident_bytes_grows_with_what_is_held() -> None:
     held = torch.ones(8_000_000)
     assert resident_bytes() - before > 20_000_000 or before == 0
     assert held.numel()
+
+
+PAGE = "# Page\n\n<!-- figures: t -->\nold\n<!-- end -->\n\n<!-- figures: s -->\n<!-- end -->\n\nrest\n"
+
+
+def test_docs_page_takes_the_tables_of_a_full_run() -> None:
+    run = make_run()
+    run.settings["quick"] = False
+    page = update_page(PAGE, run)
+    assert "old" not in page and page.endswith("rest\n") and page.startswith("# Page")
+    for expected in (
+        "Command: `test --quick`",
+        "**Own <table>**",
+        "left out: peer: not installed",
+        "no data",
+    ):
+        assert expected in page
+    assert update_page(page, run) == page
+
+
+def test_docs_page_refuses_quick_runs_and_missing_sections() -> None:
+    with pytest.raises(DocsError, match="quick run"):
+        update_page(PAGE, make_run())
+    run = make_run()
+    run.settings["quick"] = False
+    with pytest.raises(DocsError, match="no section <!-- figures: t -->"):
+        update_page("# Page\n", run)
+
+
+def test_the_docs_have_a_section_for_every_task() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert [task.name for task in TASKS if f"<!-- figures: {task.name} -->" not in page] == []
 
 
 # -- lines of code -----------------------------------------------------------------------------------------
