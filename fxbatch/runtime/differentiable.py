@@ -100,7 +100,8 @@ class DifferentiableRun:
         types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
         used = np.array([self.blocks[t].used for t in types.tolist()], dtype=np.int64)
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
-        plan = self.engine.plan(program, schedule, compiled, self.value_row[: program.known], used, before)
+        known = self.value_row[: program.known]
+        schedule, plan = self.engine.plan(program, schedule, tuple(compiled), known, used, before)
         self.phases.append((program, schedule, plan, compiled))
         for k in range(len(plan)):
             s = int(plan.step_signature[k])

@@ -19,8 +19,9 @@ from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
+from fxbatch.passes.order_rows import RowOrderer
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.plan_arenas import plan_arenas, tabulate_slots
 from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
@@ -54,7 +55,9 @@ class Engine:
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = BufferPool()
         self.operations = OperationCache()
-        self.plans: ContentCache[Any] = ContentCache()
+        self.schedules: ContentCache[Schedule] = ContentCache()
+        self.plans: ContentCache[tuple[Schedule, Plan]] = ContentCache()
+        self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
         chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
         self.rewrites = Pipeline(chosen, verify=options.verify)
@@ -103,24 +106,34 @@ class Engine:
         return program, self.schedule(program)
 
     def schedule(self, program: Program) -> Schedule:
-        """The steps of a program, by the policy of the options."""
-        return self.policy(program)
+        """The steps of a program, by the policy of the options; found again for the same content."""
+        key = PlanKey.of(program, self.options.schedule)
+        return self.schedules.get(key, lambda: self.policy(program))
 
     def plan(
         self,
         program: Program,
         schedule: Schedule,
-        compiled: Sequence[CompiledOperation | None],
+        compiled: tuple[CompiledOperation | None, ...],
         known_rows: np.ndarray,
         used: np.ndarray,
         before: np.ndarray,
         reuse: bool = False,
-    ) -> Plan:
-        """Where values live and what steps read."""
-        layouts = [None if c is None else c.layout for c in compiled]
-        return plan_arenas(
-            program, schedule, layouts, known_rows=known_rows, used=used, run_before=before, reuse=reuse
-        )
+    ) -> tuple[Schedule, Plan]:
+        """Where values live and what steps read; rows are put in order where that saves copies."""
+
+        def make() -> tuple[Schedule, Plan]:
+            layouts = [None if c is None else c.layout for c in compiled]
+            slots = tabulate_slots(program, layouts)
+            ordered = self.order_rows(program, schedule, slots)
+            return ordered, plan_arenas(
+                program, ordered, layouts,
+                slots=slots, known_rows=known_rows, used=used, run_before=before, reuse=reuse,
+            )  # fmt: skip
+
+        if program.known or used.any() or before.any():
+            return make()
+        return self.plans.get((PlanKey.of(program, self.options.schedule), compiled, reuse), make)
 
     def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
         """The unrolled module of a program's structure, emitted when it is new."""

@@ -7,7 +7,7 @@ whole. Bounded; hits and misses are counted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -46,9 +46,9 @@ class ContentCache(Generic[T]):
         self.size = size
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[PlanKey, T] = OrderedDict()
+        self._entries: OrderedDict[Hashable, T] = OrderedDict()
 
-    def get(self, key: PlanKey, make: Callable[[], T]) -> T:
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made for this content, made now if it is new."""
         found = self._entries.get(key)
         if found is not None:

@@ -116,7 +116,7 @@ class Run:
         known = self.value_row[: program.known]
         whole = last and not self.phases
         reuse = whole and not self.grad
-        plan = self.engine.plan(program, schedule, compiled, known, used, before, reuse)
+        schedule, plan = self.engine.plan(program, schedule, tuple(compiled), known, used, before, reuse)
         return Phase(program, schedule, plan, needs, compiled, whole)
 
     def launch(self, phase: Phase) -> None:

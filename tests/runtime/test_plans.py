@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from fxbatch.ir import Layout, Plan, Program, Schedule
 from fxbatch.passes.batch_by_agenda import batch_by_agenda
 from fxbatch.passes.batch_by_depth import batch_by_depth
+from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
 from fxbatch.passes.find_needs import find_needs
-from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.order_rows import RowOrderer, indexed_rows, order_rows
+from fxbatch.passes.plan_arenas import plan_arenas, tabulate_slots
 from fxbatch.passes.plan_gradients import (
     GRADIENT_INDEX,
     GRADIENT_SUM,
@@ -253,3 +255,30 @@ def test_needs_follow_the_signature_graph() -> None:
     needs = find_needs(program, shared, {})
     assert needs.inputs == ((), (False,), (True,))
     assert find_needs(program, [False] * 3, {}).inputs == ((), (False,), (False,))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_ordered_rows_are_the_same_steps_with_fewer_indices(which: int) -> None:
+    program = workloads()[which]
+    schedule = batch_by_agenda(program)
+    layouts: list[Layout | None] = [None] * len(program.signatures)
+    slots = tabulate_slots(program, layouts)
+    ordered = order_rows(program, schedule, slots)
+    for a, b in zip(schedule.steps(), ordered.steps(), strict=True):
+        assert sorted(a.tolist()) == sorted(b.tolist())
+    check_plan(program, ordered, plan_arenas(program, ordered, layouts, slots=slots), layouts)
+    assert indexed_rows(program, ordered, slots) <= indexed_rows(program, schedule, slots)
+    assert order_rows(program, ordered, slots) is ordered
+
+
+def test_rows_are_ordered_only_where_it_saves_copies() -> None:
+    orderer = RowOrderer(again=3)
+    program = P.bilstm_program([9, 2, 7, 4, 8, 3, 14, 12, 5, 11, 6, 13], layers=1)
+    slots = tabulate_slots(program, [None] * len(program.signatures))
+    schedule = batch_by_lookahead(program)
+    saved = [indexed_rows(program, orderer(program, schedule, slots), slots) for _ in range(4)]
+    assert max(saved) * 3 <= indexed_rows(program, schedule, slots) * 2
+    same = P.chain_program(6, 3)
+    slots = tabulate_slots(same, [None] * len(same.signatures))
+    schedule = batch_by_lookahead(same)
+    assert orderer(same, schedule, slots) is schedule
