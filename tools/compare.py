@@ -52,11 +52,11 @@ def compare(target: Runnable, instances: Sequence[Any], *, seed: int = 0) -> Com
             if i not in found.instances:
                 found.instances.append(i)
         found.values += len(e)
-    for name, e in loop_grads.items():
-        for _, message in _differences([batched_grads[name]], [e], [exact_grads[name]], found):
+    for name, own in loop_grads.items():
+        for _, message in _differences([batched_grads[name]], [own], [exact_grads[name]], found):
             found.differences.append(f"gradient of {name}: {message}")
             found.parameters.append(name)
-        found.gradients += e is not None
+        found.gradients += own is not None
     return found
 
 

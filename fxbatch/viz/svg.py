@@ -107,7 +107,8 @@ def _texts(box: Box, fill: str) -> str:
     if not box.label:
         return ""
     if not box.sub:
-        return f'<text x="{x}" y="{_n(y + 3.8)}" text-anchor="middle" fill="{fill}"{size}>{escape(box.label)}</text>'
+        place = f'x="{x}" y="{_n(y + 3.8)}" text-anchor="middle"'
+        return f'<text {place} fill="{fill}"{size}>{escape(box.label)}</text>'
     return (
         f'<text x="{x}" y="{_n(y - 3)}" text-anchor="middle" fill="{fill}">{escape(box.label)}</text>'
         f'<text class="sub" x="{x}" y="{_n(y + 11)}" text-anchor="middle" fill="{fill}" '

@@ -1,0 +1,166 @@
+"""Time by phase and by operation: names the parts of a run, for a table and for torch.profiler.
+
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.instrumented():
+        run()
+    watch.phases["forward"].seconds
+    watch.operations["cell forward"].calls
+
+A phase's time is its own: without the phases that run inside it. Each part is a `record_function` too, so
+that a trace of torch.profiler shows phases, and in them steps by operation and batch size: `cell ×37`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from fxbatch.runtime import forward as forward_module
+from fxbatch.runtime.backward import Backward
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.run import Run
+from fxbatch.trace.record import Recorder
+
+# What each phase is: (owner, attribute, phase). A part that has moved fails a test by name.
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (Engine, "record", "trace"),
+    (Recorder, "pending_program", "merge"),
+    (Engine, "prepare", "rewrite"),
+    (Engine, "schedule", "schedule"),
+    (Engine, "plan", "plan"),
+    (Engine, "compiled", "compile"),
+    (forward_module, "fill_constants", "constants"),
+    (Run, "launch", "forward"),
+    (Engine, "assemble", "results"),
+    (Backward, "__init__", "backward"),
+    (Backward, "_parameters", "parameter gradients"),
+)
+KERNELS = (("forward", "forward"), ("parameters", "parameter gradients"))
+PHASES = tuple(name for _, _, name in PARTS)
+
+
+@dataclass
+class Spent:
+    """Seconds, how often, and how many calls of the program that was for."""
+
+    seconds: float = 0.0
+    times: int = 0
+    calls: int = 0
+
+
+@dataclass
+class Stopwatch:
+    """Collects; `device` is waited for before each reading of the clock, where it is a CUDA device."""
+
+    device: torch.device
+    phases: dict[str, Spent] = field(default_factory=lambda: {name: Spent() for name in PHASES})
+    operations: dict[str, Spent] = field(default_factory=dict)
+    _open: list[float] = field(default_factory=list)  # seconds of parts inside, a running phase each
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time its own seconds, without those of phases inside."""
+        self._open.append(0.0)
+        start = self.now()
+        try:
+            with record_function(name):
+                yield
+        finally:
+            whole = self.now() - start
+            inside = self._open.pop()
+            spent = self.phases[name]
+            spent.seconds += whole - inside
+            spent.times += 1
+            if self._open:
+                self._open[-1] += whole
+
+    @contextmanager
+    def operation(self, name: str, kind: str, calls: int) -> Iterator[None]:
+        """Time one step of an operation; phases go on meanwhile."""
+        start = self.now()
+        try:
+            with record_function(f"{name} ×{calls} {kind}".rstrip()):
+                yield
+        finally:
+            spent = self.operations.setdefault(f"{name}\t{kind}", Spent())
+            spent.seconds += self.now() - start
+            spent.times += 1
+            spent.calls += calls
+
+    @contextmanager
+    def instrumented(self) -> Iterator[None]:
+        """Within it, everything that runs is timed; afterwards all is as before."""
+        replaced: list[tuple[Any, str, Any]] = []
+
+        def replace(owner: Any, name: str, wrapper: Any) -> None:
+            replaced.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, wrapper)
+
+        try:
+            for owner, name, phase in PARTS:
+                replace(owner, name, self._timed(getattr(owner, name), phase))
+            replace(
+                forward_module,
+                "_run_call_by_call",
+                self._stepped(forward_module._run_call_by_call, "forward"),
+            )
+            replace(Backward, "_step", self._stepped(Backward._step, "backward"))
+            launch = Run.launch  # timed already
+
+            def launch_timed(run: Run, phase: Any) -> None:
+                for compiled in phase.compiled:
+                    for part, kind in KERNELS:
+                        kernel = getattr(compiled, part, None)
+                        if kernel is not None and not isinstance(kernel, TimedKernel):
+                            replace(compiled, part, TimedKernel(self, compiled.signature.name, kernel, kind))
+                launch(run, phase)
+
+            replace(Run, "launch", launch_timed)
+            yield
+        finally:
+            for owner, name, before in reversed(replaced):
+                setattr(owner, name, before)
+
+    def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _stepped(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """A function of one step, among whose arguments are the phase, the step and the operation."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            at = next(i for i, x in enumerate(args) if isinstance(x, CompiledOperation))
+            step, phase = args[at - 1], args[at - 2]
+            with self.operation(args[at].signature.name, kind, int(phase.plan.step_rows[step])):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+class TimedKernel:
+    """A step function or kernel, whose first argument is the number of rows, with its time taken."""
+
+    def __init__(self, watch: Stopwatch, name: str, kernel: Callable[..., Any], kind: str) -> None:
+        self.watch, self.name, self.kernel, self.kind = watch, name, kernel, kind
+
+    def __call__(self, n: int, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.operation(self.name, self.kind, n):
+            return self.kernel(n, *args, **kwargs)
