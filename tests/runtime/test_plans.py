@@ -278,7 +278,8 @@ def test_rows_are_ordered_only_where_it_saves_copies() -> None:
     schedule = batch_by_lookahead(program)
     saved = [indexed_rows(program, orderer(program, schedule, slots), slots) for _ in range(4)]
     assert max(saved) * 3 <= indexed_rows(program, schedule, slots) * 2
-    trees = workloads()[0]
-    slots = tabulate_slots(trees, [None] * len(trees.signatures))
-    schedule = batch_by_lookahead(trees)
-    assert orderer(trees, schedule, slots) is schedule
+    build = P.ProgramBuilder(3)
+    plain = build.program(*[build.call("f", build.constant(float(i)), instance=i) for i in range(3)])
+    slots = tabulate_slots(plain, [None] * len(plain.signatures))
+    schedule = batch_by_lookahead(plain)
+    assert orderer(plain, schedule, slots) is schedule
