@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._C import (
 )
 
 # Checked against 2.11.0 and 2.13.0.
+from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,9 +49,110 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def compile_symbolic(
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    dynamic: Sequence[Sequence[bool]],
+    rows: int,
+    patches: Mapping[str, Any],
+) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool], str]:
+    """`function(n, *tensors)` through Inductor for any number of rows n, without Dynamo and its guards.
+
+    dynamic: per tensor and dimension, whether it is as long as n. rows: n in `tensors`. patches: options of
+    Inductor's configuration. Returns (run, fits, file): `run([n, *tensors])` empties the list it is given; `fits(n)`
+    says whether what was compiled assumes nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
+    Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
+    """
+    import torch._inductor.config
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    fakes = []
+    for tensor, flags in zip(tensors, dynamic, strict=True):
+        sizes = [DimDynamic.DUCK if flag else DimDynamic.STATIC for flag in flags]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))  # type: ignore[arg-type, var-annotated]
+        fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+    found = [f.shape[d] for f, flags in zip(fakes, dynamic, strict=True) for d, x in enumerate(flags) if x]
+    n: Any = found[0] if found else rows
+    inner = torch._inductor.config.patch(**{"size_asserts": False, **patches})
+    with torch.no_grad(), mode, enable_python_dispatcher(), tracing(TracingContext(mode)), inner:
+        module = make_fx(function, decomposition_table=select_decomp_table())(n, *fakes)
+        compiled: Any = compile_fx_inner(module, [n, *fakes])
+    symbol = n.node.expr if found else None
+
+    def fits(count: int) -> bool:
+        if symbol is None:
+            return count == rows
+        return all(guard.expr.xreplace({symbol: count}) == True for guard in env.guards)  # noqa: E712 sympy's
+
+    file = getattr(getattr(compiled.current_callable, "__func__", None), "__code__", None)
+    return compiled.current_callable, fits, "" if file is None else str(file.co_filename)
+
+
+def inductor_mode_options(name: str | None) -> dict[str, Any]:
+    """The configuration that a mode of torch.compile stands for. Checked: 2.11.0, 2.13.0."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(name)) if name else {}
+
+
+def inductor_cache_counts() -> tuple[int, int]:
+    """Graphs found in Inductor's cache and graphs compiled anew, in this process. Checked: 2.11.0, 2.13.0."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+
+
+def find_backend(backend: Any) -> Callable[..., Any]:
+    """The function behind the name of a torch.compile backend. Checked: 2.11.0, 2.13.0."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(backend)
+
+
 def direct_call(overload: Any) -> Any:
     """The C++ function behind an OpOverload: 0.4-0.7 us a call cheaper. Checked: 2.11.0, 2.13.0."""
     return overload._op
+
+
+def has_vmap_rule(overload: Any) -> bool:
+    """Whether vmap can batch this OpOverload other than by a loop over rows. Checked: 2.11.0, 2.13.0."""
+    dispatcher: Any = torch._C
+    return any(
+        dispatcher._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
+        for key in ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImplicitAutograd")
+    )
+
+
+def decompositions_without_vmap_rule() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's own decompositions of the calls that vmap has no rule for. Checked: 2.11.0, 2.13.0."""
+    return {op: rule for op, rule in core_aten_decompositions().items() if not has_vmap_rule(op)}
+
+
+def elementwise_under_vmap(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call that broadcasts, inside vmap, made on the whole batches. Checked: 2.11.0, 2.13.0."""
+    functorch: Any = torch._C._functorch
+    level = functorch.maybe_current_level()
+    is_batched = lambda x: isinstance(x, torch.Tensor) and functorch.maybe_get_level(x) == level  # noqa: E731
+    rank = max((x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), default=0)
+
+    def whole(x: Any) -> Any:
+        if not is_batched(x):
+            return x
+        lead = functorch._unwrap_batched(x, level)
+        value = lead[0].movedim(lead[1], 0)
+        return value.reshape(value.shape[0], *[1] * (rank - x.dim()), *value.shape[1:])
+
+    if not any(is_batched(x) for x in tree_leaves((args, kwargs))):
+        return function(*args, **kwargs)
+    result = function(*tree_map(whole, args), **tree_map(whole, kwargs))
+    return tree_map(lambda x: functorch._add_batch_dim(x, 0, level), result)
 
 
 @contextlib.contextmanager
@@ -92,6 +194,10 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
+    "compile_symbolic",
+    "find_backend",
+    "inductor_cache_counts",
+    "inductor_mode_options",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -106,7 +212,10 @@ __all__ = [
     "swap_function_modes",
     "TreeSpec",
     "backward_keeps_graph",
+    "decompositions_without_vmap_rule",
     "direct_call",
+    "elementwise_under_vmap",
+    "has_vmap_rule",
     "inside_functorch",
     "is_pytree_node",
     "no_vmap_fallback",

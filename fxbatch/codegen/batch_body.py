@@ -23,7 +23,12 @@ from fxbatch.codegen.contract import NotBatchable
 from fxbatch.codegen.sizes import evaluate, fit, rows_node
 from fxbatch.codegen.trace_body import devices_of, entered_modes, fake_rows, fake_shared, mutates
 from fxbatch.ir import Layout, Signature
-from fxbatch.torch_private import FakeTensorMode, no_vmap_fallback
+from fxbatch.torch_private import (
+    FakeTensorMode,
+    elementwise_under_vmap,
+    has_vmap_rule,
+    no_vmap_fallback,
+)
 
 aten = torch.ops.aten
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
@@ -149,12 +154,31 @@ def _trace_joint(
 def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
     """vmap over the groups; the dummy says how many rows there are when there are no groups."""
     count = len(groups)
+    run = _ElementwiseInterpreter(body).run if _needs_elementwise(body) else body
 
     def call(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(body(*tensors))
+        return tuple(run(*tensors))
 
     dims = (0, *([0] * count), *([None] * len(weights)))
     return list(torch.func.vmap(call, in_dims=dims, randomness="different")(dummy, *groups, *weights))
+
+
+def _is_elementwise_without_rule(target: Any) -> bool:
+    overload = isinstance(target, torch._ops.OpOverload)
+    return overload and torch.Tag.pointwise in target.tags and not has_vmap_rule(target)
+
+
+def _needs_elementwise(body: fx.GraphModule) -> bool:
+    return any(_is_elementwise_without_rule(node.target) for node in body.graph.nodes)
+
+
+class _ElementwiseInterpreter(fx.Interpreter):
+    """Runs a body in vmap; elementwise calls that vmap has no rule for are made on the whole batch."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if _is_elementwise_without_rule(target):
+            return elementwise_under_vmap(target, *args, **kwargs)
+        return super().call_function(target, args, kwargs)
 
 
 def _unify(

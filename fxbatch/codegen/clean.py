@@ -145,6 +145,8 @@ def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _drop_same_cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x = node.args[0]
+    if not isinstance(x, fx.Node):
+        return None
     same_device = x.meta["values"][0].device == node.meta["values"][0].device
     return x if same_form(x, node) and same_device else None
 

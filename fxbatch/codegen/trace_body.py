@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.contract import NotBatchable
+from fxbatch.codegen.decompose import decompositions
 from fxbatch.ir import Modes, Signature, TensorType
 from fxbatch.torch_private import FakeTensorMode, TorchDispatchMode
 
@@ -106,9 +107,9 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with mode:
-            graph = make_fx(torch.func.functionalize(body))(*fakes)
+            graph = make_fx(torch.func.functionalize(body), decompositions())(*fakes)
             if any(mutates(node) for node in graph.graph.nodes):
-                graph = make_fx(torch.func.functionalize(graph))(*fakes)
+                graph = make_fx(torch.func.functionalize(graph), decompositions())(*fakes)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     for node in graph.graph.nodes:

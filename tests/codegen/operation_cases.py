@@ -11,6 +11,7 @@ from fxbatch import ir
 from fxbatch.codegen.contract import OperationGraphs, Ref, Unbatched
 from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
 from fxbatch.codegen.operation import build_operation
+from fxbatch.torch_private import tree_flatten
 
 Slot = ir.Slot
 
@@ -37,7 +38,7 @@ def signature_of(
         operands = tuple(ir.SharedOperand(None, f"w{i}", x) for i, x in enumerate(shared))
         slots += tuple(Slot("shared", i) for i in range(len(shared)))
         result = target(*[x.clone() for x in inputs], *shared)
-    outputs = [x for x in ir.tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+    outputs = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
     name = getattr(target, "__name__", type(target).__name__)
     return ir.Signature(
         operation=ir.Operation(name, "module" if module else "function", target),
