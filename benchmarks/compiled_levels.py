@@ -18,10 +18,10 @@ from benchmarks.models import TreeLSTM
 class CompiledLevels(LevelTreeLSTM):
     """The model's parameters; one compiled function for a level, one for all leaves."""
 
-    def __init__(self, model: TreeLSTM) -> None:
+    def __init__(self, model: TreeLSTM, *, backend: str = "inductor") -> None:
         super().__init__(model)
-        self.compiled_leaves = torch.compile(self._leaves, dynamic=True)
-        self.compiled_level = torch.compile(self._level, dynamic=True)
+        self.compiled_leaves = torch.compile(self._leaves, dynamic=True, backend=backend)
+        self.compiled_level = torch.compile(self._level, dynamic=True, backend=backend)
 
     def _leaves(self, words: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self.model.leaf(self.model.embed(words))

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.compiled_levels import CompiledLevels
 from benchmarks.contenders import Batches, Inference, Training, decorated, joined, looked_up_once
 from benchmarks.driver import run_tasks
 from benchmarks.measure import Clock
@@ -83,6 +84,18 @@ def test_inference_contenders_agree() -> None:
     assert wanted.shape == (3, 5)
     for contender in (infer.one_by_one(), infer.batched()):
         torch.testing.assert_close(contender.outcome()["result"], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch._dynamo's own
+def test_compiled_levels_agree_with_the_loop() -> None:
+    model, batches = small()
+    train = Training(model, batches)
+    wanted = train.loop().outcome()
+    found = train.by_hand("compiled", CompiledLevels(model, backend="eager")).outcome()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_looked_up_once_gives_the_rows_and_goes_away() -> None:
