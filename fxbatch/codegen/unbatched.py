@@ -80,7 +80,7 @@ class UnbatchedKernel:
             for out, grad in zip(outputs, grad_outputs, strict=True):
                 if grad is not None and out.requires_grad:
                     ends.append(out)
-                    starts.append(grad[row])
+                    starts.append(grad[row].clone())  # memory of its own: as_strided counts from its start
         leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
         wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
         found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())

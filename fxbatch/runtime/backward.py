@@ -87,6 +87,9 @@ class Backward:
             elif is_constant(compiled.signature):
                 groups.append(())
                 outputs.append((0,))
+            elif not compiled.grad_outputs:  # no gradient reaches it: it writes none (`angle` of reals)
+                groups.append(())
+                outputs.append(())
             else:
                 groups.append(compiled.grad_groups if compiled.needs_gradient else ())
                 outputs.append(compiled.grad_outputs if compiled.needs_gradient else ())
