@@ -52,7 +52,9 @@ class View {
     this.place({ x, y, w: bw, h: bh });
   }
   whole() {
-    this.place({ ...this.full });
+    const { w, h } = this.size();
+    const scale = Math.min(w / this.full.w, h / this.full.h);
+    this.place({ x: (this.full.w - w / scale) / 2, y: 0, w: w / scale, h: h / scale });
   }
   resize() {
     if (!this.svg) return;

@@ -52,14 +52,17 @@ def colour(number: int, *, dark: bool = False) -> Colour:
     else:
         hue = float(HUES[number]) if number < len(HUES) else (number * _GOLDEN_ANGLE) % 360
         chroma = 1.0
+    shift = 0.02 * (number // len(HUES) % 3) if number > 0 else 0.0  # hues come near each other after a round
     if dark:
         return Colour(
-            oklch(0.36, 0.075 * chroma, hue),
+            oklch(0.36 + shift, 0.075 * chroma, hue),
             oklch(0.72, 0.125 * chroma, hue),
             oklch(0.95, 0.035 * chroma, hue),
         )
     return Colour(
-        oklch(0.925, 0.055 * chroma, hue), oklch(0.58, 0.145 * chroma, hue), oklch(0.33, 0.085 * chroma, hue)
+        oklch(0.925 - shift, 0.055 * chroma, hue),
+        oklch(0.58, 0.145 * chroma, hue),
+        oklch(0.33, 0.085 * chroma, hue),
     )
 
 

@@ -9,12 +9,14 @@ Comes in: a Picture and the SignatureKey of its colours. Goes out: a PNG file.
 from __future__ import annotations
 
 import importlib
+import warnings
 from pathlib import Path
 from typing import IO, Any
 
 from fxbatch.errors import FxbatchError
 from fxbatch.viz.palette import LIGHT, colour
 from fxbatch.viz.picture import FONT, Box, Picture, SignatureKey
+from fxbatch.viz.svg import legal
 
 HEAD = 34.0
 DOTS = 100  # an inch
@@ -68,7 +70,9 @@ def write_png(
         axes.add_patch(line)
     for box in picture.boxes:
         _draw_box(axes, patches, box, key)
-    figure.savefig(file, format="png", dpi=DOTS * scale, facecolor=LIGHT.background)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
+        figure.savefig(file, format="png", dpi=DOTS * scale, facecolor=LIGHT.background)
 
 
 def _draw_box(axes: Any, patches: Any, box: Box, key: SignatureKey) -> None:
@@ -107,6 +111,6 @@ def _write(
 ) -> None:
     """Text centred vertically on y; `$` is no formula."""
     axes.text(
-        x, y, text, fontsize=size * 0.72, color=fill, ha=ha, va="center_baseline", weight=weight,
+        x, y, legal(text).replace("\n", " "), fontsize=size * 0.72, color=fill, ha=ha, va="center_baseline", weight=weight,
         parse_math=False, family="sans-serif",
     )  # fmt: skip

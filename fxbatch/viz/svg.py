@@ -9,6 +9,7 @@ Comes in: a Picture and the SignatureKey of its colours. Goes out: SVG text; all
 from __future__ import annotations
 
 import html
+import re
 
 from fxbatch.viz.palette import LIGHT, colour
 from fxbatch.viz.picture import FONT, Arrow, Box, Lane, Picture, SignatureKey, Tick
@@ -123,11 +124,10 @@ def _n(x: float) -> str:
 
 
 def escape(text: str) -> str:
-    """Escaped for text and attributes; characters that XML forbids become the replacement character."""
-    legal = "".join(
-        c
-        if c in "\t\n\r" or 0x20 <= ord(c) <= 0xD7FF or 0xE000 <= ord(c) <= 0xFFFD or ord(c) > 0xFFFF
-        else "\ufffd"
-        for c in text
-    )
-    return html.escape(legal, quote=True)
+    """Escaped for text and attributes."""
+    return html.escape(legal(text), quote=True)
+
+
+def legal(text: str) -> str:
+    """The text with the replacement character for those that XML forbids."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
