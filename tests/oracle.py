@@ -26,6 +26,9 @@ def to_double(x: Any, memo: dict[int, Any] | None = None) -> Any:
         return memo[id(x)]
     if isinstance(x, torch.nn.Module):
         made: Any = copy.deepcopy(x).double()
+        for t in (*made.parameters(), *made.buffers()):
+            if t.dtype is torch.complex64:
+                t.data = t.data.to(torch.complex128)
     elif isinstance(x, torch.Tensor):
         wide = {torch.complex64: torch.complex128}.get(x.dtype, torch.float64)
         made = x.detach().to(wide) if x.dtype.is_floating_point or x.dtype.is_complex else x

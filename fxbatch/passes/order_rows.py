@@ -53,6 +53,8 @@ def indexed_rows(program: Program, schedule: Schedule, slots: SlotTable) -> int:
 
 def order_rows(program: Program, schedule: Schedule, slots: SlotTable) -> Schedule:
     """The schedule with rows reordered; the same object when nothing moves."""
+    if not len(program.inputs):
+        return schedule  # nothing is read
     first = schedule.offsets.tolist()
     steps = len(first) - 1
     order = schedule.order.copy()

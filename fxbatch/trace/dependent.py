@@ -15,6 +15,7 @@ import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.bindings import inside_binding
 from fxbatch.trace.location import user_line
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.state import tracing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 _MASKS = (torch.bool, torch.uint8)
+_POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def call_with_values(
@@ -36,11 +38,27 @@ def call_with_values(
     reason: str,
 ) -> Any:
     """The result of `func(*args, **kwargs)`, asking for as few values as will do."""
+    with inside_binding(func):
+        return _call_with_values(recorder, func, args, kwargs, arguments, reason)
+
+
+def _call_with_values(
+    recorder: Recorder,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+    reason: str,
+) -> Any:
     plain = _with_plain_integers(recorder, args, kwargs)
     if plain is not None:
-        return recorder.call(func, *plain)
+        try:
+            return recorder.call(func, *plain)
+        except TypeError:  # it takes tensors there: `torch.equal(x, count)`
+            return _run_on_values(recorder, func, args, kwargs, arguments, reason)
     if func is torch.Tensor.__getitem__:
-        return recorder.call(func, (args[0], _indices(recorder, args[1])), kwargs)
+        index = _indices(recorder, args[1])
+        return args[0][index] if type(index) is int else recorder.call(func, (args[0], index), kwargs)
     if func in (torch.masked_select, torch.Tensor.masked_select) and len(args) == 2:
         x, mask = args
         shape = torch.broadcast_shapes(x.shape, mask.shape)
@@ -60,6 +78,7 @@ def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
         and type(x) is Value
         and not x.shape
         and not x.dtype.is_floating_point
+        and not x.dtype.is_complex
         and x.dtype is not torch.bool
     ]
     if not places:
@@ -70,7 +89,7 @@ def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
 
 
 def _indices(recorder: Recorder, index: Any) -> Any:
-    """An index with its masks replaced by the indices of what they select."""
+    """An index with its masks replaced by the indices of what they select, positions by Python ints."""
     if type(index) is tuple:
         parts: list[Any] = []
         for part in index:
@@ -81,7 +100,9 @@ def _indices(recorder: Recorder, index: Any) -> Any:
         (real,) = recorder.read([index]) if type(index) is Value else (index,)
         return tuple(real.nonzero(as_tuple=True))
     if type(index) is Value:
-        return recorder.read([index])[0]
+        index = recorder.read([index])[0]
+    if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _POSITIONS:
+        return int(index)
     return index
 
 

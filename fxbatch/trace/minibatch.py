@@ -21,6 +21,7 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
+from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.location import user_line
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
@@ -259,11 +260,28 @@ class _Run:
         me = greenlet.getcurrent()
         if me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
+        if must_not_switch():
+            return self._answer_here(values)
         parked = _Parked(self.running, me, values, ThreadModes())
         self.parked.append(parked)
         self.statistics.asked(user_line(), len(values))
         self.main.switch()
         return parked.answer
+
+    def _answer_here(self, values: list[Value]) -> list[torch.Tensor]:
+        """Real tensors of the values without leaving this instance: what is pending runs now."""
+        calls, modes = self.recorder.pending, ThreadModes()
+        self.statistics.asked(user_line(), len(values))
+        self.modes.restore()
+        try:
+            with tracing(None):
+                self.execution.run(self.recorder.pending_program([]))
+                answer = self.execution.read([v.id for v in values])
+        finally:
+            modes.restore()
+        self.statistics.phase(calls, [self.running])
+        self.recorder.begin(self.running)
+        return answer
 
 
 def _instance(parked: _Parked) -> int:
