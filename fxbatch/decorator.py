@@ -58,7 +58,7 @@ class Autobatched:
         self.options = options
         self.signature = inspect.signature(fn)
         names = list(self.signature.parameters)
-        self.is_method = bool(names) and names[0] == "self"
+        self.is_method = bool(names) and (names[0] == "self" or _defined_in_a_class(fn))
         unknown = [name for name in options.shared if name not in names]
         if unknown:
             raise MinibatchError(
@@ -169,6 +169,12 @@ class Autobatched:
         if self.options.out == "stack":
             return stack_real(results)
         return nest(results) if self.options.out == "nested" else results
+
+
+def _defined_in_a_class(fn: Callable[..., Any]) -> bool:
+    """Whether a function was defined in the body of a class: "Model.forward", not "make.<locals>.forward"."""
+    parent = getattr(fn, "__qualname__", "").rpartition(".")[0]
+    return bool(parent) and not parent.endswith("<locals>")
 
 
 class _Engines(dict[Autobatched, Engine]):
