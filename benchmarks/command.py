@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     console = Console(stderr=True, highlight=False)
     try:
-        return run(parser.parse_args(given), command=" ".join(["python -m benchmarks", *given]))
+        return run(parser.parse_args(given), command=shlex.join(["python", "-m", "benchmarks", *given]))
     except UsageError as error:
         console.print(f"benchmarks: {error}", markup=False)
         if error.hint:

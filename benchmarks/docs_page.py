@@ -9,11 +9,16 @@ In: a full run and the page. Out: the page with the sections of the run's tasks 
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 from benchmarks.report import machine_lines, number_table, table_markdown
 from benchmarks.results import RunResult, TaskResult
+
+# Options that say where results go: they don't change what is measured, and name places on one machine.
+OUTPUT_OPTIONS = ("--docs", "--json", "-o", "--output", "--compare", "--data")
 
 
 class DocsError(ValueError):
@@ -24,6 +29,7 @@ def update_page(page: str, run: RunResult) -> str:
     """The page with the run's sections. DocsError for a quick run, or where a task has no markers."""
     if run.settings["quick"]:
         raise DocsError("a quick run says nothing about speed: its figures don't go into the docs")
+    run = dataclasses.replace(run, command=measuring_command(run.command))
     for task in run.tasks:
         start = f"<!-- figures: {task.name} -->"
         pattern = re.compile(re.escape(start) + r".*?<!-- end -->", re.DOTALL)
@@ -32,6 +38,18 @@ def update_page(page: str, run: RunResult) -> str:
         section = "\n\n".join([start, *section_parts(task, run), "<!-- end -->"])
         page = pattern.sub(lambda found, section=section: section, page)
     return page
+
+
+def measuring_command(command: str) -> str:
+    """The command without the options of where results go."""
+    words = iter(shlex.split(command))
+    kept = []
+    for word in words:
+        if word in OUTPUT_OPTIONS:
+            next(words, None)
+        elif word.partition("=")[0] not in OUTPUT_OPTIONS:
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def section_parts(task: TaskResult, run: RunResult) -> list[str]:

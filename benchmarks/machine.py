@@ -23,7 +23,7 @@ def describe_machine(device: torch.device, *, threads: int) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": os.cpu_count() or 1,
         "memory_bytes": total_memory(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "threads": threads,

@@ -81,7 +81,9 @@ def tree_cases(
     hidden = model.cell.gates.in_features // 2
     more, skipped = tree_options(train, model, settings)
     # A dense gradient of the whole table for each word: half a minute. One round says enough.
-    contenders = [replace(train.loop(LOOP), limit=1), train.one_by_one(ONE), train.by_hand(HAND, hand)]
+    one = train.one_by_one(ONE)
+    one = replace(one, limit=5) if batch >= 64 else one
+    contenders = [replace(train.loop(LOOP), limit=1), one, train.by_hand(HAND, hand)]
     yield Case(
         f"{name}, training", {"hidden": hidden, "batch": batch, "mode": "training"}, "tree", batch,
         [*contenders, train.batched(OURS), *more], slow=(LOOP, ONE, HAND), reference=ONE, skipped=skipped,

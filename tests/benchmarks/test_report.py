@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.command import UsageError, add_arguments, choose_tasks, main, settings_of
 from benchmarks.compare import changes, compare_runs
-from benchmarks.docs_page import DocsError, update_page
+from benchmarks.docs_page import DocsError, measuring_command, update_page
 from benchmarks.machine import describe_machine, resident_bytes
 from benchmarks.plots import can_draw, draw_svg
 from benchmarks.registry import TASKS
@@ -175,6 +175,11 @@ def test_docs_page_takes_the_tables_of_a_full_run() -> None:
     ):
         assert expected in page
     assert update_page(page, run) == page
+
+
+def test_docs_page_leaves_places_of_one_machine_out() -> None:
+    command = "python -m benchmarks --task scale -o /somewhere/x --docs=docs/y.md --threads 2 --json out.json"
+    assert measuring_command(command) == "python -m benchmarks --task scale --threads 2"
 
 
 def test_docs_page_refuses_quick_runs_and_missing_sections() -> None:
