@@ -1,0 +1,55 @@
+"""A small target for the tests of the commands: a tree model, with what can go wrong to order.
+
+target_model.py:minibatch --arg trees=3
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxbatch
+
+
+class Tree(nn.Module):
+    """Words are ints, inner nodes are pairs; the result has three scores."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.cell = nn.Linear(16, 8)
+        self.drop = nn.Dropout(dropout)
+        self.out = nn.Linear(8, 3)
+
+    def encode(self, tree: Any) -> Tensor:
+        if isinstance(tree, tuple):
+            left, right = self.encode(tree[0]), self.encode(tree[1])
+            return torch.tanh(self.drop(self.cell(torch.cat([left, right]))))
+        return self.embed(torch.tensor(tree))
+
+    @fxbatch.autobatch
+    def forward(self, tree: Any) -> Tensor:
+        if tree == "broken":
+            raise ValueError("no such tree")
+        return self.out(self.encode(tree))
+
+
+TREES = [((1, 2), 3), (1, 2), 5, ((1, 2), (7, (1, 2)))]
+
+
+def minibatch(trees: int = 4, dropout: float = 0.0) -> tuple[Tree, list[Any]]:
+    """A model and its first trees."""
+    torch.manual_seed(0)
+    return Tree(dropout), TREES[:trees]
+
+
+def broken() -> tuple[Tree, list[Any]]:
+    """A model whose forward raises."""
+    return Tree(), [(1, 2), "broken"]
+
+
+def empty() -> tuple[Tree, list[Any]]:
+    """No instances."""
+    return Tree(), []

@@ -1,0 +1,32 @@
+"""`fxbatch explain`: rules, lines, launches, what would help."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.tools.running import BROKEN, TARGET, run
+
+
+def test_text_names_operations_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "explain", TARGET)
+    assert status == 0
+    for word in ("embed", "cell", "target_model.py:", "lower bound", "launches"):
+        assert word in out
+
+
+def test_json_counts_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "explain", TARGET, "--format", "json")
+    found = json.loads(out)
+    assert found["form"] == "explanation"
+    assert found["instances"] == 4
+    assert found["launches_after"] < found["launches_before"]
+    assert found["steps"] >= found["lower_bound"] > 0
+
+
+def test_what_the_forward_raises_is_status_4(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "explain", BROKEN)
+    assert status == 4
+    assert "no such tree" in err
+    assert "target_model.py:" in err

@@ -1,0 +1,50 @@
+"""`fxbatch profile`: phases, operations, a trace whose steps tell operation and batch size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.running import TARGET, run
+
+
+def test_phases_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "profile", TARGET, "--repeat", 2, "--format", "json")
+    assert status == 0
+    found = json.loads(out)
+    for phase in (
+        "trace",
+        "merge",
+        "schedule",
+        "plan",
+        "constants",
+        "forward",
+        "backward",
+        "parameter gradients",
+    ):
+        assert found["phases"][phase] > 0, phase
+    assert sum(found["phases"].values()) == pytest.approx(found["milliseconds"], rel=0.02)
+    parts = {(row["operation"], row["part"]) for row in found["operations"]}
+    assert {("out", "forward"), ("out", "backward"), ("out", "parameter gradients")} <= parts
+    embed = [row for row in found["operations"] if row["operation"] == "embed" and row["part"] == "forward"]
+    assert [row["calls"] for row in embed] in ([11.0], [])  # fused with what reads it, or alone
+
+
+def test_table_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    status, out, _ = run(capsys, "profile", TARGET, "--repeat", 1, "--trace", file)
+    assert status == 0
+    assert "parameter gradients" in out
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert any(str(name).startswith("out ×") for name in names)
+    assert {"trace", "plan", "forward"} <= names
+
+
+def test_afterwards_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    from fxbatch.runtime.engine import Engine
+
+    before = Engine.plan
+    run(capsys, "profile", TARGET, "--repeat", 1, "--no-backward")
+    assert Engine.plan is before
