@@ -123,7 +123,7 @@ def _run_on_values(
     leaves, spec = tree_flatten(result)
     if not any(isinstance(x, torch.Tensor) for x in leaves):
         return result
-    if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves):
+    if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         return _as_constants(recorder, result)
     types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
     arguments_key = (arguments.key(args), arguments.key(kwargs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from fxbatch.torch_private import (
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+_NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
 
@@ -81,9 +82,27 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
+    try:
+        return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
+    except RuntimeError as error:
+        if _NOT_DIFFERENTIABLE not in str(error):
+            raise
+        # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
+        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False)
+        return replace(outcome, gradients=tuple(t.differentiable for t in outcome.outputs))
+
+
+def _run_on_fakes(
+    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
+    inputs: Sequence[TensorType],
+    shared: Sequence[torch.Tensor],
+    *,
+    grad: bool,
+    differentiable: bool,
+) -> Outcome:
     watch = _RandomWatch()
     with torch.inference_mode(False), FakeTensorMode() as mode, torch.set_grad_enabled(grad):
-        fakes = [_fake(t) for t in inputs]
+        fakes = [_fake(t, differentiable) for t in inputs]
         fake_shared = [mode.from_tensor(s) for s in shared]
         before = [f._version for f in fakes]
         shared_before = [f._version for f in fake_shared]
@@ -100,8 +119,9 @@ def run_on_fakes(
         return _outcome(result, inputs, fakes, fake_shared, before, shared_before, watch.random)
 
 
-def _fake(t: TensorType) -> torch.Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=t.differentiable).clone()
+def _fake(t: TensorType, differentiable: bool) -> torch.Tensor:
+    grad = differentiable and t.differentiable
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=grad).clone()
 
 
 def _outcome(
