@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 
+class OpaqueOperandError(TraceError, TypeError):
+    """A torch function met a value together with an object that is no plain data."""
+
+
 @dataclass(frozen=True)
 class Known:
     """A call whose result the types alone tell: no call is recorded."""
@@ -74,8 +78,9 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
     except OpaqueArgumentError as error:
-        raise TypeError(
-            f"{function_name(func)}() met a value together with a {error.kind}{at_line()}"
+        raise OpaqueOperandError(
+            f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data can "
+            f"be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
         return _call_on_views(recorder, func, args, kwargs)
