@@ -16,6 +16,7 @@ from fxbatch.codegen.trace_body import devices_of, entered_modes
 from fxbatch.ir import Layout, Signature
 
 Tensors = list[torch.Tensor]
+_NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
 @dataclass
@@ -52,6 +53,37 @@ class UnbatchedKernel:
         if n is None:
             n = len(groups[0])
         grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
+        try:
+            return self._run(groups, shared, input_needs, shared_needs, n, grad)
+        except RuntimeError as error:
+            if _NOT_DIFFERENTIABLE not in str(error):
+                raise
+        # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
+        input_needs = [
+            need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)
+        ]
+        return self._run(groups, shared, input_needs, shared_needs, n, grad)
+
+    def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:
+        """Whether the operation lets its input i require a gradient."""
+        needs = [k == i for k in range(len(groups))]
+        try:
+            self._run([x[:1] for x in groups], shared, needs, [False] * len(shared), 1, True)
+        except RuntimeError as error:
+            if _NOT_DIFFERENTIABLE not in str(error):
+                raise
+            return False
+        return True
+
+    def _run(
+        self,
+        groups: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        input_needs: Sequence[bool],
+        shared_needs: Sequence[bool],
+        n: int,
+        grad: bool,
+    ) -> tuple[Tensors, Tape | None]:
         tape = Tape(rows=n)
         if grad:
             tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]

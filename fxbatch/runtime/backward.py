@@ -181,7 +181,10 @@ class Backward:
         ]
         shared = self.run.shared[compiled.signature]
         if compiled.unbatched is not None:
-            input_grads, shared_grads = compiled.unbatched.backward(phase.tapes[k], filled)
+            given_by_output: list[torch.Tensor | None] = [None] * len(outs)
+            for j, grad in zip(compiled.grad_outputs, filled, strict=True):
+                given_by_output[j] = grad
+            input_grads, shared_grads = compiled.unbatched.backward(phase.tapes[k], given_by_output)
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
                 given = input_grads[group]
                 target.zero_() if given is None else target.copy_(given)
