@@ -67,7 +67,7 @@ conformance: venv
 	$(PY) -m tests.conformance $(ARGS)
 
 pictures: venv
-	$(PY) -m docs.make_pictures $(ARGS)
+	$(PY) -m tools.pictures $(ARGS)
 
 constraints: venv
 	{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new

@@ -8,7 +8,7 @@ examples:
 
 The phases are trace, merge, rewrite, schedule, plan, compile, constants, forward, results, backward and
 parameter gradients; each is its own time, the mean of --repeat minibatches.
-In the trace, steps are named by operation and batch size: `cell ×37 forward`.
+In the trace, steps are named by operation and batch size: `cell x37 forward`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     watch.operations["cell forward"].calls
 
 A phase's time is its own: without the phases that run inside it. Each part is a `record_function` too, so
-that a trace of torch.profiler shows phases, and in them steps by operation and batch size: `cell ×37`.
+that a trace of torch.profiler shows phases, and in them steps by operation and batch size: `cell x37 forward`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Stopwatch:
         """Time one step of an operation; phases go on meanwhile."""
         start = self.now()
         try:
-            with record_function(f"{name} ×{calls} {kind}".rstrip()):
+            with record_function(f"{name} x{calls} {kind}"):
                 yield
         finally:
             spent = self.operations.setdefault(f"{name}\t{kind}", Spent())

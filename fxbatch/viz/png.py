@@ -110,7 +110,6 @@ def _write(
     weight: str = "normal",
 ) -> None:
     """Text centred vertically on y; `$` is no formula."""
-    axes.text(
-        x, y, legal(text).replace("\n", " "), fontsize=size * 0.72, color=fill, ha=ha, va="center_baseline", weight=weight,
-        parse_math=False, family="sans-serif",
-    )  # fmt: skip
+    shown = legal(text).replace("\n", " ")
+    font = {"fontsize": size * 0.72, "color": fill, "weight": weight, "family": "sans-serif"}
+    axes.text(x, y, shown, ha=ha, va="center_baseline", parse_math=False, **font)

@@ -38,7 +38,7 @@ def test_table_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0
     assert "parameter gradients" in out
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
-    assert any(str(name).startswith("out ×") for name in names)
+    assert any(str(name).startswith("out x") for name in names)
     assert {"trace", "plan", "forward"} <= names
 
 
