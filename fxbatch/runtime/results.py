@@ -27,7 +27,7 @@ class Results:
         self.specs: list[TreeSpec | None] = []
         self.leaves: list[list[Any]] = []
         for result in results:
-            if type(result) is Value:
+            if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
                 self.specs.append(None)
             else:
