@@ -61,3 +61,7 @@ class DataError(FxbatchError, ValueError):
 
 class BlockTypeError(FxbatchError, TypeError):
     """Two blocks are composed whose types disagree."""
+
+
+class CompileWarning(UserWarning):
+    """An operation graph runs uncompiled although `compile=` asked for more; the message says why."""

@@ -58,9 +58,9 @@ def compile_symbolic(
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool], str]:
     """`function(n, *tensors)` through Inductor for any number of rows n, without Dynamo and its guards.
 
-    dynamic: per tensor and dimension, whether it is as long as n. rows: n in `tensors`. patches: options of
-    Inductor's configuration. Returns (run, fits, file): `run([n, *tensors])` empties the list it is given; `fits(n)`
-    says whether what was compiled assumes nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
+    dynamic: per tensor and dimension, if it is as long as n. rows: n in `tensors`. patches: of Inductor's
+    configuration. Returns (run, fits, file): `run([n, *tensors])` empties the list it is given; `fits(n)` says
+    whether what was compiled assumes nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
     Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
     """
     import torch._inductor.config
@@ -84,7 +84,7 @@ def compile_symbolic(
     with torch.no_grad(), mode, enable_python_dispatcher(), tracing(TracingContext(mode)), inner:
         module = make_fx(function, decomposition_table=select_decomp_table())(n, *fakes)
         compiled: Any = compile_fx_inner(module, [n, *fakes])
-    symbol = n.node.expr if found else None
+    symbol = n.node.expr if isinstance(n, torch.SymInt) else None
 
     def fits(count: int) -> bool:
         if symbol is None:
@@ -119,6 +119,20 @@ def find_backend(backend: Any) -> Callable[..., Any]:
 def direct_call(overload: Any) -> Any:
     """The C++ function behind an OpOverload: 0.4-0.7 us a call cheaper. Checked: 2.11.0, 2.13.0."""
     return overload._op
+
+
+@contextlib.contextmanager
+def native_kernels() -> Iterator[None]:
+    """Without cuDNN and oneDNN, whose whole-layer calls (an LSTM) vmap can't batch. Checked: 2.11.0, 2.13.0."""
+    library: Any = torch._C
+    before = library._get_cudnn_enabled(), library._get_mkldnn_enabled()
+    library._set_cudnn_enabled(False)
+    library._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        library._set_cudnn_enabled(before[0])
+        library._set_mkldnn_enabled(before[1])
 
 
 def has_vmap_rule(overload: Any) -> bool:
@@ -218,6 +232,7 @@ __all__ = [
     "has_vmap_rule",
     "inside_functorch",
     "is_pytree_node",
+    "native_kernels",
     "no_vmap_fallback",
     "tree_flatten",
     "tree_leaves",

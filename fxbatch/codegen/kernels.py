@@ -132,7 +132,7 @@ class _Emitter:
         if outputs:
             self.body.append("".join(f"o{i}, " for i in range(len(outputs))) + "= outs")
         self.body.append("if n == 0:")
-        self.body.append(f"    return no_rows(outs, {self._constant(_forms(outputs))})")
+        self.body.append(f"    return no_rows(outs, {self._constant(result_forms(outputs))})")
         self.scope["no_rows"] = no_rows
         self.body.append("")  # the line that fetches ready-made views goes here
         self.fetch = len(self.body) - 1
@@ -296,7 +296,7 @@ class _Emitter:
 Form = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]
 
 
-def _forms(outputs: Sequence[fx.Node]) -> tuple[Form, ...]:
+def result_forms(outputs: Sequence[fx.Node]) -> tuple[Form, ...]:
     """Shape with n = 0, dtype, device and layout of each result."""
     values = [(node, node.meta["values"][0]) for node in outputs]
     return tuple((tuple(b for _, b in shape(x)), v.dtype, v.device, v.layout) for x, v in values)

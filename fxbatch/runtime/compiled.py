@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from fxbatch.codegen.compile_graph import (
+    CompiledGraph,
+    CompileOptions,
+    NotCompilable,
+    compile_graph,
+    first_line,
+    warn_uncompiled,
+)
 from fxbatch.codegen.kernels import Kernel, emit_kernel
 from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
 from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
@@ -34,7 +43,7 @@ class CompiledOperation:
     graphs: OperationGraphs | None = None
     forward: Callable[..., Any] | None = None  # emitted step functions, see codegen/looped.py
     backward: Callable[..., Any] | None = None
-    parameters: Kernel | None = None
+    parameters: Kernel | CompiledGraph | None = None
     unbatched: UnbatchedKernel | None = None
     grad_groups: tuple[int, ...] = ()
     grad_outputs: tuple[int, ...] = ()
@@ -44,6 +53,18 @@ class CompiledOperation:
     saved_types: tuple[TensorType, ...] = ()
     extra_types: tuple[TensorType, ...] = ()
     source: str = ""
+    compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
+    uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
+
+    @property
+    def recompilations(self) -> int:
+        """How often a graph was compiled again because the number of rows broke an assumption."""
+        return sum(graph.recompilations for graph in self.compiled)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took: the cold start of this operation."""
+        return sum(graph.seconds for graph in self.compiled)
 
     @property
     def needs_gradient(self) -> bool:
@@ -55,7 +76,12 @@ def _singles(signature: Signature) -> Layout:
 
 
 def compile_operation(
-    signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], **options: Any
+    signature: Signature,
+    needs: Needs,
+    shared: Sequence[torch.Tensor],
+    *,
+    compile: CompileOptions | None = None,
+    **options: Any,
 ) -> CompiledOperation:
     """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call."""
     if signature.operation.kind in ("constant", "number"):
@@ -69,9 +95,10 @@ def compile_operation(
     if isinstance(built, Unbatched):
         return _call_by_call(signature, needs, built.reason)
     kept = sorted({r.index for r in (*built.backward_inputs, *built.parameter_inputs) if r.kind == "group"})
-    forward = emit_kernel(built.forward)
-    backward = emit_kernel(built.backward) if built.backward is not None else None
-    parameters = emit_kernel(built.parameters) if built.parameters is not None else None
+    maker = _KernelMaker(built, compile, shared)
+    forward = maker.make("forward", built.forward)
+    backward = None if built.backward is None else maker.make("backward", built.backward)
+    parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
     forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
     backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
     return CompiledOperation(
@@ -90,7 +117,45 @@ def compile_operation(
         saved_types=built.saved_types,
         extra_types=built.extra_types,
         source="\n".join(x for x in (forward_source, backward_source) if x),
+        compiled=tuple(maker.compiled),
+        uncompiled=tuple(maker.uncompiled),
     )
+
+
+class _KernelMaker:
+    """Emits the kernels of an operation, and compiles them where that was asked for and works."""
+
+    def __init__(
+        self, graphs: OperationGraphs, options: CompileOptions | None, shared: Sequence[torch.Tensor]
+    ) -> None:
+        self.graphs = graphs
+        self.options = options
+        self.shared = [t.detach() for t in shared]
+        self.compiled: list[CompiledGraph] = []
+        self.uncompiled: list[str] = []
+
+    def make(self, name: str, module: fx.GraphModule) -> Kernel | CompiledGraph:
+        kernel = emit_kernel(module)
+        if self.options is None:
+            return kernel
+        full = f"{self.graphs.signature.name}: {name}"
+        try:
+            made = compile_graph(
+                module,
+                kernel,
+                self.options,
+                self.shared,
+                name=full,
+                random=self.graphs.random,
+                returning=name == "parameters",
+            )
+        except Exception as error:  # noqa: BLE001 compilers raise anything; the warning says what
+            reason = str(error) if isinstance(error, NotCompilable) else first_line(error)
+            self.uncompiled.append(f"{name}: {reason}")
+            warn_uncompiled(full, reason)
+            return kernel
+        self.compiled.append(made)
+        return made
 
 
 def _call_by_call(signature: Signature, needs: Needs, reason: str) -> CompiledOperation:
@@ -120,8 +185,11 @@ class OperationCache:
         self, signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], **options: Any
     ) -> CompiledOperation:
         """The compiled operation, made now if it is new."""
-        state = tuple((t.shape, t.dtype, t.device) for t in shared)
-        key = (id(signature), needs, state, tuple(sorted(options.items())))
+        state = tuple(
+            (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
+            for t in shared
+        )
+        key = (id(signature), needs, state, tuple(sorted(options.items(), key=lambda x: x[0])))
         found = self._entries.get(key)
         if found is not None and found.signature is signature:
             self.hits += 1

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.codegen.compile_graph import CompileOptions
 from fxbatch.codegen.kernels import Workspace
 from fxbatch.codegen.looped import Scratch, group_type
 from fxbatch.codegen.unrolled import Unrolled
@@ -61,6 +62,7 @@ class Engine:
         self.modules: ContentCache[Unrolled] = ContentCache()
         chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
         self.rewrites = Pipeline(chosen, verify=options.verify)
+        self.compile_options = CompileOptions.of(options.compile, options.compile_options)
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
 
@@ -91,7 +93,9 @@ class Engine:
             )
             self._sticky[signature] = inputs
             needs = (inputs, needs[1])
-        made = self.operations.get(signature, needs, shared, memory=self.options.memory)
+        made = self.operations.get(
+            signature, needs, shared, memory=self.options.memory, compile=self.compile_options
+        )
         if made.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fxbatch.errors import OptionError
 
@@ -16,6 +19,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "out": ("stack", "list", "nested"),
     "memory": ("save", "recompute"),
 }
+
+_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")  # known without importing torch's registry
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class Options:
     (`recompute`). deduplicate, fuse, split: rewrites before scheduling. return_exceptions: give the exception
     of an instance in its place in the results (with out="list") instead of raising it. verify: check every
     form after every rewrite (slow, for debugging).
-    compile: False, True or the name of a torch.compile backend, for operation graphs; compile_options: passed
-    through to it.
+    compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
+    operation graphs; compile_options: passed through to it: torch.compile's `mode` and `options`, Inductor's
+    configuration by name, and `recompile_limit`.
     """
 
     schedule: str = "lookahead"
@@ -45,7 +51,7 @@ class Options:
     split: bool = False
     return_exceptions: bool = False
     verify: bool = False
-    compile: bool | str = False
+    compile: bool | str | Callable[..., Any] = False
     compile_options: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
@@ -62,14 +68,33 @@ class Options:
         if "shared" in given:
             given["shared"] = tuple(given["shared"])
         if isinstance(given.get("compile_options"), dict):
-            given["compile_options"] = tuple(sorted(given["compile_options"].items()))
+            given["compile_options"] = _frozen(given["compile_options"])
         for name, choices in CHOICES.items():
             if name in given and given[name] not in choices:
                 raise OptionError(f"{name}={given[name]!r}: takes one of {', '.join(map(repr, choices))}")
         for name in ("deduplicate", "fuse", "split", "return_exceptions", "verify"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
+        if "compile" in given:
+            check_backend(given["compile"])
         options = Options(**given)
         if options.return_exceptions and options.out != "list":
             raise OptionError('return_exceptions=True needs out="list": a list can hold exceptions')
         return options
+
+
+def check_backend(backend: Any) -> None:
+    """Raise OptionError for what is no torch.compile backend; torch is asked about rare names only."""
+    if isinstance(backend, bool) or callable(backend) or backend in _BACKENDS:
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise OptionError(
+            f"compile={backend!r}: takes True, False, a backend, or the name of one: "
+            f"{', '.join(map(repr, known))}"
+        )
+
+
+def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A dictionary as a hashable value, dictionaries in it too."""
+    return tuple(sorted((k, _frozen(v) if isinstance(v, dict) else v) for k, v in options.items()))

@@ -1,0 +1,330 @@
+"""An operation graph through torch.compile or Inductor: a CompiledGraph, called as a Kernel is.
+
+In: an operation graph `(n, *ins) -> outs`. Out: the same for any number of rows, compiled once: results are
+written straight to the memory that the caller gives (arena rows), as the compiled code's last act.
+
+    compiled = compile_graph(graphs.forward, CompileOptions("inductor"), shared=2)
+    compiled(n, (*groups, *shared), (h, c), workspace)
+    print(compiled.recompilations, compiled.seconds)
+
+`inductor` is called without Dynamo: an operation graph is ATen already, its one dynamic size is n, and what
+Dynamo's guards check is in the signature. docs/compiled.md has the measurements. Any other backend goes
+through torch.compile itself.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.codegen.kernel_calls import is_view
+from fxbatch.codegen.kernels import Form, Kernel, Workspace, no_rows, result_forms
+from fxbatch.codegen.sizes import Shape, is_tensor, shape
+from fxbatch.errors import CompileWarning
+from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
+
+aten = torch.ops.aten
+Backend = str | Callable[..., Any]
+RECOMPILE_LIMIT = 8
+_ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10, torch.complex128: 1e-10}
+
+
+class NotCompilable(Exception):
+    """This operation graph can't go through the backend; the message says why."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What torch.compile is told: the backend and its options (`mode`, `options`, or Inductor's own).
+
+    recompile_limit: how often one graph may be compiled again because rows broke an assumption.
+    """
+
+    backend: Backend = "inductor"
+    given: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def of(compile: bool | Backend, given: Sequence[tuple[str, Any]] = ()) -> CompileOptions | None:
+        """The options of `compile=` and `compile_options=`; None where nothing is to be compiled."""
+        if compile is False:
+            return None
+        return CompileOptions("inductor" if compile is True else compile, tuple(given))
+
+    @property
+    def limit(self) -> int:
+        return int(dict(self.given).get("recompile_limit", RECOMPILE_LIMIT))
+
+    def patches(self) -> dict[str, Any]:
+        """Inductor's configuration: of the mode, of `options`, and of what is no word of torch.compile."""
+        given = dict(self.given)
+        inner = dict(given.pop("options", None) or ())
+        mode = inductor_mode_options(given.pop("mode", None))
+        for word in ("recompile_limit", "dynamic", "fullgraph"):
+            given.pop(word, None)
+        return {key.replace("-", "_"): value for key, value in {**mode, **inner, **given}.items()}
+
+    def backend_options(self) -> dict[str, Any]:
+        """What is passed through to a backend other than Inductor."""
+        given = {k: v for k, v in self.given if k not in ("recompile_limit", "dynamic", "fullgraph")}
+        return {**dict(given.pop("options", None) or ()), **given}
+
+
+@dataclass(eq=False)
+class CompiledGraph:
+    """`compiled(n, ins, outs, workspace) -> list of results`, as a Kernel; counted."""
+
+    name: str
+    module: fx.GraphModule  # (n, *outs, *ins) -> (), results written to outs; or (n, *ins) -> results
+    kernel: Kernel  # the uncompiled one: the fallback, and the reference of the check
+    options: CompileOptions
+    forms: tuple[Form, ...]
+    sizes: tuple[Shape, ...]
+    row_inputs: int  # how many of the inputs have rows: the others are shared operands
+    random: bool = False
+    returning: bool = False  # results are the compiled code's own: nobody gives memory for them
+    compilations: int = 0
+    seconds: float = 0.0
+    files: list[str] = field(default_factory=list)
+    gave_up: bool = False
+    _entries: list[tuple[Callable[[list[Any]], Any], Callable[[int], bool]]] = field(default_factory=list)
+    _by_rows: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return self.kernel.source
+
+    @property
+    def launches(self) -> int:
+        return self.kernel.launches
+
+    @property
+    def recompilations(self) -> int:
+        """Compilations after the first."""
+        return max(0, self.compilations - 1)
+
+    def __call__(
+        self,
+        n: int,
+        ins: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor | None],
+        workspace: Workspace,
+    ) -> list[torch.Tensor]:
+        if n == 0:
+            return no_rows(outs, self.forms)
+        run = self._by_rows.get(n)
+        if run is None:
+            run = self._find(n, ins)
+        if run is None:
+            return self.kernel(n, ins, outs, workspace)
+        rows = self.row_inputs
+        own = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
+        if self.returning:
+            found = run([n, *own, *ins[rows:]])
+            return [y if x is None else x.copy_(y) for x, y in zip(outs, found, strict=True)]
+        made = [x if x is not None else self._allocate(i, n) for i, x in enumerate(outs)]
+        run([n, *made, *own, *ins[rows:]])
+        return made
+
+    def _allocate(self, i: int, n: int) -> torch.Tensor:
+        _, dtype, device, _ = self.forms[i]
+        return torch.empty([a * n + b for a, b in self.sizes[i]], dtype=dtype, device=device)
+
+    def _find(self, n: int, ins: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any] | None:
+        """The compiled code that fits n rows; compiles again while the limit allows, else None."""
+        found = next((run for run, fits in self._entries if fits(n)), None)
+        if found is None and not self.gave_up:
+            if self.recompilations >= self.options.limit:
+                self._give_up(f"compiled again {self.recompilations} times (recompile_limit)")
+                return None
+            try:
+                found = self.compile(n, ins[self.row_inputs :])
+            except Exception as error:  # noqa: BLE001 compilers raise anything; the warning says what
+                self._give_up(first_line(error))
+        if found is not None:
+            if len(self._by_rows) >= 4096:
+                self._by_rows.clear()
+            self._by_rows[n] = found
+        return found
+
+    def _give_up(self, reason: str) -> None:
+        self.gave_up = True
+        warn_uncompiled(self.name, reason)
+
+    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+        """Compile for n rows and all numbers of rows that are like it. Raises what the backend raises."""
+        start = time.perf_counter()
+        samples, dynamic = self._samples(n, shared)
+        with torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own use of torch.jit
+            if self.options.backend == "inductor":
+                patches = {"fallback_random": self.random, **self.options.patches()}
+                patches.setdefault("assert_indirect_indexing", False)
+                run, fits, file = compile_symbolic(self.module, samples, dynamic, n, patches)
+                self.files += [file] if file else []
+            else:
+                run, fits = self._through_dynamo(), lambda count: True
+        self.compilations += 1
+        self._entries.append((run, fits))
+        self.seconds += time.perf_counter() - start
+        return run
+
+    def _through_dynamo(self) -> Callable[[list[Any]], Any]:
+        """torch.compile with the backend that was asked for; each of its compilations is counted."""
+        name = self.options.backend
+        backend = find_backend(name) if isinstance(name, str) else name
+        options = self.options.backend_options()
+
+        def counting(graph: fx.GraphModule, examples: Any) -> Any:
+            self.compilations += 1
+            return backend(graph, examples, **options)
+
+        self.compilations -= 1  # `compile` counts the first too
+        compiled = torch.compile(self.module, backend=counting, dynamic=True, fullgraph=True)
+        return lambda args: compiled(*args)
+
+    def _samples(self, n: int, shared: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[bool]]]:
+        """Tensors like those of a call with n rows, and which of their sizes are n."""
+        tensors, dynamic = [], []
+        given = () if self.returning else self.sizes
+        for i, sizes in enumerate(given):
+            tensors.append(self._allocate(i, n))
+            dynamic.append([a != 0 for a, _ in sizes])
+        places = [x for x in self.module.graph.nodes if x.op == "placeholder"][1 + len(given) :]
+        for node in places[: self.row_inputs]:
+            sizes, value = node.meta["sizes"], node.meta["kind"]
+            tensors.append(_filled([a * n + b for a, b in sizes], value[0], value[1], seed=len(tensors)))
+            dynamic.append([a != 0 for a, _ in sizes])
+        return [*tensors, *shared], [*dynamic, *([False] * t.dim() for t in shared)]
+
+    def check(self, shared: Sequence[torch.Tensor]) -> None:
+        """Compare with the uncompiled kernel at several numbers of rows. Raises NotCompilable."""
+        if self.random:
+            return
+        for n in _ROWS:
+            samples, _ = self._samples(n, shared)
+            ins, nothing = samples[0 if self.returning else len(self.sizes) :], [None] * len(self.sizes)
+            wanted = self.kernel(n, ins, nothing, Workspace())
+            got = self(n, ins, nothing, Workspace())
+            for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                _compare(a, b, f"result {i} at {n} rows")
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    kernel: Kernel,
+    options: CompileOptions,
+    shared: Sequence[torch.Tensor],
+    *,
+    name: str = "operation",
+    random: bool = False,
+    returning: bool = False,
+) -> CompiledGraph:
+    """Compile a graph whose last inputs are `shared`. Raises NotCompilable or the backend's error."""
+    forms = result_forms(_results(module))
+    if any(layout is not torch.strided for _, _, _, layout in forms):
+        raise NotCompilable("it has sparse results")
+    places = [x for x in module.graph.nodes if x.op == "placeholder"]
+    rows = len(places) - 1 - len(shared)
+    sizes = tuple(shape(x) for x in _results(module))
+    for node in (*places[1 : 1 + rows], *_results(module)):
+        if any(a not in (0, 1) or (a and b) for a, b in shape(node)):
+            raise NotCompilable(f"{node.name} has a size that is neither fixed nor the number of rows")
+    made = return_results(module) if returning else write_results(module)
+    compiled = CompiledGraph(name, made, kernel, options, forms, sizes, rows, random, returning)
+    compiled.compile(_ROWS[0], shared)
+    compiled.check(shared)
+    return compiled
+
+
+def write_results(module: fx.GraphModule) -> fx.GraphModule:
+    """`(n, *ins) -> outs` => `(n, *outs, *ins) -> ()`: results are copied to the memory given for them."""
+    return _with_ends(module, writing=True)
+
+
+def return_results(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with a copy of each result that is an input or a view of one: results share no memory."""
+    return _with_ends(module, writing=False)
+
+
+def _with_ends(module: fx.GraphModule, *, writing: bool) -> fx.GraphModule:
+    graph = fx.Graph()
+    places = [x for x in module.graph.nodes if x.op == "placeholder"]
+    results = _results(module)
+    known: dict[fx.Node, fx.Node] = {places[0]: graph.placeholder("n")}
+    outs = [graph.placeholder(f"out{i}") for i in range(len(results) if writing else 0)]
+    for node in places[1:]:
+        new = known[node] = graph.placeholder(node.name)
+        if is_tensor(node):
+            value = node.meta["values"][0]
+            new.meta.update(sizes=shape(node), kind=(value.dtype, value.device))
+    for node in module.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            known[node] = graph.node_copy(node, lambda x: known[x])
+    if writing:
+        for out, node in zip(outs, results, strict=True):
+            graph.call_function(aten.copy_.default, (out, known[node]))
+        graph.output(())
+    else:
+        ends = [known[x] for x in results]
+        graph.output(
+            tuple(graph.call_function(aten.clone.default, (x,)) if _reads_input(x) else x for x in ends)
+        )
+    graph.lint()
+    return fx.GraphModule(module, graph, "Writing" if writing else "Returning")
+
+
+def _reads_input(node: fx.Node) -> bool:
+    """Whether a result may share memory with an input: it is one, or views lead to one."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]  # the viewed node
+    return node.op != "call_function"
+
+
+def _results(module: fx.GraphModule) -> list[fx.Node]:
+    output = next(x for x in reversed(module.graph.nodes) if x.op == "output")
+    found = output.args[0]
+    assert isinstance(found, (tuple, list))
+    results = [x for x in found if isinstance(x, fx.Node)]
+    assert len(results) == len(found)
+    return results
+
+
+def warn_uncompiled(name: str, reason: str) -> None:
+    """Say that a graph runs uncompiled, and why."""
+    warnings.warn(f"{name} runs uncompiled: {reason}", CompileWarning, stacklevel=2)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _filled(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, seed: int) -> torch.Tensor:
+    """Numbers between 0 and 1, the same each time; integers and bools are 0 or 1."""
+    gen = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.rand(*sizes, generator=gen, dtype=wide).to(device, dtype)
+    return torch.randint(0, 2, tuple(sizes), generator=gen).to(device, dtype)
+
+
+def _compare(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    tolerance = _TOLERANCE.get(b.dtype, 2e-5)
+    if not (b.is_floating_point() or b.is_complex()):
+        if not torch.equal(a, b):
+            raise NotCompilable(f"{what} differs from the uncompiled graph")
+        return
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    finite = y.abs()[torch.isfinite(y.abs())]
+    scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
+    if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        raise NotCompilable(f"{what} differs from the uncompiled graph by {float((x - y).abs().max()):.2g}")
