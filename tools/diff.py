@@ -27,7 +27,7 @@ from fxbatch.viz.svg import picture_to_svg
 
 from .dump import write
 from .errors import Status
-from .forms import Forms, compile_model, forms_of, parse_options
+from .forms import Forms, compile_model, forms_of, parse_options, short_title
 from .target import add_target_arguments, load_target
 from .terminal import output
 
@@ -53,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     counts = [measure(side) for side in sides]
     if options.format == "svg":
         key = SignatureKey.of(*(side.program for side in sides))
-        picture = draw_schedules([(s.title, s.program, s.schedule) for s in sides], key, title=options.target)
+        picture = draw_schedules(
+            [(s.title, s.program, s.schedule) for s in sides], key, title=short_title(options.target)
+        )
         write(picture_to_svg(picture, key) + "\n", options.output)
     elif options.format == "json":
         head = {"schema": "fxbatch", "version": SCHEMA_VERSION, "form": "diff"}

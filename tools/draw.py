@@ -27,7 +27,7 @@ from fxbatch.viz.svg import picture_to_svg
 
 from .dump import write, write_picture_png
 from .errors import CommandError
-from .forms import STAGES, Forms, add_minibatch_arguments, compile_target, forms_of
+from .forms import STAGES, Forms, add_minibatch_arguments, compile_target, forms_of, short_title
 from .terminal import notices
 
 LARGE = 2_000  # steps; above, stages that insert nodes for every depth are left out of the page
@@ -62,7 +62,11 @@ def run(options: argparse.Namespace) -> int:
         write(
             page_of(
                 make_report(
-                    _title(options.target), _stages(forms), forms.program, forms.schedule, instances=instances
+                    short_title(options.target),
+                    _stages(forms),
+                    forms.program,
+                    forms.schedule,
+                    instances=instances,
                 )
             ),
             file,
@@ -79,12 +83,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _title(target: str) -> str:
-    """The target without folders: a page is sent to others."""
-    place, _, name = target.rpartition(":")
-    return f"{Path(place).name if place.endswith('.py') else place}:{name}"
-
-
 def _stages(forms: Forms) -> dict[str, Form]:
     found: dict[str, Form] = {}
     for name in STAGES:
@@ -97,7 +95,7 @@ def _stages(forms: Forms) -> dict[str, Form]:
 
 def _picture(forms: Forms, stage: str, instances: list[int] | None) -> tuple[Picture, SignatureKey]:
     key = SignatureKey.of(forms.merged, forms.program)
-    title = f"{_title(forms.title)}, {stage}"
+    title = f"{short_title(forms.title)}, {stage}"
     if stage == "trace":
         same = forms.schedule if forms.merged is forms.program else None
         return draw_instances(forms.merged, key, instances=instances, title=title, schedule=same), key

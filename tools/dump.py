@@ -41,7 +41,15 @@ from fxbatch.viz.svg import picture_to_svg
 from fxbatch.viz.text_page import text_to_html, text_to_svg
 
 from .errors import CommandError
-from .forms import STAGES, Forms, add_minibatch_arguments, compile_target, forms_of, program_of_instance
+from .forms import (
+    STAGES,
+    Forms,
+    add_minibatch_arguments,
+    compile_target,
+    forms_of,
+    program_of_instance,
+    short_title,
+)
 from .terminal import output
 
 ALL_STAGES = ("trace", *STAGES, "schedule", "code", "operation")
@@ -107,8 +115,10 @@ def _formatted(forms: Forms, form: Form, stage: str, format_: str) -> str:
     if format_ == "html":
         shown = {} if stage == "trace" else {stage: form}
         if stage == "trace":
-            return page_of(make_report(forms.title, {"merged": form}, forms.program, forms.schedule))
-        return page_of(make_report(forms.title, shown, forms.program, forms.schedule))
+            return page_of(
+                make_report(short_title(forms.title), {"merged": form}, forms.program, forms.schedule)
+            )
+        return page_of(make_report(short_title(forms.title), shown, forms.program, forms.schedule))
     if isinstance(form, Schedule):
         return print_schedule(forms.program, form) + "\n"
     if isinstance(form, Plan):
@@ -126,10 +136,12 @@ def _key(forms: Forms, form: Form) -> SignatureKey:
 def _picture(forms: Forms, form: Form, stage: str) -> Picture:
     key = _key(forms, form)
     if stage == "trace":
-        return draw_instances(form, key, title=forms.title)  # type: ignore[arg-type]  # a trace is a Program
+        return draw_instances(form, key, title=short_title(forms.title))  # type: ignore[arg-type]  # a trace is a Program
     program = getattr(form, "program", form)
     schedule = forms.schedule if program is forms.program else None
-    return draw_form(form, key, title=f"{forms.title}, {stage}", program=forms.program, schedule=schedule)
+    return draw_form(
+        form, key, title=f"{short_title(forms.title)}, {stage}", program=forms.program, schedule=schedule
+    )
 
 
 def write_picture_png(picture: Picture, forms: Forms, file: Path | None) -> None:

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,9 @@ def program_of_instance(program: Program, instance: int) -> Program:
     own[program.known :] = np.repeat(keep, program.width[program.sig])
     outputs = program.outputs[own[program.outputs]]
     return select_calls(dataclasses.replace(program, outputs=outputs), keep)
+
+
+def short_title(target: str) -> str:
+    """The target without folders: a page is sent to others."""
+    place, _, name = target.rpartition(":")
+    return f"{Path(place).name if place.endswith('.py') else place}:{name}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from .main import main as fxbatch_main
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = f"{ROOT / 'tools' / 'picture_model.py'}:minibatch"
+TARGET = f"{ROOT / 'docs' / 'picture_model.py'}:minibatch"
 AGENDA, DEPTH = ("--option", "schedule=agenda"), ("--option", "schedule=depth")
 PICTURES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("instances.svg", ("draw", TARGET, "--format", "svg", "--stage", "trace", *AGENDA)),

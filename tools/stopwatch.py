@@ -7,7 +7,7 @@
     watch.operations["cell forward"].calls
 
 A phase's time is its own: without the phases that run inside it. Each part is a `record_function` too, so
-that a trace of torch.profiler shows phases, and in them steps by operation and batch size: `cell x37 forward`.
+that a trace of torch.profiler shows phases, and in them steps, as `cell x37 forward`.
 """
 
 from __future__ import annotations
