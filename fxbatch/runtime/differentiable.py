@@ -101,7 +101,10 @@ class DifferentiableRun:
         used = np.array([self.blocks[t].used for t in types.tolist()], dtype=np.int64)
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
-        schedule, plan = self.engine.plan(program, schedule, tuple(compiled), known, used, before)
+        whole = not program.known and not used.any()
+        schedule, plan = self.engine.plan(
+            program, schedule, tuple(compiled), known, used, before, whole=whole
+        )
         self.phases.append((program, schedule, plan, compiled))
         for k in range(len(plan)):
             s = int(plan.step_signature[k])

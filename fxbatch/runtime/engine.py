@@ -22,7 +22,7 @@ from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.order_rows import RowOrderer
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan_arenas import plan_arenas, tabulate_slots
+from fxbatch.passes.plan_arenas import SlotTable, plan_arenas, tabulate_slots
 from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
@@ -58,6 +58,7 @@ class Engine:
         self.operations = OperationCache()
         self.schedules: ContentCache[Schedule] = ContentCache()
         self.plans: ContentCache[tuple[Schedule, Plan]] = ContentCache()
+        self.slots: ContentCache[SlotTable] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
         chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
@@ -122,20 +123,24 @@ class Engine:
         known_rows: np.ndarray,
         used: np.ndarray,
         before: np.ndarray,
+        *,
+        whole: bool = True,
         reuse: bool = False,
     ) -> tuple[Schedule, Plan]:
-        """Where values live and what steps read; rows are put in order where that saves copies."""
+        """Where values live and what steps read. whole: the only phase of its minibatch; then rows are put in
+        order where that saves copies, and the plan is found again by content."""
 
         def make() -> tuple[Schedule, Plan]:
             layouts = [None if c is None else c.layout for c in compiled]
-            slots = tabulate_slots(program, layouts)
-            ordered = self.order_rows(program, schedule, slots)
+            key = (program.signatures, compiled)
+            slots = self.slots.get(key, lambda: tabulate_slots(program, layouts))
+            ordered = self.order_rows(program, schedule, slots) if whole else schedule
             return ordered, plan_arenas(
                 program, ordered, layouts,
                 slots=slots, known_rows=known_rows, used=used, run_before=before, reuse=reuse,
             )  # fmt: skip
 
-        if program.known or used.any() or before.any():
+        if not whole:
             return make()
         return self.plans.get((PlanKey.of(program, self.options.schedule), compiled, reuse), make)
 

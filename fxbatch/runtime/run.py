@@ -46,6 +46,9 @@ class Run:
         self.value_needs = np.zeros(0, dtype=bool)
         self.released = False
         self.launches = 0
+        self._compiled: dict[
+            tuple[Signature, tuple[tuple[bool, ...], tuple[bool, ...]]], CompiledOperation
+        ] = {}  # found in earlier phases
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
 
     def __del__(self) -> None:
@@ -116,7 +119,9 @@ class Run:
         known = self.value_row[: program.known]
         whole = last and not self.phases
         reuse = whole and not self.grad
-        schedule, plan = self.engine.plan(program, schedule, tuple(compiled), known, used, before, reuse)
+        schedule, plan = self.engine.plan(
+            program, schedule, tuple(compiled), known, used, before, whole=whole, reuse=reuse
+        )
         return Phase(program, schedule, plan, needs, compiled, whole)
 
     def launch(self, phase: Phase) -> None:
@@ -161,7 +166,11 @@ class Run:
                 compiled.append(None)
                 continue
             wanted = (needs.inputs[s], shared_needs[s])
-            compiled.append(self.engine.compiled(signature, wanted, self.shared_of(signature), self.grad))
+            found = self._compiled.get((signature, wanted))
+            if found is None:
+                found = self.engine.compiled(signature, wanted, self.shared_of(signature), self.grad)
+                self._compiled[(signature, wanted)] = found
+            compiled.append(found)
         return needs, compiled
 
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
