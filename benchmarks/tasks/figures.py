@@ -54,7 +54,7 @@ WANTED_LIMIT, WANTED_COLD, WANTED_WARM = 1.25, 0.10, 0.03
 
 def cases(settings: Settings) -> Iterator[Case]:
     hidden, wide = settings.size(150, 16), settings.size(300, 16)
-    for batch in settings.size((64, 1), (4, 1)):
+    for batch in settings.size((64, 1), (4,)):
         model, batches, source = sst_trees(settings, hidden=hidden, batch=batch, embedding=wide)
         name = f"Tree-LSTM on {source}, hidden {hidden}, batch {batch}"
         yield from tree_cases(name, model, batches, settings, batch)
