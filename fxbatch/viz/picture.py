@@ -103,6 +103,7 @@ class SignatureKey:
         self.signatures: list[Signature] = []
         self._number: dict[int, int] = {}
         self._colour: dict[int, int] = {}
+        self._twins: dict[tuple[str, int], int] = {}
 
     @staticmethod
     def of(*programs: Program) -> SignatureKey:
@@ -112,15 +113,21 @@ class SignatureKey:
         return key
 
     def extend(self, signatures: Iterable[Signature]) -> None:
-        """Number those that are new, in order."""
+        """Number those that are new, in order.
+
+        The n-th signature of one text has one colour in all programs: those of two runs of a model agree.
+        """
+        met: dict[str, int] = {}
         for signature in signatures:
+            text = str(signature)
+            met[text] = met.get(text, 0) + 1
             if id(signature) not in self._number:  # the list holds them, so ids stay theirs
                 number = self._number[id(signature)] = len(self.signatures)
                 self.signatures.append(signature)
                 if is_constant(signature):
                     self._colour[number] = -1
                 else:
-                    self._colour[number] = sum(c >= 0 for c in self._colour.values())
+                    self._colour[number] = self._twins.setdefault((text, met[text]), len(self._twins))
 
     def number(self, signature: Signature) -> int:
         """Its number; KeyError for a signature that `extend` has not seen."""

@@ -113,6 +113,14 @@ def test_two_schedules_share_the_scale(trees: Program) -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_two_runs_of_a_model_have_the_same_colours(trees: Program) -> None:
+    again = tree_lstm_program([(1, 2)])
+    key = SignatureKey.of(trees, again)
+    colours = [{s.name: key.colour(key.number(s)) for s in program.signatures} for program in (trees, again)]
+    assert colours[0] == colours[1]
+    assert sorted(colours[0].values()) == [-1, 0, 1, 2, 3]
+
+
 def test_any_name_is_escaped(tmp_path: Path) -> None:
     build = ProgramBuilder()
     program = build.program(build.call(EVIL, build.constant(1), location=EVIL))
