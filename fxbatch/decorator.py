@@ -24,6 +24,7 @@ from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
+from fxbatch.torch_private import eval_frame_off, eval_frame_on, hide_from_dynamo
 from fxbatch.trace.state import current_recorder
 from fxbatch.trace.traces import merge
 
@@ -248,8 +249,13 @@ def autobatch(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
         @functools.wraps(function)
         def batched(*args: Any, **kwargs: Any) -> Any:
-            return state(args, kwargs)
+            frames = eval_frame_off()
+            try:
+                return state(args, kwargs)
+            finally:
+                eval_frame_on(frames)
 
+        hide_from_dynamo(batched)
         batched.__fxbatch__ = state  # type: ignore[attr-defined]  # found by trace, explain, ...
         return batched
 
