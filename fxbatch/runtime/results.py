@@ -93,8 +93,21 @@ def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take:
 
 
 def stack_real(results: Sequence[Any]) -> Any:
-    """`stack` for results without values: what `fxbatch.disabled()` returns."""
-    return stack(Results(results), lambda ids: ids, lambda requests: [])
+    """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
+    found = Results(results)
+    if len(found.values):  # inside a recording: stacking is recorded too
+        _same_structure(found)
+        stacked = [_stack_recorded(column) for column in zip(*found.leaves, strict=True)]
+        spec = found.specs[0]
+        return stacked[0] if spec is None else tree_unflatten(stacked, spec)
+    return stack(found, lambda ids: ids, lambda requests: [])
+
+
+def _stack_recorded(column: Sequence[Any]) -> Any:
+    if not any(isinstance(x, torch.Tensor) for x in column):
+        return _stack_plain(column)
+    _same_types(column)
+    return torch.stack(list(column))
 
 
 def nest(results: Sequence[Any]) -> Any:
