@@ -17,6 +17,7 @@ from fxbatch.codegen.compile_graph import CompileOptions
 from fxbatch.codegen.kernels import Workspace
 from fxbatch.codegen.looped import Scratch, group_type
 from fxbatch.codegen.unrolled import Unrolled
+from fxbatch.errors import GradientError
 from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
@@ -34,6 +35,7 @@ from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.unrolled_run import UnrolledRun
+from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -153,6 +155,11 @@ class Engine:
     def execution(self) -> Run | DifferentiableRun:
         """The state of a new minibatch."""
         grad = torch.is_grad_enabled()
+        if inside_functorch() and self.options.backward != "autograd":
+            raise GradientError(
+                'torch.func transforms can\'t go through backward="compiled": use '
+                '@fxbatch.autobatch(backward="autograd")'
+            )
         if self.options.mode == "unrolled":
             return UnrolledRun(self)
         if self.options.backward == "autograd" and grad:
