@@ -140,6 +140,7 @@ def _call(
     kwargs: dict[str, Any],
     through: Callable[[], Any],
 ) -> Any:
+    _refuse_what_cannot_be_seen(module)
     record = _record(recorder, module, method)
     if record.through:
         return through()
@@ -180,6 +181,21 @@ def _call(
     elif method is None and not kwargs and len(arguments.values) == len(args):
         recorder.fast.setdefault(id(module), {})[tuple(v._type for v in arguments.values)] = entry
     return result
+
+
+def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
+    """Modules whose calls have effects that no recording of tensor functions has."""
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TraceError(
+            f"{name} is a TorchScript module, whose code can't be recorded: use the module that it was made "
+            f"from{at_line()}"
+        )
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise TraceError(
+            f"{name} has a full backward hook: gradients of a minibatch never pass one call by itself; "
+            f"register a hook on its parameters, or on a result{at_line()}"
+        )
 
 
 def _whole(entry: Entry) -> bool:
