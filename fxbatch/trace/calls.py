@@ -102,7 +102,7 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         again = functools.partial(call_function, recorder, func, args, kwargs)
         link_views(entry, result, arguments, again, (func, args, kwargs))
     elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
-        recorder.pairs[(func, args[0]._type, args[1]._type)] = entry
+        recorder.met.add(func, recorder.mode, (args[0]._type, args[1]._type), entry)
     return result
 
 

@@ -92,23 +92,29 @@ def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if recorder is None:
         return module_call(self, *args, **kwargs)
     if not kwargs and _is_grad_enabled() is recorder.grad and any_autocast() is recorder.autocast:
-        known = recorder.fast.get(id(self))
-        if known is not None:
-            types = []
-            ids = []
-            for a in args:
-                if type(a) is not Value:
-                    if type(a) is not _Tensor:
-                        break
-                    a = recorder.constant(a)
-                    if a is None:
-                        break
-                types.append(a._type)
-                ids.append(a._value)
-            else:
-                entry = known.get(tuple(types))
-                if entry is not None:
-                    return recorder.emit(entry, ids)
+        types = []
+        ids = []
+        for a in args:
+            if type(a) is not Value:
+                if type(a) is not _Tensor:
+                    break
+                a = recorder.constant(a)
+                if a is None:
+                    break
+            types.append(a._type)
+            ids.append(a._value)
+        else:
+            entry = recorder.met.find(self, recorder.mode, tuple(types))
+            if entry is not None:
+                return recorder.emit(entry, ids)
+    return call_module(recorder, self, args, kwargs)
+
+
+def settle_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.__call__` for what the C extension does not settle."""
+    recorder = state.recorder
+    if recorder is None:
+        return module_call(self, *args, **kwargs)
     return call_module(recorder, self, args, kwargs)
 
 
@@ -179,7 +185,7 @@ def _call(
             entry, result, arguments, again, None if method or not _whole(entry) else (module, args, kwargs)
         )
     elif method is None and not kwargs and len(arguments.values) == len(args):
-        recorder.fast.setdefault(id(module), {})[tuple(v._type for v in arguments.values)] = entry
+        recorder.met.add(module, recorder.mode, tuple(v._type for v in arguments.values), entry)
     return result
 
 

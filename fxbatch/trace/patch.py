@@ -16,8 +16,8 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.trace.fast_path import module_call_method
 from fxbatch.trace.location import at_line
-from fxbatch.trace.modules import traced_call
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
 
@@ -44,7 +44,7 @@ def patched() -> Iterator[None]:
 
 
 def _install() -> None:
-    for owner, name, new in _PATCHES:
+    for owner, name, new in ((_Module, "__call__", module_call_method()), *_PATCHES):
         _saved.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, new)
 
@@ -152,7 +152,6 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
 
 _Module = torch.nn.Module
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    (_Module, "__call__", traced_call),
     (_Module, "__setattr__", _traced_setattr),
     *(
         (_Module, name, _invalidating(_Module.__dict__[name]))

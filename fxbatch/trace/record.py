@@ -21,6 +21,7 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
+from fxbatch.trace.columns import Columns, new_column, new_known_calls
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.gradients import GradientFlags
 from fxbatch.trace.lifting import call_row
@@ -36,7 +37,7 @@ _STRIDED = torch.strided
 _ranges = itertools.count(1)
 
 
-class Recorder:
+class Recorder(Columns):
     """Columns of one minibatch. `sigs` and `inputs` hold what no phase has run yet."""
 
     def __init__(
@@ -49,21 +50,18 @@ class Recorder:
         self.roots = tuple(roots)  # traced through, and searched for owners of parameters
         self.instances = instances
         self.base = next(_ranges) * _RANGE
-        self.count = self.base  # id of the next value
-        self.sigs: list[int] = []
-        self.inputs: list[int] = []
+        self.count = self.base
+        self.sigs, self.inputs = new_column(), new_column()
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
-        self.payload: dict[int, list[Any]] = {}
-        self.constants: dict[int, tuple[Value, torch.Tensor, int | None]] = {}
-        self.unchecked: list[
-            tuple[Value, torch.Tensor, int | None]
-        ] = []  # constants that no phase has read yet
+        self.payload = {}
+        self.constants = {}
+        self.unchecked = []
         self.numbers: dict[Any, Value] = {}
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
-        self.constant_entries: dict[Any, Entry] = {}
-        self.owners: dict[int, tuple[torch.nn.Module, str]] | None = None
+        self.constant_entries = {}
+        self.owners = None
         self.ask: Callable[[list[Value]], list[torch.Tensor]] | None = None  # gives real tensors, may suspend
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
         self.over = ""  # why no call can be added any more
@@ -73,9 +71,11 @@ class Recorder:
         self.calls = 0  # calls that phases have run
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
         self._known_types = np.empty(1024, dtype=np.int32)
-        self._known = 0
+        self._known = self._typed = 0
+        self._untyped: list[np.ndarray] = []  # signature columns of phases whose types are not known yet
         self._mode_key: Any = None
-        self._by_mode: dict[Any, tuple[dict[int, Any], dict[Any, Any], dict[Any, Entry]]] = {}
+        self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
+        self.met = new_known_calls()
         self.sync_modes()
 
     # Modes
@@ -83,9 +83,7 @@ class Recorder:
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
         self.grad = torch.is_grad_enabled()
-        # None never is what any_autocast() says: under autocast each call takes the slow path.
-
-        self.autocast: bool | None = None if any_autocast() else False
+        self.autocast = None if any_autocast() else False
         casts: tuple[tuple[str, torch.dtype], ...] = ()
         if self.autocast is None:
             casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
@@ -93,9 +91,9 @@ class Recorder:
         if key != self._mode_key:
             self._mode_key = key
             if key not in self._by_mode:
-                pairs, functions = self.table.entries.setdefault(("by mode", key), ({}, {}))
-                self._by_mode[key] = ({}, functions, pairs)
-            self.fast, self.functions, self.pairs = self._by_mode[key]
+                functions = self.table.entries.setdefault(("by mode", key), {})
+                self._by_mode[key] = (len(self._by_mode), functions)
+            self.mode, self.functions = self._by_mode[key]
 
     def modes(self, training: bool = False) -> Modes:
         """The modes of a signature made now."""
@@ -104,8 +102,7 @@ class Recorder:
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
-        for fast, _, _ in self._by_mode.values():
-            fast.clear()
+        self.met.clear()
         self.examined.clear()
         self.owners = None
 
@@ -175,8 +172,9 @@ class Recorder:
         """No more calls: a value that is used from here on is an error with the user's line."""
         self.over = "its minibatch is over"
         self.ask = None
-        self._by_mode = {key: ({}, {}, {}) for key in self._by_mode}
-        self.fast, self.functions, self.pairs = {}, {}, {}
+        self.met.clear()
+        self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
+        self.functions = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
@@ -341,12 +339,19 @@ class Recorder:
             outputs=np.array(outputs, dtype=np.int64),
             constants=self.payload,
             known=self._known,
-            known_types=self._known_types[: self._known] if self._known else None,
+            known_types=self._types_of_known(),
             instances=self.instances,
         )
         self.gradients.phase(sig, inputs)
         self._mark_run(sig)
         return program
+
+    def _types_of_known(self) -> np.ndarray | None:
+        """int32 [known]: worked out when a second phase asks, from the calls of the phases before."""
+        for sig in self._untyped:
+            self._add_types(sig)
+        self._untyped.clear()
+        return self._known_types[: self._known] if self._known else None
 
     def _check(self) -> None:
         if self.closed:
@@ -361,20 +366,25 @@ class Recorder:
                 )
 
     def _mark_run(self, sig: np.ndarray) -> None:
-        made = self.count - self.base - self._known
+        self._known = self.count - self.base
+        self._untyped.append(sig)
+        self.calls += len(self.sigs)
+        self.sigs, self.inputs = new_column(), new_column()
+        self.payload, self.unchecked, self.lifted = {}, [], {}
+        self.starts, self.runs = [0], [self.runs[-1]]
+
+    def _add_types(self, sig: np.ndarray) -> None:
         flat, width = self._output_types()
         counts = width[sig]
         starts = np.cumsum(width) - width
+        made, typed = int(counts.sum()), self._typed
         within = np.arange(made) - np.repeat(np.cumsum(counts) - counts, counts)
-        if self._known + made > len(self._known_types):
-            grown = np.empty(2 * (self._known + made), dtype=np.int32)
-            grown[: self._known] = self._known_types[: self._known]
+        if typed + made > len(self._known_types):
+            grown = np.empty(2 * (typed + made), dtype=np.int32)
+            grown[:typed] = self._known_types[:typed]
             self._known_types = grown
-        self._known_types[self._known : self._known + made] = flat[np.repeat(starts[sig], counts) + within]
-        self._known += made
-        self.calls += len(self.sigs)
-        self.sigs, self.inputs, self.payload, self.unchecked, self.lifted = [], [], {}, [], {}
-        self.starts, self.runs = [0], [self.runs[-1]]
+        self._known_types[typed : typed + made] = flat[np.repeat(starts[sig], counts) + within]
+        self._typed += made
 
     def _output_types(self) -> tuple[np.ndarray, np.ndarray]:
         outputs = self.table.outputs

@@ -15,6 +15,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import any_autocast, set_grad_enabled, swap_function_modes
+from fxbatch.trace.columns import set_current
 from fxbatch.trace.location import at_line
 
 if TYPE_CHECKING:
@@ -22,7 +23,17 @@ if TYPE_CHECKING:
 
 
 class _State(threading.local):
-    recorder: Recorder | None = None
+    _recorder: Recorder | None = None
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder of this thread; the C extension is told when it changes."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, new: Recorder | None) -> None:
+        self._recorder = new
+        set_current(new)
 
 
 state = _State()

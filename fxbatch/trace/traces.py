@@ -11,6 +11,7 @@ concatenates traces with offsets into a Recording.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,14 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.sig)
+
+    @functools.cached_property
+    def row(self) -> bool:
+        """Whether the result is a plain tuple of different values."""
+        leaves = self.result.leaves
+        if not leaves or any(type(x) is not Slot for x in leaves) or len(self.outputs) != len(leaves):
+            return False
+        return tree_unflatten(leaves, self.result.spec) == tuple(leaves)
 
     def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
         """The calls as a Program; a trace that comes from another process needs the model."""
@@ -308,7 +317,9 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
             v: recorder.value(start + v, type_ids[t])
             for v, t in zip(trace.outputs, trace.output_types, strict=True)
         }
-        if trace.result.spec.is_leaf():
+        if trace.row:
+            results.append(tuple(values.values()))
+        elif trace.result.spec.is_leaf():
             results.append(values[trace.outputs[0]] if trace.outputs else trace.result.leaves[0])
         else:
             results.append(trace.result.fill(output=_Offset(values)))
@@ -450,7 +461,8 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
         for k, payload in trace.constants.items():
             recorder.payload.setdefault(int(mapping[k]), []).extend(payload)
     lifted = recorder.table.lifted
-    recorder.lifted = {s: True for s in np.unique(recorder.sigs).tolist() if s in lifted}
+    if lifted:
+        recorder.lifted = {s: True for s in np.unique(recorder.sigs).tolist() if s in lifted}
     if recorder.lifted:
         _number_values(recorder)
 

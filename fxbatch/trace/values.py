@@ -19,6 +19,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.torch_private import any_autocast, tree_leaves
+from fxbatch.trace.columns import _fast
 
 if TYPE_CHECKING:
     from fxbatch.trace.aliases import Alias
@@ -28,7 +29,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _OPERANDS = (torch.Tensor, bool, int, float, complex, np.generic, np.ndarray)
 
 
-def _binary(name: str) -> Callable[[Any, Any], Any]:
+def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """An operator: torch's function, the method, and the method without its fast path."""
     func = getattr(torch.Tensor, name)
 
     def method(self: Value, other: Any) -> Any:
@@ -38,15 +40,18 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
             and _is_grad_enabled() is recorder.grad
             and any_autocast() is recorder.autocast
         ):
-            entry = recorder.pairs.get((func, self._type, other._type))
+            entry = recorder.met.find(func, recorder.mode, (self._type, other._type))
             if entry is not None:
                 return recorder.emit(entry, (self._value, other._value))
-        elif not isinstance(other, _OPERANDS):
-            return NotImplemented
-        return recorder.call(func, (self, other), {})
+        return slow(self, other)
 
-    method.__name__ = name
-    return method
+    def slow(self: Value, other: Any) -> Any:
+        if not isinstance(other, _OPERANDS):
+            return NotImplemented
+        return self._recorder.call(func, (self, other), {})
+
+    method.__name__ = slow.__name__ = name
+    return func, method, slow
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
@@ -91,7 +96,10 @@ class Value(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        recorder = next((x._recorder for x in tree_leaves((args, kwargs)) if type(x) is Value), None)
+        if args and type(args[0]) is Value:
+            recorder = args[0]._recorder
+        else:
+            recorder = next((x._recorder for x in tree_leaves((args, kwargs)) if type(x) is Value), None)
         if recorder is None:
             raise TraceError(f"{getattr(func, '__name__', func)} met a value where none can be found")
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
@@ -309,15 +317,20 @@ class RecordedGradient:
 _GETITEM = torch.Tensor.__getitem__
 _SETITEM = torch.Tensor.__setitem__
 
-for _name in (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__matmul__",
-    "__rmatmul__",
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__rand__", "__or__", "__ror__",
-    "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__",
-):  # fmt: skip
-    if hasattr(torch.Tensor, _name):
-        setattr(Value, _name, _binary(_name))
+# Operators that may be met before: (torch's function, the method, the method without its fast path).
+BINARY = {
+    _name: _binary(_name)
+    for _name in (
+        "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+        "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__matmul__",
+        "__rmatmul__",
+        "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__rand__", "__or__", "__ror__",
+        "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__",
+    )
+    if hasattr(torch.Tensor, _name)
+}  # fmt: skip
+for _name, (_, _operator, _) in BINARY.items():
+    setattr(Value, _name, _operator)
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"):
     if hasattr(torch.Tensor, _name):
         setattr(Value, _name, _in_place(_name))
@@ -347,5 +360,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 _SPECIAL[torch.numel] = _method("numel")
 
-# What makes a Value object: the cheapest constructor of a Tensor subclass (0.55 µs).
-new_value = torch.Tensor.__new__
+# What makes a Value object: the cheapest constructor of a Tensor subclass (0.55 µs), or C, which recycles.
+plain_new = torch.Tensor.__new__
+new_value: Callable[[type[Value]], Value] = plain_new if _fast is None else _fast.new_value

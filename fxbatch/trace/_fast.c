@@ -1,0 +1,689 @@
+/* The hot path of recording: calls that were met before, with Values and constants as arguments.
+
+   Everything here has a Python twin that defines what it does (trace/columns.py, record.py, modules.py,
+   values.py); what this file does not settle it hands to that twin. State lives in the slots of Python
+   objects, read and written by their offsets, so that both sides see the same recorder.
+
+   Values are recycled: making an object of a subclass of torch.Tensor costs as much as all the rest. When
+   the last reference to a Value goes, the object is kept in a bounded pool and handed out again. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <stdint.h>
+
+/* --- Column: what array.array("q") is to the recorder, with appends from C --- */
+
+typedef struct {
+    PyObject_HEAD
+    int64_t *data;
+    Py_ssize_t size, room, exports;
+} Column;
+
+static int column_reserve(Column *c, Py_ssize_t more)
+{
+    if (c->exports) {
+        PyErr_SetString(PyExc_BufferError, "a column can't grow while its buffer is in use");
+        return -1;
+    }
+    if (c->size + more <= c->room)
+        return 0;
+    Py_ssize_t room = 2 * (c->size + more) + 62;
+    int64_t *data = PyMem_Realloc(c->data, room * sizeof(int64_t));
+    if (!data) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    c->data = data;
+    c->room = room;
+    return 0;
+}
+
+static PyObject *column_append(PyObject *self, PyObject *number)
+{
+    Column *c = (Column *)self;
+    int64_t x = PyLong_AsLongLong(number);
+    if ((x == -1 && PyErr_Occurred()) || column_reserve(c, 1) < 0)
+        return NULL;
+    c->data[c->size++] = x;
+    Py_RETURN_NONE;
+}
+
+static PyObject *column_extend(PyObject *self, PyObject *numbers)
+{
+    Column *c = (Column *)self;
+    PyObject *items = PySequence_Fast(numbers, "a column is extended by a sequence");
+    if (!items)
+        return NULL;
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(items), before = c->size;
+    int failed = column_reserve(c, n) < 0;
+    for (Py_ssize_t i = 0; i < n && !failed; i++) {
+        int64_t x = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, i));
+        failed = x == -1 && PyErr_Occurred();
+        c->data[before + i] = x;
+    }
+    Py_DECREF(items);
+    if (failed)
+        return NULL;
+    c->size = before + n;
+    Py_RETURN_NONE;
+}
+
+static Py_ssize_t column_length(PyObject *self)
+{
+    return ((Column *)self)->size;
+}
+
+static PyObject *column_item(PyObject *self, Py_ssize_t i)
+{
+    Column *c = (Column *)self;
+    if (i < 0 || i >= c->size) {
+        PyErr_SetString(PyExc_IndexError, "column index out of range");
+        return NULL;
+    }
+    return PyLong_FromLongLong(c->data[i]);
+}
+
+static int column_getbuffer(PyObject *self, Py_buffer *view, int flags)
+{
+    Column *c = (Column *)self;
+    static int64_t nothing;
+    if (PyBuffer_FillInfo(view, self, c->data ? c->data : &nothing, c->size * 8, 0, flags) < 0)
+        return -1;
+    view->itemsize = 8;
+    view->format = (flags & PyBUF_FORMAT) ? "q" : NULL;
+    if (flags & PyBUF_ND)
+        view->shape = &c->size; /* no append while there are exports */
+    if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES)
+        view->strides = &view->itemsize;
+    c->exports++;
+    return 0;
+}
+
+static void column_releasebuffer(PyObject *self, Py_buffer *Py_UNUSED(view))
+{
+    ((Column *)self)->exports--;
+}
+
+static void column_dealloc(PyObject *self)
+{
+    PyMem_Free(((Column *)self)->data);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef column_methods[] = {
+    {"append", column_append, METH_O, NULL},
+    {"extend", column_extend, METH_O, NULL},
+    {NULL}};
+static PySequenceMethods column_sequence = {.sq_length = column_length, .sq_item = column_item};
+static PyBufferProcs column_buffer = {column_getbuffer, column_releasebuffer};
+static PyTypeObject ColumnType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Column",
+    .tp_doc = "A growing int64 column.",
+    .tp_basicsize = sizeof(Column),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = column_dealloc,
+    .tp_methods = column_methods,
+    .tp_as_sequence = &column_sequence,
+    .tp_as_buffer = &column_buffer,
+};
+
+/* --- KnownCalls: (owner, mode, input types) -> Entry ---------------------------------------------------- */
+
+#define MAX_INPUTS 6
+
+typedef struct {
+    PyObject *owner, *entry; /* owner NULL: a free place */
+    int32_t mode, n, types[MAX_INPUTS];
+} Call;
+
+typedef struct {
+    PyObject_HEAD
+    Call *calls;
+    Py_ssize_t used, room; /* room: a power of two, or 0 */
+} KnownCalls;
+
+static Call *known_place(Call *calls, Py_ssize_t room, const Call *wanted)
+{
+    uint64_t h = ((uint64_t)(uintptr_t)wanted->owner >> 4) * 31 + (uint64_t)wanted->mode;
+    for (int i = 0; i < wanted->n; i++)
+        h = (h ^ (uint64_t)wanted->types[i]) * 0x9E3779B97F4A7C15u;
+    for (h ^= h >> 29;; h++) {
+        Call *c = &calls[h & (uint64_t)(room - 1)];
+        if (!c->owner || (c->owner == wanted->owner && c->mode == wanted->mode && c->n == wanted->n &&
+                          !memcmp(c->types, wanted->types, wanted->n * sizeof(int32_t))))
+            return c;
+    }
+}
+
+static int known_grow(KnownCalls *k)
+{
+    Py_ssize_t room = k->room ? 2 * k->room : 64;
+    Call *calls = PyMem_Calloc(room, sizeof(Call));
+    if (!calls) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < k->room; i++)
+        if (k->calls[i].owner)
+            *known_place(calls, room, &k->calls[i]) = k->calls[i];
+    PyMem_Free(k->calls);
+    k->calls = calls;
+    k->room = room;
+    return 0;
+}
+
+/* Fill `call` from Python arguments; 0 when it has too many inputs to be kept, -1 on error. */
+static int known_key(Call *call, PyObject *owner, int mode, PyObject *types)
+{
+    if (!PyTuple_Check(types)) {
+        PyErr_SetString(PyExc_TypeError, "types is a tuple");
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(types) > MAX_INPUTS)
+        return 0;
+    memset(call, 0, sizeof(Call));
+    call->owner = owner;
+    call->mode = mode;
+    call->n = (int32_t)PyTuple_GET_SIZE(types);
+    for (int i = 0; i < call->n; i++)
+        call->types[i] = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(types, i));
+    return PyErr_Occurred() ? -1 : 1;
+}
+
+static PyObject *known_add(PyObject *self, PyObject *args)
+{
+    KnownCalls *k = (KnownCalls *)self;
+    PyObject *owner, *types, *entry;
+    int mode;
+    Call call;
+    if (!PyArg_ParseTuple(args, "OiOO", &owner, &mode, &types, &entry))
+        return NULL;
+    int fits = known_key(&call, owner, mode, types);
+    if (fits < 0 || (fits && 4 * k->used >= 3 * k->room && known_grow(k) < 0))
+        return NULL;
+    if (fits) {
+        Call *place = known_place(k->calls, k->room, &call);
+        PyObject *before = place->entry;
+        call.entry = Py_NewRef(entry);
+        if (!place->owner) {
+            Py_INCREF(owner);
+            k->used++;
+        }
+        *place = call;
+        Py_XDECREF(before);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *known_find(PyObject *self, PyObject *args)
+{
+    KnownCalls *k = (KnownCalls *)self;
+    PyObject *owner, *types;
+    int mode;
+    Call call;
+    if (!PyArg_ParseTuple(args, "OiO", &owner, &mode, &types))
+        return NULL;
+    int fits = known_key(&call, owner, mode, types);
+    if (fits < 0)
+        return NULL;
+    PyObject *entry = fits && k->room ? known_place(k->calls, k->room, &call)->entry : NULL;
+    return Py_NewRef(entry ? entry : Py_None);
+}
+
+static int known_drop(PyObject *self)
+{
+    KnownCalls *k = (KnownCalls *)self;
+    Call *calls = k->calls;
+    Py_ssize_t room = k->room;
+    k->calls = NULL;
+    k->used = k->room = 0;
+    for (Py_ssize_t i = 0; i < room; i++) {
+        Py_XDECREF(calls[i].owner);
+        Py_XDECREF(calls[i].entry);
+    }
+    PyMem_Free(calls);
+    return 0;
+}
+
+static PyObject *known_clear(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    known_drop(self);
+    Py_RETURN_NONE;
+}
+
+static int known_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    KnownCalls *k = (KnownCalls *)self;
+    for (Py_ssize_t i = 0; i < k->room; i++) {
+        Py_VISIT(k->calls[i].owner);
+        Py_VISIT(k->calls[i].entry);
+    }
+    return 0;
+}
+
+static void known_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    known_drop(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef known_methods[] = {
+    {"add", known_add, METH_VARARGS, NULL},
+    {"find", known_find, METH_VARARGS, NULL},
+    {"clear", known_clear, METH_NOARGS, NULL},
+    {NULL}};
+static PyTypeObject KnownCallsType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.KnownCalls",
+    .tp_doc = "Entries by owner, mode and input types.",
+    .tp_basicsize = sizeof(KnownCalls),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = known_dealloc,
+    .tp_traverse = known_traverse,
+    .tp_clear = known_drop,
+    .tp_methods = known_methods,
+};
+
+/* --- Slots of Python objects ----------------------------------------------------------------------------- */
+
+static struct {
+    Py_ssize_t value, type, recorder, alias;                            /* of a Value */
+    Py_ssize_t sid, types, alone, row;                                  /* of an Entry */
+    Py_ssize_t sigs, inputs, count, known, mode, grad, autocast;        /* of the recorder */
+    Py_ssize_t constants, owners, entries, payload, unchecked;
+} at;
+static PyTypeObject *Value, *Tensor, *Recorder;
+static PyObject *plain_new, *build_result, *slow_constant, *strided;
+static PyObject *grad_enabled, *autocast_enabled;
+static PyObject *s_shape, *s_dtype, *s_device, *s_layout, *s_version;
+static _Thread_local PyObject *current; /* this thread's recorder */
+
+#define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
+
+static int slot(PyObject *type, const char *name, Py_ssize_t *offset)
+{
+    PyObject *descriptor = PyObject_GetAttrString(type, name);
+    if (!descriptor)
+        return -1;
+    int found = Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
+    if (found)
+        *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
+    else
+        PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    Py_DECREF(descriptor);
+    return found ? 0 : -1;
+}
+
+static void put(PyObject *object, Py_ssize_t where, PyObject *stolen)
+{
+    PyObject *before = SLOT(object, where);
+    SLOT(object, where) = stolen;
+    Py_XDECREF(before);
+}
+
+/* --- Values -------------------------------------------------------------------------------------------------- */
+
+#define POOL 16384
+static PyObject *pool[POOL]; /* untracked, one reference each: ours */
+static Py_ssize_t pooled, pool_limit = POOL;
+static destructor plain_dealloc;
+static inquiry plain_clear;
+
+static void value_dealloc(PyObject *v)
+{
+    /* A Value without recorder was cleared by the garbage collector: its tensor may be gone. */
+    if (pooled < pool_limit && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) && !SLOT(v, at.alias) &&
+        !*(PyObject **)((char *)v + Value->tp_weaklistoffset)) {
+        PyObject **dict = _PyObject_GetDictPtr(v);
+        if (!dict || !*dict || !PyDict_GET_SIZE(*dict)) {
+            PyObject_GC_UnTrack(v);
+            PyObject *recorder = SLOT(v, at.recorder);
+            SLOT(v, at.recorder) = NULL;
+            Py_CLEAR(SLOT(v, at.value));
+            Py_CLEAR(SLOT(v, at.type));
+            Py_SET_REFCNT(v, 1);
+            pool[pooled++] = v;
+            Py_DECREF(recorder); /* last: it may run anything */
+            return;
+        }
+    }
+    /* What a type's own dealloc and clear do is to look for the first base whose function differs. */
+    Value->tp_dealloc = plain_dealloc;
+    plain_dealloc(v);
+    Value->tp_dealloc = value_dealloc;
+}
+
+static int value_clear(PyObject *v)
+{
+    Py_CLEAR(SLOT(v, at.recorder));
+    Value->tp_clear = plain_clear;
+    int result = plain_clear(v);
+    Value->tp_clear = value_clear;
+    return result;
+}
+
+/* A Value with nothing in its slots. */
+static PyObject *empty_value(void)
+{
+    while (pooled) {
+        PyObject *v = pool[--pooled];
+        PyObject_GC_Track(v);
+        if (Py_REFCNT(v) == 1)
+            return v;
+        Py_DECREF(v); /* somebody found it through its tensor */
+    }
+    return PyObject_CallOneArg(plain_new, (PyObject *)Value);
+}
+
+static PyObject *make_value(PyObject *recorder, PyObject *type)
+{
+    PyObject *number = SLOT(recorder, at.count); /* moves from the recorder to the value */
+    PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(number) + 1);
+    if (!next)
+        return NULL;
+    PyObject *v = empty_value();
+    if (!v) {
+        Py_DECREF(next);
+        return NULL;
+    }
+    SLOT(recorder, at.count) = next;
+    put(v, at.value, number);
+    put(v, at.type, Py_NewRef(type));
+    put(v, at.recorder, Py_NewRef(recorder));
+    return v;
+}
+
+/* --- Calls --------------------------------------------------------------------------------------------------- */
+
+static int has_columns(PyObject *recorder)
+{
+    PyObject *sigs = SLOT(recorder, at.sigs), *inputs = SLOT(recorder, at.inputs);
+    return sigs && inputs && Py_IS_TYPE(sigs, &ColumnType) && Py_IS_TYPE(inputs, &ColumnType);
+}
+
+/* Append a row and give its result. */
+static PyObject *record(PyObject *recorder, PyObject *entry, const int64_t *ids, Py_ssize_t n)
+{
+    Column *sigs = (Column *)SLOT(recorder, at.sigs), *inputs = (Column *)SLOT(recorder, at.inputs);
+    if (column_reserve(sigs, 1) < 0 || column_reserve(inputs, n) < 0)
+        return NULL;
+    sigs->data[sigs->size++] = PyLong_AsLongLong(SLOT(entry, at.sid));
+    for (Py_ssize_t i = 0; i < n; i++)
+        inputs->data[inputs->size++] = ids[i];
+    PyObject *types = SLOT(entry, at.types);
+    if (PyLong_AsLong(SLOT(entry, at.alone)) >= 0)
+        return make_value(recorder, PyTuple_GET_ITEM(types, 0));
+    PyObject *outputs = PyTuple_New(PyTuple_GET_SIZE(types));
+    for (Py_ssize_t i = 0; outputs && i < PyTuple_GET_SIZE(types); i++) {
+        PyObject *v = make_value(recorder, PyTuple_GET_ITEM(types, i));
+        if (v)
+            PyTuple_SET_ITEM(outputs, i, v);
+        else
+            Py_CLEAR(outputs);
+    }
+    if (!outputs || SLOT(entry, at.row) == Py_True)
+        return outputs;
+    PyObject *built = PyObject_CallFunctionObjArgs(build_result, entry, outputs, NULL);
+    Py_DECREF(outputs);
+    return built;
+}
+
+/* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
+static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
+{
+    PyObject *owners = SLOT(recorder, at.owners), *parts[5] = {0}, *v = NULL, *kept = NULL;
+    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key))
+        return NULL;
+    PyObject *names[] = {s_shape, s_dtype, s_device, s_layout, s_version};
+    for (int i = 0; i < 5; i++)
+        if (!(parts[i] = PyObject_GetAttr(t, names[i])))
+            goto done;
+    PyObject *of = PyTuple_Pack(3, parts[0], parts[1], parts[2]);
+    PyObject *entry = of ? PyDict_GetItemWithError(SLOT(recorder, at.entries), of) : NULL;
+    Py_XDECREF(of);
+    if (!entry || parts[3] != strided)
+        goto done;
+    PyObject *payload = PyDict_GetItemWithError(SLOT(recorder, at.payload), SLOT(entry, at.sid));
+    if (!payload || !(v = record(recorder, entry, NULL, 0)))
+        goto done;
+    kept = PyTuple_Pack(3, v, t, parts[4]);
+    Py_DECREF(v); /* `kept` has it */
+    if (!kept || PyList_Append(payload, t) < 0 || PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
+        PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
+        v = NULL;
+    Py_XDECREF(kept); /* so has the dict */
+done:
+    for (int i = 0; i < 5; i++)
+        Py_XDECREF(parts[i]);
+    if (!v && PyErr_ExceptionMatches(PyExc_RuntimeError))
+        PyErr_Clear(); /* tensors made in inference mode have no version */
+    return v;
+}
+
+/* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand. */
+static PyObject *constant_of(PyObject *recorder, PyObject *t)
+{
+    PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
+    PyObject *kept = key ? PyDict_GetItemWithError(SLOT(recorder, at.constants), key) : NULL;
+    if (kept) {
+        PyObject *version = PyTuple_GET_ITEM(kept, 2);
+        PyObject *now = version == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(t, s_version);
+        int same = now ? PyObject_RichCompareBool(now, version, Py_EQ) : -1;
+        Py_XDECREF(now);
+        v = same == 1 ? PyTuple_GET_ITEM(kept, 0) : NULL;
+    } else if (key && !PyErr_Occurred())
+        v = new_constant(recorder, t, key);
+    Py_XDECREF(key);
+    if (v || PyErr_Occurred())
+        return v;
+    v = PyObject_CallFunctionObjArgs(slow_constant, recorder, t, NULL);
+    if (!v || v == Py_None) {
+        Py_XDECREF(v);
+        return NULL;
+    }
+    Py_DECREF(v); /* the recorder's constants keep it */
+    return v;
+}
+
+static int mode_is(PyObject *ask, PyObject *expected)
+{
+    PyObject *now = PyCFunction_GET_FUNCTION(ask)(PyCFunction_GET_SELF(ask), NULL);
+    Py_XDECREF(now);
+    return now && now == expected; /* True and False live for ever */
+}
+
+/* The result of a call that was met before; NULL without an error when it was not. */
+static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const *args, Py_ssize_t n,
+                            int tensors)
+{
+    KnownCalls *known = (KnownCalls *)SLOT(recorder, at.known);
+    if (n < 1 || n > MAX_INPUTS || !known || !Py_IS_TYPE(known, &KnownCallsType) || !known->used ||
+        !has_columns(recorder) || !mode_is(grad_enabled, SLOT(recorder, at.grad)) ||
+        !mode_is(autocast_enabled, SLOT(recorder, at.autocast)))
+        return NULL;
+    Call call = {.owner = owner, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode)), .n = (int32_t)n};
+    int64_t ids[MAX_INPUTS];
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *a = args[i];
+        if (!Py_IS_TYPE(a, Value)) {
+            if (!tensors || !Py_IS_TYPE(a, Tensor) || !(a = constant_of(recorder, a)))
+                return NULL;
+        } else if (SLOT(a, at.recorder) != recorder)
+            return NULL;
+        call.types[i] = (int32_t)PyLong_AsLong(SLOT(a, at.type));
+        ids[i] = PyLong_AsLongLong(SLOT(a, at.value));
+    }
+    known = (KnownCalls *)SLOT(recorder, at.known);
+    PyObject *entry = known->room ? known_place(known->calls, known->room, &call)->entry : NULL;
+    if (!entry)
+        return NULL;
+    Py_INCREF(entry);
+    PyObject *result = record(recorder, entry, ids, n);
+    Py_DECREF(entry);
+    return result;
+}
+
+/* --- Method: a method with a fast path and the Python function behind it ------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *owner; /* a function that its arguments are given to; NULL: the first argument is a module */
+    PyObject *slow;
+} Method;
+
+static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Method *m = (Method *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    if (current && !kwnames && n >= 2) {
+        PyObject *result = m->owner ? call_known(current, m->owner, args, n, 0)
+                                    : call_known(current, args[0], args + 1, n - 1, 1);
+        if (result || PyErr_Occurred())
+            return result;
+    }
+    return PyObject_Vectorcall(m->slow, args, nargsf, kwnames);
+}
+
+static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+{
+    return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *owner, *slow;
+    if (!PyArg_ParseTuple(args, "OO", &owner, &slow))
+        return NULL;
+    Method *m = (Method *)type->tp_alloc(type, 0);
+    if (m) {
+        m->call = method_call;
+        m->owner = owner == Py_None ? NULL : Py_NewRef(owner);
+        m->slow = Py_NewRef(slow);
+    }
+    return (PyObject *)m;
+}
+
+static void method_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Method *)self)->owner);
+    Py_XDECREF(((Method *)self)->slow);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef method_members[] = {{"__wrapped__", T_OBJECT_EX, offsetof(Method, slow), READONLY, NULL}, {NULL}};
+static PyTypeObject MethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Method",
+    .tp_doc = "Method(owner, slow): known calls of owner (None: of the module it is called on), else slow.",
+    .tp_basicsize = sizeof(Method),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = method_new,
+    .tp_dealloc = method_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Method, call),
+    .tp_descr_get = method_get,
+    .tp_members = method_members,
+};
+
+/* --- Module --------------------------------------------------------------------------------------------------- */
+
+static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
+{
+    PyObject *before = current;
+    int usable = Recorder && PyObject_TypeCheck(recorder, Recorder);
+    current = usable ? Py_NewRef(recorder) : NULL;
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+static int takes_nothing(PyObject *f)
+{
+    return PyCFunction_Check(f) && PyCFunction_GET_FLAGS(f) == METH_NOARGS;
+}
+
+static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *value, *entry, *columns, *tensor;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOO", &value, &entry, &columns, &tensor, &plain_new, &build_result,
+                          &slow_constant, &strided, &grad_enabled, &autocast_enabled))
+        return NULL;
+    if (Value) {
+        PyErr_SetString(PyExc_RuntimeError, "set up already");
+        return NULL;
+    }
+    if (slot(value, "_value", &at.value) || slot(value, "_type", &at.type) ||
+        slot(value, "_recorder", &at.recorder) || slot(value, "_alias", &at.alias) ||
+        slot(entry, "sid", &at.sid) || slot(entry, "types", &at.types) || slot(entry, "alone", &at.alone) ||
+        slot(entry, "row", &at.row) || slot(columns, "sigs", &at.sigs) ||
+        slot(columns, "inputs", &at.inputs) || slot(columns, "count", &at.count) ||
+        slot(columns, "met", &at.known) || slot(columns, "mode", &at.mode) ||
+        slot(columns, "grad", &at.grad) || slot(columns, "autocast", &at.autocast) ||
+        slot(columns, "constants", &at.constants) || slot(columns, "owners", &at.owners) ||
+        slot(columns, "constant_entries", &at.entries) || slot(columns, "payload", &at.payload) ||
+        slot(columns, "unchecked", &at.unchecked))
+        return NULL;
+    if (!((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
+        !((PyTypeObject *)value)->tp_weaklistoffset) {
+        PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
+        return NULL;
+    }
+    PyObject *kept[] = {value, tensor, columns, plain_new, build_result, slow_constant, strided,
+                        grad_enabled, autocast_enabled};
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
+        Py_INCREF(kept[i]); /* for as long as the process lives */
+    Value = (PyTypeObject *)value;
+    Tensor = (PyTypeObject *)tensor;
+    Recorder = (PyTypeObject *)columns;
+    plain_dealloc = Value->tp_dealloc;
+    plain_clear = Value->tp_clear;
+    Value->tp_dealloc = value_dealloc;
+    Value->tp_clear = value_clear;
+    Py_RETURN_NONE;
+}
+
+static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
+{
+    if (type == (PyObject *)Value)
+        return empty_value();
+    PyErr_SetString(PyExc_TypeError, "makes Values only");
+    return NULL;
+}
+
+static PyObject *recycle(PyObject *Py_UNUSED(module), PyObject *on)
+{
+    pool_limit = PyObject_IsTrue(on) ? POOL : 0;
+    while (pooled > pool_limit) {
+        PyObject *v = pool[--pooled];
+        PyObject_GC_Track(v);
+        Py_DECREF(v);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
+    {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
+    {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
+    {"recycle", recycle, METH_O, "Whether Values are handed out again."},
+    {NULL}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_fast", .m_doc = "The hot path of recording.", .m_size = -1,
+    .m_methods = functions};
+
+PyMODINIT_FUNC PyInit__fast(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (!module || !(s_shape = PyUnicode_InternFromString("shape")) ||
+        !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
+        !(s_layout = PyUnicode_InternFromString("layout")) ||
+        !(s_version = PyUnicode_InternFromString("_version")) ||
+        PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &KnownCallsType) < 0 ||
+        PyModule_AddType(module, &MethodType) < 0) {
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

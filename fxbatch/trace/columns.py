@@ -1,0 +1,89 @@
+"""What the recorder keeps of a minibatch, as the C extension and its Python twin both see it.
+
+In: signature ids, value ids, calls that were met before. Out: columns that numpy reads without conversion.
+
+    sigs = new_column()
+    sigs.append(3)
+    np.array(sigs, dtype=np.int32)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+try:
+    from fxbatch.trace import _fast
+except ImportError:  # installed without a C compiler
+    _fast = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    import torch
+
+    from fxbatch.trace.table import Entry
+    from fxbatch.trace.values import Value
+
+
+class KnownCalls:
+    """Entries by what was called (a module, a function), mode and input types."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Any, tuple[Any, Entry]] = {}
+
+    def add(self, owner: Any, mode: int, types: tuple[int, ...], entry: Entry) -> None:
+        """Remember the entry of a call; the owner is kept alive, so that its id stays its own."""
+        self._entries[(id(owner), mode, types)] = (owner, entry)
+
+    def find(self, owner: Any, mode: int, types: tuple[int, ...]) -> Entry | None:
+        """The entry of a call that was met before."""
+        found = self._entries.get((id(owner), mode, types))
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+
+
+class Columns:
+    """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
+
+    __slots__ = (
+        "autocast", "constant_entries", "constants", "count", "grad", "inputs", "met", "mode", "owners",
+        "payload", "sigs", "unchecked",
+    )  # fmt: skip
+    sigs: Any  # signature id of each call
+    inputs: Any  # value ids
+    count: int  # id of the next value
+    met: Any  # KnownCalls
+    mode: int  # number of torch's modes, part of the key of a known call
+    grad: bool
+    autocast: bool | None  # what any_autocast() must say; None never is: then each call takes the slow path
+    constants: dict[int, tuple[Value, torch.Tensor, int | None]]
+    unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
+    constant_entries: dict[Any, Entry]  # by (shape, dtype, device)
+    owners: dict[int, tuple[torch.nn.Module, str]] | None
+    payload: dict[int, list[Any]]  # of the constants, by signature
+
+
+class Switch:
+    """Whether new recordings use the C extension: tests turn it off to run the Python twin."""
+
+    on = _fast is not None
+
+
+def new_column() -> Any:
+    """An empty int64 column with append, extend and the buffer protocol."""
+    return _fast.Column() if Switch.on else array("q")
+
+
+def new_known_calls() -> Any:
+    """Empty KnownCalls, in C or in Python."""
+    return _fast.KnownCalls() if Switch.on else KnownCalls()
+
+
+def _ignore(recorder: Any) -> None:
+    """There is no C extension to be told."""
+
+
+set_current: Callable[[Any], None] = _fast.set_current if _fast is not None else _ignore

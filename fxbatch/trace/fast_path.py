@@ -1,0 +1,56 @@
+"""The C extension and its Python twin: which of them records.
+
+In: a switch. Out: operators of Value, `Recorder.emit` and the patched `nn.Module.__call__`, in C where the
+extension was built, in Python (the reference) elsewhere.
+
+    use_extension(False)      # all Python, from the next recording on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxbatch.torch_private import any_autocast
+from fxbatch.trace.columns import Columns, Switch, _fast
+from fxbatch.trace.modules import settle_call, traced_call
+from fxbatch.trace.record import Recorder
+from fxbatch.trace.table import Entry
+from fxbatch.trace.values import BINARY, Value, plain_new
+
+
+def extension_available() -> bool:
+    """Whether the C extension was built."""
+    return _fast is not None
+
+
+def use_extension(on: bool) -> None:
+    """Record with the C extension, or with Python alone. Not while something is being recorded."""
+    if on and not extension_available():
+        raise RuntimeError("fxbatch was installed without its C extension")
+    Switch.on = on
+    if extension_available():
+        _fast.recycle(on)
+    for name, (func, method, slow) in BINARY.items():
+        setattr(Value, name, _fast.Method(func, slow) if on else method)
+
+
+def module_call_method() -> Any:
+    """What `nn.Module.__call__` is while some thread traces."""
+    return _MODULE_CALL if Switch.on else traced_call
+
+
+def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
+    assert entry.signature.result is not None
+    return entry.signature.result.fill(output=outputs)
+
+
+if extension_available():
+    _fast.setup(
+        Value, Entry, Columns, torch.Tensor, plain_new, _build_result, Recorder.constant, torch.strided,
+        torch.is_grad_enabled, any_autocast,
+    )  # fmt: skip
+    _MODULE_CALL = _fast.Method(None, settle_call)
+    use_extension(True)

@@ -1,0 +1,20 @@
+"""Every test of the trace runs twice: with the C extension and with its Python twin, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fxbatch.trace.fast_path import extension_available, use_extension
+
+
+@pytest.fixture(autouse=True, params=["python", "extension"])
+def recorded_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What records in this test."""
+    on = request.param == "extension"
+    if on and not extension_available():
+        pytest.skip("fxbatch was installed without its C extension")
+    use_extension(on)
+    yield request.param
+    use_extension(extension_available())

@@ -1,0 +1,214 @@
+"""The C extension: what it recycles, what it must not, and that nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import tracemalloc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fxbatch.errors import TraceError
+from fxbatch.trace import columns
+from fxbatch.trace.minibatch import Recording, record_minibatch
+from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.values import Value
+
+
+class Cell(nn.Module):
+    """Two inputs, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = self.linear(torch.cat([h, c])).chunk(2)
+        return a.tanh(), b
+
+
+class Chain(nn.Module):
+    """A chain of cells over an instance's own tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+        self.out = nn.Linear(3, 2)
+        self.kept: list[Any] = []
+
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        h, c = xs[0], xs[0]
+        for x in xs:
+            h, c = self.cell(h, x)
+            h = h + c
+        return self.out(h)
+
+
+def record(model: nn.Module, instances: list[Any], table: SignatureTable) -> Recording:
+    return record_minibatch(model.forward, [((x,), {}) for x in instances], table, None)  # type: ignore[arg-type]
+
+
+def _instances(n: int = 5) -> list[list[torch.Tensor]]:
+    return [[torch.randn(3) for _ in range(i % 4 + 1)] for i in range(n)]
+
+
+def test_programs_are_the_same(recorded_by: str) -> None:
+    """What is recorded does not depend on who recorded it."""
+    from fxbatch.trace.fast_path import use_extension
+
+    model, instances = Chain(), _instances()
+    programs = []
+    for on in (False, recorded_by == "extension"):
+        use_extension(on)
+        table = SignatureTable()
+        for _ in range(2):  # the second time, all is known
+            recording = record(model, instances, table)
+            program = recording.pending_program(recording.output_ids())
+        programs.append(program)
+    a, b = programs
+    assert str(a) == str(b)
+    for name in ("sig", "inputs", "instance", "outputs"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    assert [[id(t) for t in p] for p in a.constants.values()] == [
+        [id(t) for t in p] for p in b.constants.values()
+    ]
+
+
+def test_a_kept_value_stays_itself() -> None:
+    """A Value that the user keeps is not handed out again; using it later is the error it always was."""
+
+    class Keeping(Chain):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            h, c = self.cell(xs[0], xs[0])
+            self.kept.append((h, h._value, c.shape))  # type: ignore[attr-defined]
+            return self.out(h + c)
+
+    model, table = Keeping(), SignatureTable()
+    record(model, _instances(), table)
+    before, model.kept = model.kept, []
+    record(model, _instances(), table)
+    assert len({id(v) for v, *_ in before + model.kept}) == len(before + model.kept)
+    for v, number, shape in before:
+        assert v._value == number and v.shape == shape
+        with pytest.raises(TraceError, match="of a finished call"):
+            v + 1
+
+
+def test_what_was_set_on_a_value_does_not_come_back() -> None:
+    """Attributes that the user set on a Value, and weak references to it, die with it."""
+    seen: list[bool] = []
+
+    class Marking(Chain):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            h, c = self.cell(xs[0], xs[0])
+            seen.append(hasattr(h, "mark") or hasattr(c, "mark"))
+            h.mark = c.mark = True  # type: ignore[attr-defined]
+            self.kept.append(weakref.ref(c))
+            del c
+            return self.out(h)
+
+    model, table = Marking(), SignatureTable()
+    for _ in range(3):
+        record(model, _instances(), table)
+    gc.collect()
+    assert seen and not any(seen)
+    assert all(ref() is None for ref in model.kept)
+
+
+def test_values_in_cycles_are_not_recycled() -> None:
+    """The garbage collector may have cleared their tensors."""
+
+    class Cyclic(Chain):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            h, c = self.cell(xs[0], xs[0])
+            loop: list[Any] = [h, c]
+            loop.append(loop)
+            h.loop = loop  # type: ignore[attr-defined]
+            return self.out(h + c)
+
+    model, table = Cyclic(), SignatureTable()
+    for _ in range(4):
+        recording = record(model, _instances(8), table)
+        values = [r for r in recording.results if type(r) is Value]
+        assert [tuple(v.shape) for v in values] == [(2,)] * 8
+        del recording, values
+        gc.collect()
+
+
+def test_nothing_leaks() -> None:
+    """Memory and reference counts stay where they are, minibatch after minibatch."""
+    model, table, instances = Chain(), SignatureTable(), _instances(16)
+    watched = [instances[0][0], model.cell, table, torch.Tensor.__add__]
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            recording = record(model, instances, table)
+            recording.pending_program(recording.output_ids())
+
+    run(50)  # the pool has grown to what a minibatch needs
+    gc.collect()
+    counts = [sys.getrefcount(x) for x in watched]
+    tracemalloc.start()
+    run(200)
+    gc.collect()
+    first = tracemalloc.get_traced_memory()[0]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(200)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - first
+    tracemalloc.stop()
+    assert grown < 64_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 16_000  # KiB
+    assert [sys.getrefcount(x) for x in watched] == counts
+
+
+def test_column() -> None:
+    """Both columns are what numpy and the recorder take them for."""
+    c = columns.new_column()
+    assert np.array(c, dtype=np.int64).tolist() == []
+    c.append(3)
+    c.extend((1 << 41, -2))
+    c.extend([])
+    c.extend((7, 8))
+    assert len(c) == 5 and c[-1] == 8 and c[0] == 3
+    assert memoryview(c).tolist() == [3, 1 << 41, -2, 7, 8]
+    assert np.array(c, dtype=np.int64).dtype == np.int64
+    with memoryview(c), pytest.raises(BufferError):
+        c.append(1)
+    with pytest.raises((TypeError, OverflowError)):
+        c.extend((1, "x"))
+    for i in range(1000):
+        c.append(i)
+    assert c[len(c) - 1] == 999
+    with pytest.raises(IndexError):
+        c[2000]
+
+
+def test_known_calls() -> None:
+    """Found by owner, mode and types; replaced, cleared; calls of many inputs are found or not, never wrong."""
+    known = columns.new_known_calls()
+    owners = [object() for _ in range(50)]
+    for i, owner in enumerate(owners):
+        for mode in range(3):
+            known.add(owner, mode, (i, mode, 1), (i, mode))
+            known.add(owner, mode, (), (i, mode, "none"))
+    for i, owner in enumerate(owners):
+        for mode in range(3):
+            assert known.find(owner, mode, (i, mode, 1)) == (i, mode)
+            assert known.find(owner, mode, ()) == (i, mode, "none")
+            assert known.find(owner, mode, (i, mode, 2)) is None
+            assert known.find(owner, mode + 3, (i, mode, 1)) is None
+    known.add(owners[0], 0, (), "new")
+    assert known.find(owners[0], 0, ()) == "new"
+    many = tuple(range(20))
+    known.add(owners[0], 0, many, "many")
+    assert known.find(owners[0], 0, many) in ("many", None)
+    assert known.find(owners[0], 0, many[:-1]) is None
+    known.clear()
+    assert known.find(owners[0], 0, ()) is None
