@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.errors import BatchCoupledError, FxbatchError
+from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation, SharedOperand, Signature
 from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
