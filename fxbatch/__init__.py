@@ -13,6 +13,7 @@ from fxbatch.decorator import autobatch, disabled
 from fxbatch.errors import (
     BatchCoupledError,
     BlockTypeError,
+    CompileWarning,
     DataError,
     FxbatchError,
     GradientError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchCoupledError",
     "BlockTypeError",
+    "CompileWarning",
     "DataError",
     "Explanation",
     "FxbatchError",

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.trace.statistics import Statistics
 
@@ -29,6 +30,9 @@ class OperationRow:
     launches: int = 0
     largest: int = 0
     batched: bool = True
+    compiled: str = ""  # which graphs are compiled, how often again; why not
+    recompilations: int = 0
+    compile_seconds: float = 0.0
 
 
 @dataclass
@@ -59,12 +63,24 @@ def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
                     signature.operation.rule,
                     signature.location,
                     batched=not compiled.reason,
+                    compiled=describe_compiled(compiled),
+                    recompilations=compiled.recompilations,
+                    compile_seconds=compiled.compile_seconds,
                 )
             row.calls += n
             row.steps += 1
             row.launches += n if compiled.reason else 1
             row.largest = max(row.largest, n)
     return list(rows.values())
+
+
+def describe_compiled(compiled: CompiledOperation) -> str:
+    """What `compile=` made of an operation: "forward, backward (2 compiled again)", why not, or ""."""
+    names = [graph.name.rpartition(": ")[2] for graph in compiled.compiled if not graph.gave_up]
+    again = f" ({compiled.recompilations} compiled again)" if compiled.recompilations else ""
+    failed = [f"not {reason}" for reason in compiled.uncompiled]
+    failed += [f"no longer {graph.name}" for graph in compiled.compiled if graph.gave_up]
+    return "; ".join([", ".join(names) + again, *failed]) if names or failed else ""
 
 
 @dataclass
@@ -135,6 +151,12 @@ class Explanation:
         lines += [
             f"traced through: {t['name']}: {t['reason']} ({t['location']})" for t in self.traced_through
         ]
+        if any(row.compiled for row in self.operations):
+            seconds = sum(row.compile_seconds for row in self.operations)
+            lines += [
+                f"compiled in {seconds:.1f} s, {sum(r.recompilations for r in self.operations)} times again"
+            ]
+            lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
         lines += [f"would help: {line}" for line in self.advice]
         return Group(table, Text("\n".join(lines)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.compile_graph import CompileOptions
+from fxbatch.codegen.compile_graph import CompileOptions, warn_uncompiled
 from fxbatch.codegen.kernels import Workspace
 from fxbatch.codegen.looped import Scratch, group_type
 from fxbatch.codegen.unrolled import Unrolled
@@ -66,6 +66,9 @@ class Engine:
         chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
         self.rewrites = Pipeline(chosen, verify=options.verify)
         self.compile_options = CompileOptions.of(options.compile, options.compile_options)
+        if options.mode == "unrolled" and self.compile_options is not None:
+            self.compile_options = None  # an unrolled module runs no kernels of operations
+            warn_uncompiled('mode="unrolled"', "pass the unrolled module itself to torch.compile")
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
 

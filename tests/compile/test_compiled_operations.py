@@ -1,0 +1,199 @@
+"""`compile=`: values and gradients as uncompiled, one compilation a graph, fallbacks that say why."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.codegen import compile_graph as compiling
+from fxbatch.codegen.compile_graph import CompileOptions, NotCompilable
+from fxbatch.errors import CompileWarning, OptionError
+from fxbatch.runtime.compiled import CompiledOperation
+from tests.models import Tree, TreeLSTM, random_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def decorated(**options: Any) -> TreeLSTM:
+    """A Tree-LSTM decorated with options, with the parameters of a plain one."""
+
+    class Decorated(TreeLSTM):
+        @fxbatch.autobatch(**options)
+        def forward(self, tree: Tree) -> torch.Tensor:
+            h, _ = self.encode(tree)
+            return self.out(h)
+
+    torch.manual_seed(0)
+    return Decorated(hidden=16)
+
+
+def operations_of(model: nn.Module) -> list[CompiledOperation]:
+    """The operations that a decorated module has run."""
+    engines = list(model.__dict__["_fxbatch_engines"].values())
+    return [x for engine in engines for x in engine.operations._entries.values() if x.signature.inputs]
+
+
+def trees_of(count: int, seed: int = 0) -> list[Tree]:
+    rng = random.Random(seed)
+    return [random_tree(rng, rng.randrange(1, 9)) for _ in range(count)]
+
+
+def compare(model: TreeLSTM, trees: list[Tree]) -> None:
+    """Values and gradients of a decorated model against the undecorated forward in float64."""
+    model.zero_grad()
+    results = model(trees)
+    results.square().sum().backward()
+    got = [p.grad for p in model.parameters()]
+    with fxbatch.disabled():
+        wanted = model(trees)
+        grads = torch.autograd.grad(wanted.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(got, grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_equals_one_by_one_and_compiles_once(backend: str) -> None:
+    model = decorated(compile=True if backend == "inductor" else backend)
+    for count in (5, 1, 12):
+        compare(model, trees_of(count, seed=count))
+    before = [x.compilations for o in operations_of(model) for x in o.compiled]
+    for count in (2, 3, 30):
+        compare(model, trees_of(count, seed=count))
+    after = [x.compilations for o in operations_of(model) for x in o.compiled]
+    assert before == after, "another number of rows compiles nothing again"
+    assert all(not operation.uncompiled for operation in operations_of(model))
+    assert {len(operation.compiled) for operation in operations_of(model)} == {3}
+    if backend == "inductor":
+        assert set(after) == {1}
+    else:
+        assert max(after) <= 2, "one row is a case of its own to torch.compile, nothing else"
+
+
+def test_no_gradient_compiles_forward_only() -> None:
+    model = decorated(compile="aot_eager")
+    with torch.no_grad():
+        found = model(trees_of(4))
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, model(trees_of(4)))
+    assert {len(operation.compiled) for operation in operations_of(model)} == {1}
+
+
+def test_a_backend_of_the_users_own_gets_the_options() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any], *, flavour: str) -> Any:
+        seen.append(flavour)
+        return graph.forward
+
+    compare(decorated(compile=backend, compile_options={"options": {"flavour": "plain"}}), trees_of(3))
+    assert set(seen) == {"plain"} and len(seen) >= 12
+
+
+def test_a_failing_backend_warns_with_the_reason_and_falls_back() -> None:
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        raise RuntimeError("this machine has no such thing")
+
+    model = decorated(compile=backend)
+    with pytest.warns(CompileWarning, match="cell: forward runs uncompiled: .*"):
+        compare(model, trees_of(3))
+    explained = fxbatch.explain
+    with pytest.warns(CompileWarning, match="no such thing"):
+        found = explained(model, trees_of(3))
+    assert any("not forward" in row.compiled for row in found.operations)
+
+
+def test_a_backend_that_computes_something_else_is_not_used() -> None:
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        return lambda *args: [x.add_(1) for x in args if isinstance(x, torch.Tensor) and x.dim()] and ()
+
+    with pytest.warns(CompileWarning, match="differs from the uncompiled graph"):
+        compare(decorated(compile=backend), trees_of(3))
+
+
+def test_explain_shows_what_was_compiled() -> None:
+    found = fxbatch.explain(decorated(compile="aot_eager"), trees_of(3))
+    text = str(found)
+    assert "compiled in" in text and "forward, backward, parameters" in text
+    assert all(row.compile_seconds > 0 for row in found.operations)
+    assert "compile_seconds" in found.to_dict()["operations"][0]
+
+
+def test_recompilations_are_bounded_and_the_last_resort_is_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code that fits one number of rows only is compiled again for others, at most `recompile_limit` times."""
+    original = compiling.compile_symbolic
+
+    def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, patches: Any) -> Any:
+        run, _, file = original(function, tensors, dynamic, rows, {**patches})
+        return run, lambda count: count == rows, file
+
+    monkeypatch.setattr(compiling, "compile_symbolic", narrow)
+    monkeypatch.setattr(compiling, "_ROWS", (61,))
+    model = nn.Linear(3, 3)
+
+    @fxbatch.autobatch(compile=True, compile_options={"recompile_limit": 1})
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(model(x)) * x
+
+    with torch.no_grad():
+        square(torch.randn(61, 3))
+        square(torch.randn(5, 3))
+        with pytest.warns(CompileWarning, match="recompile_limit"):
+            found = square(torch.randn(7, 3))
+    assert found.shape == (7, 3)
+
+
+def test_unknown_backends_are_refused_with_those_that_are_known() -> None:
+    with pytest.raises(OptionError, match="'indcutor'.*'inductor'"):
+        fxbatch.autobatch(compile="indcutor")
+
+
+def test_options_reach_inductor() -> None:
+    given = (("mode", "max-autotune-no-cudagraphs"), ("options", (("epilogue_fusion", False),)), ("x.y", 3))
+    patches = CompileOptions("inductor", given).patches()
+    assert patches["max_autotune"] is True and patches["epilogue_fusion"] is False and patches["x.y"] == 3
+
+
+def test_a_wrong_inductor_option_is_a_warning_that_names_it() -> None:
+    with pytest.warns(CompileWarning, match="no_such_option"):
+        compare(decorated(compile=True, compile_options={"no_such_option": 1}), trees_of(2))
+
+
+def test_compare_finds_a_difference() -> None:
+    with pytest.raises(NotCompilable, match="result 0 differs"):
+        compiling._compare(torch.ones(3), torch.ones(3) + 1e-3, "result 0")
+
+
+def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
+    script = (
+        "import torch\nfrom tests.compile.test_compiled_operations import decorated, trees_of\n"
+        "from fxbatch.torch_private import inductor_cache_counts\n"
+        "model = decorated(compile=True)\nmodel(trees_of(3)).sum().backward()\n"
+        "print(*inductor_cache_counts())\n"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    counts = []
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert ran.returncode == 0, ran.stderr
+        counts.append(tuple(map(int, ran.stdout.split()[-2:])))
+    (_, cold), (hits, warm) = counts
+    assert cold >= 10 and warm == 0 and hits >= cold, counts

@@ -1,0 +1,120 @@
+"""A decorated module inside the user's torch.compile; the unrolled module compiled and exported."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxbatch
+from tests.models import Tree, TreeLSTM, random_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Outer(nn.Module):
+    """What a user compiles: a decorated module with other layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trees = TreeLSTM()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, trees: list[Tree]) -> torch.Tensor:
+        return self.out(torch.relu(self.trees(trees)) * 2)
+
+
+def trees_of(count: int, seed: int) -> list[Tree]:
+    rng = random.Random(seed)
+    return [random_tree(rng, rng.randrange(1, 9)) for _ in range(count)]
+
+
+def test_a_decorated_module_breaks_the_graph_and_nothing_is_compiled_a_minibatch() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = Outer()
+    compiled = torch.compile(model, backend=backend)
+    for seed in range(6):  # same number of trees, each minibatch of other shapes
+        trees = trees_of(5, seed)
+        model.zero_grad()
+        found = compiled(trees)
+        found.sum().backward()
+        got = [p.grad for p in model.parameters()]
+        wanted = model(trees)
+        grads = torch.autograd.grad(wanted.sum(), list(model.parameters()))
+        torch.testing.assert_close(found, wanted)
+        for ours, theirs in zip(got, grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert len(graphs) == 1, f"minibatch {seed} was compiled again"
+    for count in (2, 7, 9):
+        torch.testing.assert_close(compiled(trees_of(count, count)), model(trees_of(count, count)))
+    assert len(graphs) == 2, "one graph for any number of instances"
+
+
+def test_a_decorated_function_in_a_compiled_one() -> None:
+    linear = nn.Linear(3, 3)
+
+    @fxbatch.autobatch
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(linear(x))
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: forward(x * 2) + 1, backend="eager")
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(compiled(x), torch.tanh(linear(x * 2)) + 1)
+
+
+def test_decorating_and_calling_import_no_dynamo() -> None:
+    script = (
+        "import sys, torch, fxbatch\nbefore = 'torch._dynamo' in sys.modules\n"
+        "from tests.models import TreeLSTM\nprint(before, 'torch._dynamo' in sys.modules)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.stdout.split() == ["False", "False"], ran.stdout + ran.stderr
+
+
+def unrolled_of(count: int) -> tuple[fxbatch.Minibatch, list[torch.Tensor]]:
+    minibatch = fxbatch.compile_minibatch(TreeLSTM(), trees_of(count, count))
+    unrolled = minibatch.unrolled
+    return minibatch, unrolled.arguments([], minibatch.rewritten.constants)
+
+
+def test_an_unrolled_minibatch_compiles_as_one_graph() -> None:
+    minibatch, arguments = unrolled_of(3)
+    for backend in ("aot_eager", "inductor"):
+        torch.compiler.reset()
+        compiled = torch.compile(minibatch.graph_module, fullgraph=True, backend=backend)
+        wanted = minibatch.graph_module(*arguments)
+        for ours, theirs in zip(compiled(*arguments), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        model = minibatch.engine.root
+        assert model is not None
+        leaves = list(model.parameters())
+        grads = [
+            torch.autograd.grad(sum(x.sum() for x in run(*arguments)), leaves, allow_unused=True)
+            for run in (compiled, minibatch.graph_module)
+        ]
+        assert any(g is not None for g in grads[1])
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_an_unrolled_minibatch_exports() -> None:
+    minibatch, arguments = unrolled_of(3)
+    with torch.no_grad():
+        exported = torch.export.export(minibatch.graph_module, tuple(arguments))
+        wanted = minibatch.graph_module(*arguments)
+        for ours, theirs in zip(exported.module()(*arguments), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
