@@ -29,14 +29,11 @@ class BufferPool:
     def take(self, kind: TensorType, rows: int) -> torch.Tensor:
         """A tensor [at least rows, *shape] with undefined contents."""
         with self._lock:
-            free = self._free.get(kind)
-            if free:
-                fitting = [t for t in free if rows <= t.shape[0] <= 8 * rows + 64]
-                if fitting:
-                    best = min(fitting, key=lambda t: t.shape[0])
-                    free[:] = [t for t in free if t is not best]
+            free = self._free.setdefault(kind, [])
+            for i in range(len(free) - 1, -1, -1):  # the last one given is warm in the cache
+                if rows <= free[i].shape[0] <= 8 * rows + 64:
                     self.reused += 1
-                    return best
+                    return free.pop(i)
             self.allocated += 1
         capacity = max(rows + rows // 4, 1)
         with torch.inference_mode(False):

@@ -59,23 +59,10 @@ def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any
 def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
     """Per output block of the plan its rows in the arena."""
     plan = phase.plan
-    sizes = np.repeat(plan.step_rows, np.diff(plan.first_block))
-    out: list[torch.Tensor] = [None] * len(sizes)  # type: ignore[list-item]  # each is filled below
-    for a, kind in enumerate(plan.arenas):
-        mine = np.flatnonzero(plan.block_arena == a)
-        if not len(mine):
-            continue
-        tensor = run.arenas[run.type_ids[kind]].tensor
-        assert tensor is not None
-        first, last = int(plan.block_start[mine[0]]), int(plan.capacity[a])
-        starts = plan.block_start[mine]
-        if (np.diff(starts) != sizes[mine][:-1]).any():  # rows are used again: blocks are anywhere
-            for b, start in zip(mine.tolist(), starts.tolist(), strict=True):
-                out[b] = tensor[start : start + int(sizes[b])]
-            continue
-        for b, view in zip(mine.tolist(), tensor[first:last].split(sizes[mine].tolist()), strict=True):
-            out[b] = view
-    return out
+    arenas = [run.arenas[run.type_ids[t]].tensor for t in plan.arenas]
+    rows = np.repeat(plan.step_rows, np.diff(plan.first_block)).tolist()
+    columns = zip(plan.block_arena.tolist(), plan.block_start.tolist(), rows, strict=True)
+    return [arenas[a].narrow(0, start, n) for a, start, n in columns]
 
 
 def execute_forward(run: Run, phase: Phase) -> None:

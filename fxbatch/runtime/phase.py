@@ -33,7 +33,7 @@ class Phase:
 class OperationRows:
     """The rows of one compiled operation over all steps of a run: what its backward needs."""
 
-    __slots__ = ("compiled", "extra", "in_place", "kept", "rows", "saved", "scratch")
+    __slots__ = ("compiled", "extra", "in_place", "kept", "rows", "saved", "scratch", "sizes")
 
     def __init__(self, run: Run, compiled: CompiledOperation) -> None:
         pool = run.engine.pool
@@ -45,11 +45,12 @@ class OperationRows:
         self.kept = [Buffer(pool, kind) for kind in kinds]
         self.saved = [Buffer(pool, kind) for kind in compiled.saved_types]
         self.extra = [Buffer(pool, kind) for kind in compiled.extra_types]
+        self.sizes = [len(compiled.layout.groups[g]) for g in compiled.kept_groups]
         self.scratch = run.engine.scratch_of(compiled)
 
     def members(self, position: int) -> int:
         """How many inputs the kept group at `position` has."""
-        return len(self.compiled.layout.groups[self.compiled.kept_groups[position]])
+        return self.sizes[position]
 
     def kept_rows(self, position: int, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(flat rows, rows as the operation reads them) of a kept group, calls start to stop; no flat rows
@@ -58,8 +59,8 @@ class OperationRows:
             return None, self.in_place[position][start:stop]
         tensor = self.kept[position].tensor
         assert tensor is not None
-        size = self.members(position)
-        flat = tensor[start * size : stop * size]
+        size = self.sizes[position]
+        flat = tensor.narrow(0, start * size, (stop - start) * size)
         return flat, flat if size == 1 else flat.view(stop - start, size, *tensor.shape[1:])
 
     def release(self) -> None:
