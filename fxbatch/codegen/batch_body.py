@@ -92,11 +92,19 @@ def batch_body(
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
+    zeros: Sequence[tuple[bool, int]] = (),
 ) -> Joint:
-    """Trace the joint graph at three numbers of rows and make one graph of it."""
+    """Trace the joint graph at three numbers of rows and make one graph of it.
+
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
+    """
     sizes = sample_rows(signature, shared)
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
-    traced = [_trace_joint(body, signature, layout, n, needs, shared_needs, shared, mode) for n in sizes]
+    filled = [any((False, m) in zeros for m in group) for group in layout.groups]
+    filled += [(True, i) in zeros for i in range(len(shared))]
+    traced = [
+        _trace_joint(body, signature, layout, n, needs, shared_needs, shared, mode, filled) for n in sizes
+    ]
     present = traced[0][1]
     if any(other[1] != present for other in traced[1:]):
         raise NotBatchable("different gradients exist at different numbers of rows")
@@ -112,6 +120,7 @@ def _trace_joint(
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
+    filled: Sequence[bool],
 ) -> tuple[fx.GraphModule, tuple[bool, ...]]:
     groups = []
     for group, need in zip(layout.groups, needs, strict=True):
@@ -136,6 +145,8 @@ def _trace_joint(
             grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         found = iter(grads)
         slots = [next(found) if x.requires_grad else None for x in (*groups, *weights)]
+        for i, x in enumerate((*groups, *weights)):
+            slots[i] = _zeros(x) if slots[i] is None and filled[i] else slots[i]
         present[:] = [slot is not None for slot in slots]
         return [*outputs, *(slot for slot in slots if slot is not None)]
 
@@ -149,6 +160,11 @@ def _trace_joint(
         if mutates(node):
             raise NotBatchable(f"{node.target} writes to a tensor that the operation was given")
     return module, tuple(present)
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of the form of x that don't depend on x."""
+    return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
 def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.Tensor) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxbatch.codegen.decompose_segments import embedding_bag, segment_reduce
 from fxbatch.torch_private import decompositions_without_vmap_rule
 
 aten = torch.ops.aten
@@ -73,12 +74,24 @@ def index_reduce(
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    return x.reshape(-1)[index]
+    found: Tensor = aten.index.Tensor(x.reshape(-1), [index])
+    return found
 
 
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate)
     return flat.reshape(x.shape)
+
+
+def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """`x[mask] = number` chooses; any other index is left to vmap."""
+    masks = [(dim, mask) for dim, mask in enumerate(indices) if mask is not None]
+    one_mask = len(masks) == 1 and masks[0][1].dtype is torch.bool and values.numel() == 1
+    if not one_mask or accumulate:
+        return NotImplemented
+    dim, mask = masks[0]
+    sizes = [1] * dim + list(mask.shape) + [1] * (x.dim() - dim - mask.dim())
+    return torch.where(mask.reshape(sizes), values.reshape(()).to(x.dtype), x)
 
 
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -158,35 +171,24 @@ def pdist(x: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x[left] - x[right], p, dim=1)
 
 
-def segment_reduce(
-    data: Tensor,
-    reduce: str,
-    *,
-    lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    offsets: Tensor | None = None,
-    axis: int = 0,
-    unsafe: bool = False,
-    initial: float | None = None,
-) -> Tensor:
-    """Segments of the rows of one instance: each row is scattered to the segment that it lies in."""
-    bounds = offsets if offsets is not None else lengths
-    if bounds is None or bounds.dim() != 1 or axis != 0:
-        raise NotImplementedError("segment_reduce with segments of their own for each row")
-    ends = bounds[1:] if offsets is not None else bounds.cumsum(0)
-    at = (torch.arange(len(data), device=data.device)[:, None] >= ends[None, :]).sum(1)
-    start = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}[reduce]
-    first = torch.full((len(ends), *data.shape[1:]), start if initial is None else initial, dtype=data.dtype)
-    first = first.to(data.device)
-    if reduce == "mean" and initial is not None:
-        raise NotImplementedError("segment_reduce's mean with an initial value")
-    word = {"max": "amax", "min": "amin"}.get(reduce, reduce)
-    return index_reduce_rows(first, at, data, word, include_self=reduce != "mean")
+def permute_copy(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return x.permute(dims).clone()
 
 
-def index_reduce_rows(x: Tensor, at: Tensor, rows: Tensor, word: str, *, include_self: bool) -> Tensor:
-    places = _along(x, 0, at, rows)
-    return x.scatter_reduce(0, places, rows, word, include_self=include_self)
+def linalg_lu(x: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    factors, pivots = torch.linalg.lu_factor(x, pivot=pivot)
+    p, lower, upper = torch.lu_unpack(factors, pivots)
+    return p, lower, upper
+
+
+def rrelu_with_noise(
+    x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, generator: Any = None
+) -> tuple[Tensor, Tensor]:
+    if not training:
+        return torch.where(x <= 0, x * ((lower + upper) / 2), x), noise
+    slope = torch.rand_like(x) * (upper - lower) + lower
+    drawn = torch.where(x <= 0, slope, 1.0)
+    return x * drawn, drawn
 
 
 DECOMPOSITIONS: Decompositions = {
@@ -207,7 +209,13 @@ DECOMPOSITIONS: Decompositions = {
     aten.slice_scatter.default: slice_scatter,
     aten._trilinear.default: trilinear,
     aten._pdist_forward.default: pdist,
+    aten.permute_copy.default: permute_copy,
+    aten.linalg_lu.default: linalg_lu,
+    aten.rrelu_with_noise_functional.default: rrelu_with_noise,
+    aten.index_put.default: index_put,
     aten.segment_reduce.default: segment_reduce,
+    aten._embedding_bag.default: embedding_bag,
+    aten._embedding_bag_forward_only.default: embedding_bag,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.batch_body import Joint, batch_body
-from fxbatch.codegen.check import check_graphs
+from fxbatch.codegen.check import ZeroGradient, check_graphs
 from fxbatch.codegen.clean import clean, is_random, mark_kept_detaches
 from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref, Unbatched
 from fxbatch.codegen.partition import Memory, partition
@@ -50,13 +50,31 @@ def build_operation(
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            graphs = _build(signature, input_needs, shared_needs, shared, memory)
-            return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
+            return _build_checked(signature, input_needs, shared_needs, shared, memory)
     except NotBatchable as error:
         return Unbatched(str(error))
     except Exception as error:  # noqa: BLE001 tracing runs arbitrary code; whatever it raises is the reason
         first = str(error).strip().splitlines()
         return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
+
+
+def _build_checked(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    memory: Memory,
+) -> OperationGraphs:
+    """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
+    zeros: tuple[tuple[bool, int], ...] = ()
+    while True:
+        graphs = _build(signature, input_needs, shared_needs, shared, memory, zeros)
+        try:
+            return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
+        except ZeroGradient as missing:
+            if (missing.shared, missing.index) in zeros:
+                raise
+            zeros += ((missing.shared, missing.index),)
 
 
 def _build(
@@ -65,8 +83,9 @@ def _build(
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
     memory: Memory,
+    zeros: tuple[tuple[bool, int], ...] = (),
 ) -> OperationGraphs:
-    joint, layout, sparse = build_joint(signature, input_needs, shared_needs, shared)
+    joint, layout, sparse = build_joint(signature, input_needs, shared_needs, shared, zeros)
     parts = partition(joint, memory=memory)
     module = joint.module
 
@@ -105,8 +124,12 @@ def build_joint(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
+    zeros: Sequence[tuple[bool, int]] = (),
 ) -> tuple[Joint, Layout, tuple[int, ...]]:
-    """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse."""
+    """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse.
+
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     body = trace_body(signature, shared, mode)
     sparse = sparse_tables(body, len(signature.inputs))
@@ -114,7 +137,7 @@ def build_joint(
         look_up_densely(body)
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
-    joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)
+    joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode, zeros)
     mark_kept_detaches(joint.graph, joint.outputs)
     clean(joint.graph)
     rewrite(joint.graph)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fxbatch.codegen.contract import NotBatchable
 from fxbatch.codegen.decompose import decompositions
 from fxbatch.ir import Modes, Signature, TensorType
-from fxbatch.torch_private import FakeTensorMode, TorchDispatchMode
+from fxbatch.torch_private import FakeTensorMode, TorchDispatchMode, native_kernels
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
-            with watch, _IndexByTensor(), sdpa_kernel(SDPBackend.MATH):
+            with watch, _IndexByTensor(), sdpa_kernel(SDPBackend.MATH), native_kernels():
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]
@@ -112,11 +112,21 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
                 graph = make_fx(torch.func.functionalize(graph), decompositions())(*fakes)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node in graph.graph.nodes:
         if mutates(node):
-            raise NotBatchable(f"{node.target} writes to a tensor that the operation was given")
+            raise NotBatchable(f"it writes to {_named(node.args[0], places, signature)} ({node.target})")
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def _named(written: Any, places: list[fx.Node], signature: Signature) -> str:
+    """An operand of the body, in words."""
+    index = places.index(written) if written in places else -1
+    if index < 0:
+        return "a tensor that it was given"
+    first = len(signature.inputs)
+    return f"its input {index}" if index < first else f"shared operand {signature.shared[index - first].name}"
 
 
 def mutates(node: fx.Node) -> bool:

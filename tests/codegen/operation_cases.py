@@ -143,3 +143,55 @@ def _group_type(graphs: OperationGraphs, group: int) -> ir.TensorType:
     kind = graphs.signature.inputs[members[0]]
     lead = () if len(members) == 1 else (len(members),)
     return ir.TensorType((*lead, *kind.shape), kind.dtype, kind.device)
+
+
+def reference(
+    graphs: OperationGraphs,
+    rows: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor],
+    grads: Sequence[Any],
+    n: int,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    signature = graphs.signature
+    leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in rows]
+    weights = [x.detach().clone().requires_grad_(x.requires_grad) for x in shared]
+    outputs = [signature.run([x[i] for x in leaves], weights) for i in range(n)]
+    ends, starts = [], []
+    for i, row in enumerate(outputs):
+        for out, grad in zip(row, grads, strict=True):
+            if out.requires_grad:
+                ends.append(out)
+                starts.append(grad[i])
+    wanted = [x for x in (*leaves, *weights) if x.requires_grad]
+    found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
+    got = [next(found, None) if x.requires_grad else None for x in (*leaves, *weights)]
+    stacked = [torch.stack([x.detach() for x in column]) for column in zip(*outputs, strict=True)]
+    return stacked, got[: len(rows)], got[len(rows) :]
+
+
+def close(a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | None = None) -> None:
+    if a is None or b is None:
+        other = a if b is None else b
+        assert other is None or not other.any(), "a gradient is missing"
+        return
+    tolerance = {torch.bfloat16: 5e-2, torch.float32: 2e-5}.get(b.dtype, 1e-9)
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * 5)
+
+
+def assert_equals_rows(
+    target: Any, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor] = (), *, memory: str = "save"
+) -> None:
+    """The kernels of a module or function against it one row at a time, values and gradients: 1, 9, 2."""
+    torch.manual_seed(0)
+    graphs, operands = build(target, inputs, memory=memory, **({"shared": shared} if shared else {}))
+    assert isinstance(graphs, OperationGraphs), graphs
+    workspace = Workspace()
+    for n in (1, 9, 2):
+        rows = rows_of(inputs, n)
+        grads = rows_of([torch.empty(t.shape, dtype=t.dtype) for t in graphs.signature.outputs], n)
+        expected = reference(graphs, rows, operands, grads, n)
+        for given in (True, False):
+            got = run_kernels(graphs, rows, operands, grads, n, given=given, workspace=workspace)
+            for ours, theirs in zip(got, expected, strict=True):
+                for a, b in zip(ours, theirs, strict=True):
+                    close(a, b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,14 @@ from fxbatch import ir
 from fxbatch.codegen.contract import OperationGraphs, Unbatched
 from fxbatch.codegen.kernels import Workspace, emit_kernel
 from fxbatch.codegen.operation import UnbatchedKernel, build_operation
-from tests.codegen.operation_cases import build, rows_of, run_kernels, signature_of
+from tests.codegen.operation_cases import (
+    assert_equals_rows,
+    build,
+    close,
+    rows_of,
+    run_kernels,
+    signature_of,
+)
 
 r = torch.randn
 IDX = torch.tensor
@@ -213,56 +219,10 @@ CASES = {
 }
 
 
-def reference(
-    graphs: OperationGraphs,
-    rows: Sequence[torch.Tensor],
-    shared: Sequence[torch.Tensor],
-    grads: Sequence[Any],
-    n: int,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    signature = graphs.signature
-    leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in rows]
-    weights = [x.detach().clone().requires_grad_(x.requires_grad) for x in shared]
-    outputs = [signature.run([x[i] for x in leaves], weights) for i in range(n)]
-    ends, starts = [], []
-    for i, row in enumerate(outputs):
-        for out, grad in zip(row, grads, strict=True):
-            if out.requires_grad:
-                ends.append(out)
-                starts.append(grad[i])
-    wanted = [x for x in (*leaves, *weights) if x.requires_grad]
-    found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
-    got = [next(found, None) if x.requires_grad else None for x in (*leaves, *weights)]
-    stacked = [torch.stack([x.detach() for x in column]) for column in zip(*outputs, strict=True)]
-    return stacked, got[: len(rows)], got[len(rows) :]
-
-
-def close(a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | None = None) -> None:
-    if a is None or b is None:
-        other = a if b is None else b
-        assert other is None or not other.any(), "a gradient is missing"
-        return
-    tolerance = {torch.bfloat16: 5e-2, torch.float32: 2e-5}.get(b.dtype, 1e-9)
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * 5)
-
-
 @pytest.mark.parametrize("memory", ["save", "recompute"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_batched_equals_rows(name: str, memory: str) -> None:
-    target, inputs, shared = CASES[name]
-    torch.manual_seed(0)
-    graphs, operands = build(target, inputs, memory=memory, **({"shared": shared} if shared else {}))
-    assert isinstance(graphs, OperationGraphs), graphs
-    workspace = Workspace()
-    for n in (1, 9, 2):
-        rows = rows_of(inputs, n)
-        grads = rows_of([torch.empty(t.shape, dtype=t.dtype) for t in graphs.signature.outputs], n)
-        expected = reference(graphs, rows, operands, grads, n)
-        for given in (True, False):
-            got = run_kernels(graphs, rows, operands, grads, n, given=given, workspace=workspace)
-            for ours, theirs in zip(got, expected, strict=True):
-                for a, b in zip(ours, theirs, strict=True):
-                    close(a, b)
+    assert_equals_rows(*CASES[name], memory=memory)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -1,0 +1,158 @@
+"""Indexing, row writes, segments and losses: what vmap alone can't batch, against one row at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxbatch.codegen.contract import Unbatched
+from tests.codegen.operation_cases import assert_equals_rows, build
+
+IDX = torch.tensor
+
+
+def D(*s: int) -> torch.Tensor:
+    return torch.randn(s, dtype=torch.float64)
+
+
+def _write_row(x: Any, y: Any) -> Any:
+    x = x.clone()
+    x[1] = y
+    return x.tanh()
+
+
+def _write_rows(x: Any, i: Any, y: Any) -> Any:
+    x = x.clone()
+    x[i] = y
+    return x * 2
+
+
+def _write_slices(x: Any, y: Any) -> Any:
+    x = x.clone()
+    x[:2] = y
+    x[::2] = 3.0
+    return x * 2
+
+
+def _write_masked(x: Any, m: Any) -> Any:
+    x = x * 2
+    x[m] = 0.5
+    return x
+
+
+def _fill(x: Any, y: Any) -> Any:
+    x = x * 1
+    x.zero_()
+    x[0] = y
+    return x
+
+
+FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
+    "index_add": (lambda x, i, y: x.index_add(0, i, y), [D(5, 4), IDX([1, 0, 1]), D(3, 4)]),
+    "index_add, scaled": (lambda x, i, y: x.index_add(1, i, y, alpha=2), [D(4, 5), IDX([1, 0]), D(4, 2)]),
+    "index_add, i32": (lambda x, i, y: x.index_add(0, i.int(), y), [D(5), IDX([1, 0, 1]), D(3)]),
+    "index_add, bool": (lambda x, i: (x > 0).index_add(0, i, x[i] > 0), [D(5), IDX([1, 0, 1])]),
+    "index_copy": (lambda x, i, y: x.index_copy(0, i, y), [D(5, 4), IDX([1, 0]), D(2, 4)]),
+    "index_fill": (lambda x, i: x.index_fill(1, i, 2.0), [D(3, 5), IDX([1, -1])]),
+    "index_reduce": (lambda x, i, y: x.index_reduce(0, i, y, "mean"), [D(5, 4), IDX([1, 0, 1]), D(3, 4)]),
+    "index_put": (lambda x, i, y: x.index_put((i,), y), [D(5, 4), IDX([1, 0, 3]), D(3, 4)]),
+    "index_put, added": (
+        lambda x, i, y: x.index_put((i,), y, accumulate=True),
+        [D(5, 4), IDX([1, 0, 1]), D(3, 4)],
+    ),
+    "scatter_add": (
+        lambda x, i, y: x.scatter_add(0, i[:, None].expand(3, 4), y),
+        [D(5, 4), IDX([1, 0, 1]), D(3, 4)],
+    ),
+    "scatter_reduce": (
+        lambda x, i, y: x.scatter_reduce(0, i[:, None].expand(3, 4), y, "mean"),
+        [D(5, 4), IDX([1, 0, 1]), D(3, 4)],
+    ),
+    "take": (torch.take, [D(5, 4), IDX(3)]),
+    "put": (lambda x, i, y: x.put(i, y), [D(5, 4), IDX([3, 7]), D(2)]),
+    "segment sums": (
+        lambda x, e: torch.segment_reduce(x, "sum", offsets=e, unsafe=True),
+        [D(5, 4), IDX([0, 2, 2, 5])],
+    ),
+    "segment means": (
+        lambda x, e: torch.segment_reduce(x, "mean", lengths=e, unsafe=True),
+        [D(5, 4), IDX([2, 3])],
+    ),
+    "write a row": (_write_row, [D(3, 4), D(4)]),
+    "write rows": (_write_rows, [D(5, 4), IDX([1, 0, 3]), D(3, 4)]),
+    "write slices": (_write_slices, [D(5, 4), D(2, 4)]),
+    "write where": (_write_masked, [D(3, 4), IDX([True, False, True])]),
+    "fill": (_fill, [D(3, 4), D(4)]),
+    "all filled": (lambda x: (x * 1).fill_(2.0) * 3, [D(3)]),
+    "masked_scatter": (torch.masked_scatter, [D(4), IDX([True, False, True, False]), D(4)]),
+    "masked fill by a tensor": (lambda x, m, y: x.masked_fill(m, y), [D(3), IDX([True, False, True]), D()]),
+    "pdist": (F.pdist, [D(4, 3)]),
+    "cdist": (torch.cdist, [D(4, 3), D(2, 3)]),
+    "lu": (lambda x: torch.linalg.lu(x), [D(3, 3)]),
+    "solve": (torch.linalg.solve, [D(3, 3), D(3)]),
+    "message passing": (
+        lambda h, b, e: torch.zeros_like(h).index_add(0, e, h[b].tanh()),
+        [D(5, 4), IDX([0, 1, 4]), IDX([1, 0, 2])],
+    ),
+    "chebyshev": (lambda x: torch.special.chebyshev_polynomial_t(x.detach(), 3) * x, [D(4)]),
+    "cross entropy": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), [D(5), IDX(1)]),
+    "cross entropy, ignored": (
+        lambda x, t: F.cross_entropy(x, t, ignore_index=2, reduction="sum"),
+        [D(3, 5), IDX([1, 2, 0])],
+    ),
+    "nll": (lambda x, t: F.nll_loss(x.log_softmax(-1), t), [D(5), IDX(1)]),
+    "log probability": (lambda x, t: x.log_softmax(-1)[t], [D(5), IDX(1)]),
+    "mse": (F.mse_loss, [D(5), D(5)]),
+    "kl": (lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="sum"), [D(5), D(5)]),
+    "softsign of a scalar": (F.softsign, [D()]),
+    "one hot": (lambda x, i: F.one_hot(i, 4) * x, [D(2, 4), IDX([1, 3])]),
+}
+MODULES: dict[str, tuple[nn.Module, list[torch.Tensor]]] = {
+    "bilinear": (nn.Bilinear(4, 3, 5), [D(4), D(3)]),
+    "lstm": (nn.LSTM(4, 5, batch_first=True), [D(3, 4)]),
+    "lstm, two layers, both ways": (nn.LSTM(4, 5, num_layers=2, bidirectional=True), [D(3, 4)]),
+    "gru": (nn.GRU(4, 5), [D(3, 4)]),
+    "bags": (nn.EmbeddingBag(6, 3), [IDX([[2, 1], [0, 2]])]),
+    "bags, largest": (nn.EmbeddingBag(6, 3, mode="max"), [IDX([[2, 1], [0, 3]])]),
+    "bags, summed, padded": (nn.EmbeddingBag(6, 3, mode="sum", padding_idx=2), [IDX([[2, 1], [0, 2]])]),
+    "normalized rows": (nn.LayerNorm(2), [D(3, 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_functions(name: str) -> None:
+    assert_equals_rows(*FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_modules(name: str) -> None:
+    module, inputs = MODULES[name]
+    assert_equals_rows(module.double(), inputs)
+
+
+def test_ill_conditioned_numbers_still_batch() -> None:
+    """Both gradients are rounding errors: eager's and ours are judged by float64."""
+    graphs, _ = build(lambda x: F.normalize(x, dim=-1), [torch.randn(3, 1)])
+    assert not isinstance(graphs, Unbatched), graphs
+
+
+def test_rectified_at_random_is_random() -> None:
+    graphs, _ = build(nn.RReLU(), [torch.randn(4)])
+    assert not isinstance(graphs, Unbatched) and graphs.random
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "reason"),
+    [
+        (nn.Embedding(4, 3, max_norm=1.0), [IDX(2)], "it writes to shared operand weight"),
+        (nn.BatchNorm1d(4), [torch.randn(3, 4)], "it writes to shared operand num_batches_tracked"),
+    ],
+)
+def test_what_is_written_is_named(module: nn.Module, inputs: list[torch.Tensor], reason: str) -> None:
+    graphs, _ = build(module, inputs)
+    assert isinstance(graphs, Unbatched) and graphs.reason.startswith(reason), graphs
