@@ -11,17 +11,19 @@ what remains, by one; a schedule of such steps alone is optimal. So signatures o
 first; among equals the one with the ready call that has the longest path before it, then the one with
 most ready calls. The idea of a ratio of ready calls to those that could be is that of ED-Batch (Chen et
 al. 2023, section 4); counting only the critical ones makes it exact in more cases and needs no training.
-Where the result is above the lower bound, the agenda is tried as well, and the better one taken.
+Where no two signatures wait for each other in turn, no search is needed: one signature after another,
+each by its own chains, is optimal. Where the result is above the lower bound, the agenda is tried as well, and the better one taken.
 """
 
 from __future__ import annotations
 
+import networkx as nx
 import numpy as np
 
-from fxbatch.ir import Program, Schedule
+from fxbatch.ir import CONSTANT_KINDS, Program, Schedule
 from fxbatch.passes.batch_by_agenda import add_by_signature, agenda_schedule
-from fxbatch.passes.frontier import Frontier, constant_steps, schedule_from_steps
-from fxbatch.passes.lower_bound import chain_below, height
+from fxbatch.passes.frontier import Frontier, constant_steps, peaks, schedule_from_steps
+from fxbatch.passes.lower_bound import chain_before, chain_below, height, signature_graph
 
 
 def batch_by_lookahead(program: Program) -> Schedule:
@@ -29,6 +31,9 @@ def batch_by_lookahead(program: Program) -> Schedule:
     frontier = Frontier(program)
     if not frontier.calls:
         return Schedule(np.zeros(0, np.int64), np.zeros(1, np.int64), "lookahead")
+    found = _signature_by_signature(frontier)
+    if found is not None:
+        return found
     critical = _Critical(frontier)
     run = _lookahead_by_lists if frontier.narrow else _lookahead_by_arrays
     step_of_call, steps = run(frontier, critical)
@@ -37,6 +42,30 @@ def batch_by_lookahead(program: Program) -> Schedule:
         if len(other) < steps:
             return Schedule(other.order, other.offsets, "lookahead")
     return schedule_from_steps(step_of_call, steps, "lookahead")
+
+
+def _signature_by_signature(frontier: Frontier) -> Schedule | None:
+    """One signature after another, each in as many steps as its longest chain: the lower bound.
+
+    Possible where no two signatures wait for each other in turn; None where they do.
+    """
+    graph = signature_graph(frontier)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    try:
+        ranked = list(nx.lexicographical_topological_sort(graph))
+    except nx.NetworkXUnfeasible:
+        return None
+    sig, signatures = frontier.program.sig, len(frontier.program.signatures)
+    inside = np.flatnonzero(sig[frontier.source] == sig[frontier.target])
+    before = chain_before(frontier, inside)
+    length = peaks(sig, before + 1, signatures)
+    constants = np.array(
+        [s.operation.kind in CONSTANT_KINDS for s in frontier.program.signatures], dtype=bool
+    )
+    ranked = sorted(ranked, key=lambda s: not constants[s])  # constants first, else as ranked
+    first = np.zeros(signatures, dtype=np.int64)
+    first[ranked] = np.cumsum(length[ranked]) - length[ranked]
+    return schedule_from_steps(first[sig] + before, int(length.sum()), "lookahead")
 
 
 class _Critical:
@@ -49,8 +78,7 @@ class _Critical:
     def __init__(self, frontier: Frontier) -> None:
         sig, signatures = frontier.program.sig, len(frontier.program.signatures)
         chain = chain_below(frontier)
-        longest = np.zeros(signatures, dtype=np.int64)
-        np.maximum.at(longest, sig, chain)
+        longest = peaks(sig, chain, signatures)
         base = np.zeros(signatures + 1, dtype=np.int64)
         np.cumsum(longest, out=base[1:])
         self.bound = int(base[-1])

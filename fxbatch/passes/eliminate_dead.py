@@ -14,6 +14,7 @@ import numpy as np
 
 from fxbatch.ir import Program
 from fxbatch.passes.frontier import source_calls
+from fxbatch.passes.native import Native
 from fxbatch.passes.select_calls import select_calls
 
 
@@ -21,15 +22,18 @@ def eliminate_dead(program: Program) -> Program:
     """The program without dead calls; the same object when there are none."""
     live = np.fromiter((s.operation.random for s in program.signatures), bool, len(program.signatures))
     live = live[program.sig]
-    made = program.outputs[program.outputs >= program.known] - program.known
-    live[program.call_of_value[made]] = True
+    made = program.outputs[program.outputs >= program.known]
+    live[np.searchsorted(program.first_value, made, side="right") - 1] = True
     source = source_calls(program)
-    edge = source >= 0
-    source, reader = source[edge], program.reader[edge]
     read = live.copy()
-    read[source] = True
+    read[source[source >= 0] if program.known else source] = True
     if read.all():
         return program  # every call is read by some other, so every one leads to a result
+    edge = source >= 0
+    source, reader = source[edge], program.reader[edge]
+    if Native.loops is not None:
+        Native.loops.spread_back(source, reader, live)
+        return select_calls(program, live)
     alive = live.tolist()
     for before, after in zip(source[::-1].tolist(), reader[::-1].tolist(), strict=True):
         if alive[after]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import Program, offsets
+from fxbatch.passes.native import Native
 
 _DENSE_LIMIT = 1 << 22
 
@@ -51,8 +52,7 @@ def find_needs(
     readers: dict[int, list[int]] = {}
     for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
         readers.setdefault(out, []).append(slot)
-    present = set(np.unique(program.sig).tolist())
-    start = [s for s in range(len(program.signatures)) if s in present]
+    start = np.flatnonzero(np.bincount(program.sig, minlength=len(program.signatures))).tolist()
     waiting = [
         s for s in start
         if shared_needs[s] or constant_needs.get(s) or slot_needs[first_slot[s] : first_slot[s + 1]].any()
@@ -123,14 +123,21 @@ def _flat_slots(program: Program) -> np.ndarray:
 
 def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
+    slots, outs = int(program.arity.sum()), int(program.width.sum())
+    if Native.loops is not None and not program.known and slots * outs <= _DENSE_LIMIT:
+        seen = np.zeros(slots * outs, dtype=bool)
+        c = program.columns
+        Native.loops.feeding(
+            program.sig, program.inputs, c.arity, c.width, c.first_slot, c.first_output, seen
+        )
+        key = np.flatnonzero(seen)
+        return key // max(outs, 1), key % max(outs, 1)
     slot = _flat_slots(program)
     made = program.inputs >= program.known
     value = program.inputs if made.all() else program.inputs[made]
     if not made.all():
         slot = slot[made]
     out = flat_outputs(program)[value - program.known]
-    outs = int(program.width.sum())
-    slots = int(program.arity.sum())
     key = slot * outs + out
     if slots * outs <= _DENSE_LIMIT:
         seen = np.zeros(slots * outs, dtype=bool)

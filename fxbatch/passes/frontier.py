@@ -15,11 +15,13 @@ where an array operation of a microsecond would serve only a few calls.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from fxbatch.ir import CONSTANT_KINDS, Program, Schedule, Signature
+from fxbatch.passes.native import Native
 
 # Below this many calls, or this many calls a (depth, signature) group, lists are faster than arrays.
 # Measured: about 0.5 us a call in lists, 25 us a step plus 0.1 us a call in arrays.
@@ -52,18 +54,24 @@ class Frontier:
     @functools.cached_property
     def reader_offsets(self) -> np.ndarray:
         """int64 [calls + 1]: readers of call c are `readers[reader_offsets[c] : reader_offsets[c + 1]]`."""
-        out = np.zeros(self.calls + 1, dtype=np.int64)
-        np.cumsum(np.bincount(self.source, minlength=self.calls), out=out[1:])
-        return out
+        return self._by_source[0]
 
     @functools.cached_property
     def readers(self) -> np.ndarray:
         """int64: the calls that read each call, in recorded order, one entry an edge."""
-        return self.target[stable_argsort(self.source, self.calls)]
+        return self.target[self._by_source[1]]
+
+    @functools.cached_property
+    def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
+        return grouped(self.source, self.calls)
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
         """int32 [calls]: longest path from a constant; calls that read nothing else have depth 1."""
+        if Native.loops is not None:
+            depth = np.where(self.constant, 0, 1).astype(np.int32)
+            Native.loops.longest_before(self.source, self.target, depth)
+            return depth
         if self.calls < SMALL:
             return self._depth_by_call(None)
         return self._depth_by_frontier()
@@ -111,6 +119,9 @@ class Frontier:
         """
         if not len(self.readers):
             return self.readers
+        if Native.loops is not None:
+            ready = Native.loops.advance(calls, self.reader_offsets, self.readers, indegree, mark)
+            return mark[:ready].copy()
         start = self.reader_offsets[calls]
         count = self.reader_offsets[calls + 1] - start
         end = np.cumsum(count)
@@ -128,8 +139,20 @@ class Frontier:
         return ready[mark[ready] == position]
 
 
+# Several passes ask this of one program; programs are immutable.
+_SOURCES: weakref.WeakKeyDictionary[Program, np.ndarray] = weakref.WeakKeyDictionary()
+
+
 def source_calls(program: Program) -> np.ndarray:
     """int64 [len(inputs)]: the call that makes each input entry, -1 for values of earlier phases."""
+    if Native.loops is not None and not program.known:
+        found = _SOURCES.get(program)
+        if found is not None:
+            return found
+        out = np.empty(len(program.inputs), dtype=np.int64)
+        Native.loops.source_calls(program.sig, program.width, program.inputs, out)
+        _SOURCES[program] = out
+        return out
     made = program.inputs - program.known if program.known else program.inputs
     if program.values - program.known == len(program) and (
         not len(program.width) or (int(program.width.min()) == int(program.width.max()) == 1)
@@ -151,11 +174,31 @@ def stable_argsort(key: np.ndarray, bound: int) -> np.ndarray:
     return np.argsort(key, kind="stable")
 
 
+def grouped(key: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each of the keys 0 .. keys - 1 begins, and the positions in order of key, stable."""
+    offsets = np.zeros(keys + 1, dtype=np.int64)
+    if Native.loops is not None:
+        order = np.empty(len(key), dtype=np.int64)
+        Native.loops.group(key, offsets, order)
+        return offsets, order
+    np.cumsum(np.bincount(key, minlength=keys), out=offsets[1:])
+    return offsets, stable_argsort(key, max(keys, 1))
+
+
+def peaks(key: np.ndarray, number: np.ndarray, keys: int) -> np.ndarray:
+    """int64 [keys]: the largest of the positive numbers of each key, 0 where it has none."""
+    out = np.zeros(keys, dtype=np.int64)
+    if Native.loops is not None:
+        Native.loops.peak(key, number, out)
+    else:
+        np.maximum.at(out, key, number)
+    return out
+
+
 def schedule_from_steps(step_of_call: np.ndarray, steps: int, policy: str) -> Schedule:
     """The schedule in which call c runs in step `step_of_call[c]`; recorded order inside a step."""
-    offsets = np.zeros(steps + 1, dtype=np.int64)
-    np.cumsum(np.bincount(step_of_call, minlength=steps), out=offsets[1:])
-    return Schedule(stable_argsort(step_of_call, max(steps, 1)), offsets, policy)
+    offsets, order = grouped(step_of_call, steps)
+    return Schedule(order, offsets, policy)
 
 
 def constant_steps(frontier: Frontier, step_of_call: np.ndarray) -> int:

@@ -48,9 +48,11 @@ class Fuser:
         """The program with fused calls; the same object when nothing is fused."""
         if len(program) < 2:
             return program
+        family = self._family(program)
+        if not family.blocks:
+            return program
         stream = Stream(program)
-        family = self._family(program, stream)
-        if not family.blocks or not stream.ordered:
+        if not stream.ordered:
             return program
         found = [m for m in find_matches(program, stream, family.blocks) if len(m.calls)]
         return _Rewriter(program, self, found).run() if found else program
@@ -79,7 +81,7 @@ class Fuser:
                 self.made.popitem(last=False)
         return found
 
-    def _family(self, program: Program, stream: Stream) -> _Family:
+    def _family(self, program: Program) -> _Family:
         present = np.flatnonzero(np.bincount(program.sig, minlength=len(program.signatures)))
         members = tuple(
             program.signatures[s]
@@ -93,6 +95,7 @@ class Fuser:
             self.families.move_to_end(key)
             return found
         self.misses += 1
+        stream = Stream(program)
         blocks = learn_blocks(program, stream) if stream.ordered else []
         self.families[key] = _Family(members, len(program), blocks)
         if len(self.families) > self.capacity:

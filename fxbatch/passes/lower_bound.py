@@ -16,7 +16,8 @@ import networkx as nx
 import numpy as np
 
 from fxbatch.ir import Program
-from fxbatch.passes.frontier import Frontier, stable_argsort
+from fxbatch.passes.frontier import Frontier, peaks, stable_argsort
+from fxbatch.passes.native import Native
 
 
 def lower_bound(program: Program) -> int:
@@ -27,9 +28,7 @@ def lower_bound(program: Program) -> int:
 def longest_chains(program: Program) -> np.ndarray:
     """int64 [signatures]: the most calls of each signature on one path; 1 where it only occurs."""
     frontier = Frontier(program)
-    out = np.zeros(len(program.signatures), dtype=np.int64)
-    np.maximum.at(out, program.sig, chain_below(frontier))
-    return out
+    return peaks(program.sig, chain_below(frontier), len(program.signatures))
 
 
 def chain_below(frontier: Frontier) -> np.ndarray:
@@ -58,12 +57,8 @@ def height(frontier: Frontier) -> np.ndarray:
 
 def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the signature graph, a signature: its component, its position in it, the component's size."""
-    sig, signatures = frontier.program.sig.astype(np.int64), len(frontier.program.signatures)
-    pairs = sig[frontier.source] * signatures + sig[frontier.target]
-    pairs = np.flatnonzero(np.bincount(pairs)) if signatures <= 64 else np.unique(pairs)
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(signatures))
-    graph.add_edges_from(zip((pairs // signatures).tolist(), (pairs % signatures).tolist(), strict=True))
+    signatures = len(frontier.program.signatures)
+    graph = signature_graph(frontier)
     component, column, size = (np.zeros(signatures, dtype=np.int64) for _ in range(3))
     for number, part in enumerate(nx.strongly_connected_components(graph)):
         members = sorted(part)
@@ -72,12 +67,42 @@ def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return component, column, size
 
 
+def signature_graph(frontier: Frontier) -> nx.DiGraph:
+    """Which signature's calls read which other's: numbers of signatures as nodes."""
+    sig, signatures = frontier.program.sig.astype(np.int64), len(frontier.program.signatures)
+    pairs = sig[frontier.source] * signatures + sig[frontier.target]
+    pairs = np.flatnonzero(np.bincount(pairs)) if signatures <= 64 else np.unique(pairs)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(signatures))
+    graph.add_edges_from(zip((pairs // signatures).tolist(), (pairs % signatures).tolist(), strict=True))
+    return graph
+
+
+def chain_before(frontier: Frontier, edges: np.ndarray) -> np.ndarray:
+    """int32 [calls]: the most calls before each one on a path along `edges` (positions, ascending)."""
+    source, target = frontier.source[edges], frontier.target[edges]
+    out = np.zeros(frontier.calls, dtype=np.int32)
+    if Native.loops is not None:
+        Native.loops.longest_before(source, target, out)
+        return out
+    before = out.tolist()
+    for read, reader in zip(source.tolist(), target.tolist(), strict=True):
+        if before[read] >= before[reader]:
+            before[reader] = before[read] + 1
+    return np.array(before, dtype=np.int32)
+
+
 def longest_chain(frontier: Frontier, edges: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """int32 [calls]: along `edges`, the most calls that are `counted` on a path from each call on.
 
     `edges` are positions of `frontier.source`, ascending; `counted` is bool [calls].
     """
     source, target = frontier.source[edges], frontier.target[edges]
+    if Native.loops is not None:
+        own = counted.astype(np.int32)
+        chain = own.copy()
+        Native.loops.longest_after(source, target, own, chain)
+        return chain
     if frontier.narrow:
         return _chain_by_edges(counted, source, target)
     return _chain_by_arrays(frontier, source, target, counted)

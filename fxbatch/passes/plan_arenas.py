@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW, Layout, Plan, Program, Schedule, Signature, offsets
+from fxbatch.passes.native import Native
 from fxbatch.passes.reuse_rows import reuse_rows
 
 
@@ -93,8 +94,8 @@ def plan_arenas(
     if reuse:
         assert used is None or not used.any(), "rows of earlier phases may be read again"
         blocks = _lay_out_again(program, schedule, blocks, rows)
-    row_of_value = _place_values(program, order, step_of, position, blocks, known_rows)
-    first_gather, gathers, entries = _read_inputs(program, table, order, step_sig, rows, step_of, position)
+    row_of_value = _place_values(program, order, first, step_of, position, blocks, known_rows)
+    first_gather, gathers, entries = _read_inputs(program, table, schedule, step_sig, rows)
     start, kind, indices = _classify(row_of_value[entries], gathers.offsets, gathers.size)
     return Plan(
         arenas=program.types,
@@ -168,6 +169,7 @@ def _running_offsets(
 def _place_values(
     program: Program,
     order: np.ndarray,
+    first: np.ndarray,
     step_of: np.ndarray,
     position: np.ndarray,
     blocks: _Blocks,
@@ -176,6 +178,18 @@ def _place_values(
     row_of_value = np.empty(program.values, dtype=np.int64)
     if known_rows is not None:
         row_of_value[: program.known] = known_rows
+    if Native.loops is not None:
+        Native.loops.place(
+            program.sig,
+            order,
+            first,
+            program.width,
+            program.first_value,
+            blocks.first,
+            blocks.start,
+            row_of_value,
+        )
+        return row_of_value
     width = program.width[program.sig[order]]
     if len(width) and int(width.min()) == int(width.max()) == 1:
         row_of_value[program.first_value[order]] = blocks.start[blocks.first[step_of]] + position
@@ -197,23 +211,11 @@ class _Gathers:
 def _read_inputs(
     program: Program,
     table: SlotTable,
-    order: np.ndarray,
+    schedule: Schedule,
     step_sig: np.ndarray,
     rows: np.ndarray,
-    step_of: np.ndarray,
-    position: np.ndarray,
 ) -> tuple[np.ndarray, _Gathers, np.ndarray]:
-    arity = program.arity[program.sig[order]]
-    within = np.arange(int(arity.sum())) - np.repeat(offsets(arity)[:-1], arity)
-    value = program.inputs[np.repeat(program.input_offsets[order], arity) + within]
-    slot = np.repeat(table.first_slot[program.sig[order]], arity) + within
-    step_base = offsets(rows * program.arity[step_sig])
-    target = np.repeat(step_base[step_of], arity)
-    target += table.prior[slot] * np.repeat(rows[step_of], arity)
-    target += np.repeat(position, arity) * table.size[slot] + table.member[slot]
-    entries = np.empty(len(value), dtype=np.int64)
-    entries[target] = value
-
+    entries = _entries(program, table, schedule, step_sig, rows)
     groups = np.diff(table.first_group)[step_sig]
     first_gather = offsets(groups)
     within = np.arange(first_gather[-1]) - np.repeat(first_gather[:-1], groups)
@@ -224,6 +226,32 @@ def _read_inputs(
         _Gathers(table.group_type[group], size, offsets(size * np.repeat(rows, groups))),
         entries,
     )
+
+
+def _entries(
+    program: Program, table: SlotTable, schedule: Schedule, step_sig: np.ndarray, rows: np.ndarray
+) -> np.ndarray:
+    """The values that each step reads, in the order of its gathers."""
+    order, first = schedule.order, schedule.offsets
+    entries = np.empty(len(program.inputs), dtype=np.int64)
+    if Native.loops is not None:
+        Native.loops.read_inputs(
+            program.sig, order, first, program.arity, program.input_offsets, program.inputs,
+            table.first_slot, table.prior, table.size, table.member, entries,
+        )  # fmt: skip
+        return entries
+    position = np.arange(len(order)) - np.repeat(first[:-1], rows)
+    step_of = np.repeat(np.arange(len(rows)), rows)
+    arity = program.arity[program.sig[order]]
+    within = np.arange(int(arity.sum())) - np.repeat(offsets(arity)[:-1], arity)
+    value = program.inputs[np.repeat(program.input_offsets[order], arity) + within]
+    slot = np.repeat(table.first_slot[program.sig[order]], arity) + within
+    step_base = offsets(rows * program.arity[step_sig])
+    target = np.repeat(step_base[step_of], arity)
+    target += table.prior[slot] * np.repeat(rows[step_of], arity)
+    target += np.repeat(position, arity) * table.size[slot] + table.member[slot]
+    entries[target] = value
+    return entries
 
 
 def _classify(

@@ -6,6 +6,7 @@ tensor of shape [instances, *shape], or a pytree of them
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class Results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
                 self.specs.append(None)
+            elif type(result) is tuple and all(type(x) is Value for x in result):
+                self.leaves.append(list(result))
+                self.specs.append(_row_spec(len(result)))
             else:
                 leaves, spec = tree_flatten(result)
                 self.leaves.append(leaves)
@@ -40,6 +44,12 @@ class Results:
         """Distinct value ids, in order of first appearance."""
         ids = [x.id for leaves in self.leaves for x in leaves if type(x) is Value]
         return np.array(list(dict.fromkeys(ids)), dtype=np.int64)
+
+
+@functools.cache
+def _row_spec(n: int) -> TreeSpec:
+    """The structure of a plain tuple of n leaves."""
+    return tree_flatten((0,) * n)[1]
 
 
 def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take) -> Any:

@@ -9,14 +9,15 @@ In: signature ids, value ids, calls that were met before. Out: columns that nump
 
 from __future__ import annotations
 
+import importlib
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 try:
-    from fxbatch.trace import _fast
+    _fast: Any = importlib.import_module("fxbatch.trace._fast")
 except ImportError:  # installed without a C compiler
-    _fast = None  # type: ignore[assignment]
+    _fast = None
 
 if TYPE_CHECKING:
     import torch

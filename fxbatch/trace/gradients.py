@@ -50,8 +50,8 @@ class GradientFlags:
             self.phase_done += 1
             self.calls_done = self.inputs_done = 0
         base = recorder.base
-        sigs, inputs = memoryview(recorder.sigs).tolist(), memoryview(recorder.inputs).tolist()
-        self._flag(recorder, sigs, [i - base for i in inputs], leaves)
+        pending = memoryview(recorder.inputs).tolist()
+        self._flag(recorder, memoryview(recorder.sigs).tolist(), [i - base for i in pending], leaves)
 
     def _flag(self, recorder: Recorder, sigs: list[int], inputs: list[int], leaves: set[int]) -> None:
         signatures = recorder.table.signatures

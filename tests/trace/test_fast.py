@@ -191,7 +191,7 @@ def test_column() -> None:
 
 
 def test_known_calls() -> None:
-    """Found by owner, mode and types; replaced, cleared; calls of many inputs are found or not, never wrong."""
+    """Found by owner, mode and types; replaced, cleared; calls of many inputs never wrong."""
     known = columns.new_known_calls()
     owners = [object() for _ in range(50)]
     for i, owner in enumerate(owners):

@@ -1,0 +1,24 @@
+"""The loops over columns that are in C where there was a compiler.
+
+In: arrays. Out: results in arrays that the caller made. Each caller has its numpy or Python twin beside it,
+which runs where `Native.loops` is None, and says what the loop does.
+
+    if Native.loops is not None:
+        Native.loops.longest_before(source, target, depth)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+try:
+    _loops: Any = importlib.import_module("fxbatch.passes._loops")
+except ImportError:  # installed without a C compiler
+    _loops = None
+
+
+class Native:
+    """The loops in C, or None; tests set None to run the twins."""
+
+    loops = _loops

@@ -1,0 +1,108 @@
+"""The loops in C against their numpy and Python twins, on random programs and on workloads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from fxbatch.ir import Layout, Program
+from fxbatch.passes.eliminate_dead import eliminate_dead
+from fxbatch.passes.find_needs import feeding_pairs
+from fxbatch.passes.frontier import Frontier, grouped, peaks, source_calls
+from fxbatch.passes.lower_bound import chain_below, height, lower_bound
+from fxbatch.passes.native import Native
+from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.policies import POLICIES
+from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
+
+pytestmark = pytest.mark.skipif(Native.loops is None, reason="fxbatch was installed without its C extension")
+
+
+def both(of: Callable[[], Any]) -> tuple[Any, Any]:
+    """What the twins give, and what C gives."""
+    loops = Native.loops
+    try:
+        Native.loops = None
+        return of(), (setattr(Native, "loops", loops), of())[1]
+    finally:
+        Native.loops = loops
+
+
+def _workloads() -> list[Program]:
+    rng = random.Random(3)
+    return [
+        tree_lstm_program([random_tree(rng, rng.randint(1, 20)) for _ in range(30)]),
+        tree_lstm_program([random_tree(rng, 25) for _ in range(120)]),
+        bilstm_program([rng.randint(1, 30) for _ in range(20)]),
+        lattice_program(rng, [5, 9, 30]),
+    ]
+
+
+def _same(program: Program) -> None:
+    copy = Program(**{f: getattr(program, f) for f in program.__dataclass_fields__})  # nothing cached
+    for got in (
+        lambda p: (source_calls(p), Frontier(p).depth, chain_below(Frontier(p)), height(Frontier(p))),
+        lambda p: feeding_pairs(p),
+        lambda p: (eliminate_dead(p).sig, eliminate_dead(p).inputs, eliminate_dead(p).outputs),
+        lambda p: (np.array(lower_bound(p)),),
+    ):
+        python, c = both(lambda got=got: got(program if Native.loops is None else copy))
+        for a, b in zip(python, c, strict=True):
+            np.testing.assert_array_equal(a, b)
+    wide = [None if len(s.inputs) < 2 or len(set(s.inputs)) > 1 else Layout((tuple(range(len(s.inputs))),))
+            for s in program.signatures]  # fmt: skip
+    for name in ("depth", "agenda", "lookahead"):
+        python, c = both(lambda name=name: POLICIES[name](program))
+        assert len(python) == len(c), name
+        for layouts in ([None] * len(program.signatures), wide):
+            known = np.arange(program.known, dtype=np.int64)
+            plan, native = both(
+                lambda layouts=layouts, c=c, known=known: plan_arenas(program, c, layouts, known_rows=known)
+            )
+            for column in ("row_of_value", "entries", "indices", "gather_start", "gather_kind"):
+                np.testing.assert_array_equal(getattr(plan, column), getattr(native, column))
+
+
+@given(programs())
+def test_random_programs(program: Program) -> None:
+    _same(program)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_workloads(number: int) -> None:
+    _same(_workloads()[number])
+
+
+def test_grouped_and_peaks() -> None:
+    rng = np.random.default_rng(0)
+    for keys, n in ((1, 0), (1, 5), (7, 100), (1000, 300)):
+        key = rng.integers(0, keys, n)
+        for a, b in zip(*both(lambda key=key, keys=keys: grouped(key, keys)), strict=True):
+            np.testing.assert_array_equal(a, b)
+        number = rng.integers(1, 50, n).astype(np.int32)
+        a, b = both(lambda key=key, keys=keys, number=number: peaks(key.astype(np.int32), number, keys))
+        np.testing.assert_array_equal(a, b)
+
+
+def test_wrong_columns_are_errors() -> None:
+    """A number out of range is an IndexError, an array of another type a TypeError."""
+    loops, two = Native.loops, np.zeros(2, dtype=np.int64)
+    with pytest.raises(IndexError, match="not there"):
+        loops.longest_before(np.array([5]), np.array([0]), np.zeros(2, dtype=np.int32))
+    with pytest.raises(IndexError):
+        loops.source_calls(np.zeros(1, np.int32), np.ones(1, np.int64), np.array([1]), two)
+    with pytest.raises(IndexError):
+        loops.group(np.array([-1]), two, np.zeros(1, dtype=np.int64))
+    with pytest.raises(TypeError, match="items of 8 bytes, not 4"):
+        loops.longest_before(two, two, np.zeros(2, dtype=np.int64)[::1])
+    with pytest.raises(TypeError, match="3 arrays"):
+        loops.longest_before(two, two)
+    frozen = np.zeros(2, dtype=np.int32)
+    frozen.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        loops.longest_before(two, two, frozen)
