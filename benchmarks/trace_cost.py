@@ -1,6 +1,8 @@
-"""Microseconds a call for recording a Tree-LSTM with three operations a node, on one core.
+"""Microseconds a call of a Tree-LSTM for recording, merging and planning, on one core, in CPU time.
 
-python -m benchmarks.trace_cost --leaves 64 --trees 64
+python -m benchmarks.trace_cost --leaves 19 --trees 64             # a minibatch like those of SST
+python -m benchmarks.trace_cost --leaves 128 --trees 1024          # and as cached traces
+python -m benchmarks.trace_cost --python                           # without the C extensions
 """
 
 from __future__ import annotations
@@ -13,8 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxbatch.passes.native import Native
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.options import Options
+from fxbatch.runtime.ready import ReadyMinibatch
+from fxbatch.trace.fast_path import use_extension
 from fxbatch.trace.minibatch import record_minibatch
-from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.traces import merge, trace_instance
 
 
 class Node:
@@ -75,33 +82,69 @@ class TreeLSTM(nn.Module):
         return self.cell(*self.forward(tree.left), *self.forward(tree.right))
 
 
-class _NoExecution:
-    """Recording alone: nothing is run."""
+class _Bare:
+    """What the user's own code costs: the same recursion and attribute look-ups, nothing called."""
 
-    def run(self, program: Any) -> None:
-        raise AssertionError("nothing asks for values")
+    def __init__(self, model: TreeLSTM) -> None:
+        self.model = model
 
-    read = materialise = run
+    def forward(self, tree: Node) -> Any:
+        model = self.model
+        if tree.word is not None:
+            return _leaf(model.leaf, model.embed, tree.word)
+        return _cell(model.cell, *self.forward(tree.left), *self.forward(tree.right))
+
+
+def _leaf(*_: Any) -> tuple[int, int]:
+    return 0, 0
+
+
+def _cell(*_: Any) -> tuple[int, int]:
+    return 0, 0
 
 
 def measure(leaves: int, trees: int, repeats: int) -> dict[str, float]:
-    """Best of `repeats`: microseconds a call for recording and for making the program."""
+    """Best of `repeats`, microseconds a call: the user's code, recording (with it), planning, both warm."""
     model = TreeLSTM()
     generator = random.Random(0)
     instances = [((random_tree(leaves, generator),), {}) for _ in range(trees)]
-    table = SignatureTable()
-    best = {"record": float("inf"), "program": float("inf"), "calls": 0.0}
+    engine = Engine(Options.of(), model)
+    run = engine.execution()
+    traces = [trace_instance(model.forward, *i, engine.table, run, model) for i in instances]
+    best: dict[str, float] = {}
+    bare = _Bare(model)
+
+    def note(name: str, seconds: float, calls: int) -> None:
+        best[name] = min(best.get(name, float("inf")), seconds / calls * 1e6)
+
     for _ in range(repeats + 1):
-        start = time.process_time()
-        recording = record_minibatch(model.forward, instances, table, _NoExecution())
-        middle = time.process_time()
-        program = recording.pending_program(recording.output_ids())
-        end = time.process_time()
-        calls = len(program)
-        best["record"] = min(best["record"], (middle - start) / calls * 1e6)
-        best["program"] = min(best["program"], (end - middle) / calls * 1e6)
-        best["calls"] = float(calls)
+        times = [time.process_time()]
+        for (tree,), _ in instances:
+            bare.forward(tree)
+        times.append(time.process_time())
+        cold = record_minibatch(model.forward, instances, engine.table, run, roots=(model,))
+        calls = cold.recorder.pending
+        times.append(time.process_time())
+        ReadyMinibatch.of(engine, [], cold)
+        times.append(time.process_time())
+        _forget(engine)
+        warm = merge(traces, engine.table, model)
+        times.append(time.process_time())
+        ReadyMinibatch.of(engine, [], warm)
+        times.append(time.process_time())
+        _forget(engine)
+        for name, begin, end in zip(NAMES, times, times[1:], strict=False):
+            note(name, end - begin, calls)
+    best["calls"] = float(calls)
     return best
+
+
+NAMES = ("user", "record", "plan", "merge", "plan merged")
+
+
+def _forget(engine: Engine) -> None:
+    engine.schedules.clear()
+    engine.plans.clear()
 
 
 def main() -> None:
@@ -110,12 +153,15 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--trees", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--python", action="store_true", help="without the C extensions")
     options = parser.parse_args()
+    if options.python:
+        use_extension(False)
+        Native.loops = None
     found = measure(options.leaves, options.trees, options.repeats)
-    print(
-        f"{found['calls']:.0f} calls: recording {found['record']:.2f} µs a call, "
-        f"program {found['program']:.2f} µs a call"
-    )
+    parts = ", ".join(f"{name} {found[name]:.2f}" for name in NAMES)
+    cold, warm = found["record"] + found["plan"], found["merge"] + found["plan merged"]
+    print(f"{found['calls']:.0f} calls, \u00b5s a call: {parts}; cold {cold:.2f}, warm {warm:.2f}")
 
 
 if __name__ == "__main__":

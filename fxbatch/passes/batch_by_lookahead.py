@@ -12,7 +12,8 @@ first; among equals the one with the ready call that has the longest path before
 most ready calls. The idea of a ratio of ready calls to those that could be is that of ED-Batch (Chen et
 al. 2023, section 4); counting only the critical ones makes it exact in more cases and needs no training.
 Where no two signatures wait for each other in turn, no search is needed: one signature after another,
-each by its own chains, is optimal. Where the result is above the lower bound, the agenda is tried as well, and the better one taken.
+each by its own chains, is optimal. Where the result is above the lower bound, the agenda is tried as well,
+and the better one taken.
 """
 
 from __future__ import annotations
