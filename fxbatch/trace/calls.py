@@ -36,6 +36,7 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
+from fxbatch.trace.settled import remember_call, settled_call
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
@@ -67,6 +68,9 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     """Record `func(*args, **kwargs)` and give its result with Values."""
     recorder.sync_modes()
     func = plain_function(func)
+    settled = settled_call(recorder, func, args, kwargs)
+    if settled is not None:
+        return settled
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
         found = call_lifted(recorder, func, args)
@@ -79,8 +83,8 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
     except OpaqueArgumentError as error:
         raise OpaqueOperandError(
-            f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data can "
-            f"be recorded; call it in a function or module of tensors{at_line()}"
+            f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data "
+            f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
         return _call_on_views(recorder, func, args, kwargs)
@@ -103,6 +107,8 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         link_views(entry, result, arguments, again, (func, args, kwargs))
     elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
         recorder.met.add(func, recorder.mode, (args[0]._type, args[1]._type), entry)
+    elif not arguments.shared:
+        remember_call(recorder, func, args, kwargs, entry)
     return result
 
 

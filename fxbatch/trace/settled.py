@@ -1,0 +1,77 @@
+"""Calls of functions that were met before, by a key that costs little: the way around `Arguments`.
+
+In: a function with arguments that are Values, constants that are known already, plain data, and lists of Values.
+Out: the row recorded, or None: then the call goes the long way, which remembers it here.
+
+    result = settled_call(recorder, F.cross_entropy, (scores, label), {"reduction": "mean"})
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.trace.values import Value
+
+if TYPE_CHECKING:
+    from fxbatch.trace.record import Recorder
+    from fxbatch.trace.table import Entry
+
+# Equal objects of these types are the same argument; floats are too, but for zeros and nans.
+_PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device})
+
+
+def settled_call(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a call that was met before; None where it is new."""
+    found = _key(recorder, func, args, kwargs)
+    if found is None:
+        return None
+    entry = recorder.functions.get(found[0])
+    return None if entry is None else recorder.emit(entry, found[1])
+
+
+def remember_call(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
+) -> None:
+    """Calls like this one are recorded as `entry` from now on."""
+    found = _key(recorder, func, args, kwargs)
+    if found is not None:
+        recorder.functions[found[0]] = entry
+
+
+def _key(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[int]] | None:
+    """(key, ids of the inputs); None for arguments that need a closer look. Types stand in the key before what
+    they are types of, so that 1, 1.0 and True, or a value and a number, never make equal keys."""
+    key: list[Any] = [settled_call, func, len(args)]
+    ids: list[int] = []
+    constants = recorder.constants
+    for a in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(a)
+        key.append(kind)
+        if kind is Value:
+            key.append(a._type)
+            ids.append(a._value)
+        elif kind in _PLAIN or (kind is float and a != 0 and a == a):
+            key.append(a)
+        elif kind is torch.Tensor:
+            hit = constants.get(id(a))
+            if hit is None or (hit[2] is not None and hit[2] != a._version):
+                return None
+            key.append(hit[0]._type)
+            ids.append(hit[0]._value)
+        elif kind is list or kind is tuple:
+            key.append(len(a))
+            for v in a:
+                if type(v) is not Value:
+                    return None
+                key.append(v._type)
+                ids.append(v._value)
+        else:
+            return None
+    if kwargs:
+        key.extend(kwargs)
+    return tuple(key), ids
