@@ -21,59 +21,20 @@ import numpy as np
 import torch
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorType
+from fxbatch.ir import Modes, Program, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function, call_marked
+from fxbatch.trace.described import Described, as_tree, describe, fingerprint, from_tree, module_names
 from fxbatch.trace.location import user_line
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.modules import call_method, call_module
-from fxbatch.trace.operations import MARKED
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.references import Reference, refer
+from fxbatch.trace.references import Reference
 from fxbatch.trace.state import tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
-
-
-def _tree(template: Template | None) -> Any:
-    """A template as a plain pytree: specs of pytrees don't pickle without warnings."""
-    return None if template is None else (tree_unflatten(list(template.leaves), template.spec),)
-
-
-def _template(tree: Any) -> Template | None:
-    return None if tree is None else Template.of(tree[0])
-
-
-@dataclass(frozen=True)
-class Described:
-    """A signature as plain data: enough to find or make it in another process."""
-
-    kind: str
-    name: str
-    target: Reference | str | None  # a function's reference, a module's dotted name
-    method: str | None
-    marked: bool
-    inputs: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
-    shared: tuple[str, ...]  # dotted names of the shared operands of `arguments`
-    own: int  # how many shared operands are the module's own, before those
-    arguments: Template | None
-    modes: Modes
-    lifted: int = -1  # the input that is a lifted number ...
-    number: Any = 0  # ... and one such number
-    key: str = field(default="", compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "arguments": _tree(self.arguments)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, arguments=_template(state["arguments"]))
-
-    def __str__(self) -> str:
-        takes, gives = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
-        return f"{self.name}({takes}) -> ({gives})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +55,10 @@ class Trace:
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None, "result": _tree(self.result)}
+        return {**self.__dict__, "live": None, "result": as_tree(self.result)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, result=_template(state["result"]))
+        self.__dict__.update(state, result=from_tree(state["result"]))
 
     def __len__(self) -> int:
         return len(self.sig)
@@ -182,11 +143,11 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
         recorder.sigs, recorder.inputs, recorder.payload = _whole(recording)
     sigs = np.array(recorder.sigs, dtype=np.int32)
     used, sig = np.unique(sigs, return_inverse=True)
-    names = _names(model)
+    names = module_names(model)
     numbers = dict(recorder.payload)
     samples = _samples(recorder, sigs)
     described = tuple(
-        _describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
+        describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
     )
     now = fingerprint(model)
     found = [x for x in leaves if type(x) is Value]
@@ -229,71 +190,6 @@ def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, Any]:
             samples[sid] = recorder.number_of[recorder.inputs[at + found.position]]
         at += len(recorder.table.signatures[sid].inputs)
     return samples
-
-
-# Descriptions
-
-
-def _names(model: torch.nn.Module | None) -> dict[int, str]:
-    return {} if model is None else {id(m): name for name, m in model.named_modules()}
-
-
-def _describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> Described:
-    op = s.operation
-    target: Reference | str | None = None
-    if op.kind == "module":
-        if id(op.target) not in names:
-            raise TraceError(f"{op.name} is no submodule of the model: its trace can't be kept")
-        target = names[id(op.target)]
-    elif op.kind == "function":
-        target = refer(op.target)
-    own = len(s.shared_names)
-    shared = []
-    for operand in s.shared[own:]:
-        if operand.owner is None or id(operand.owner) not in names:
-            raise TraceError(
-                f"{op.name} uses a parameter that is not part of the model: its trace can't be kept"
-            )
-        prefix = names[id(operand.owner)]
-        shared.append(f"{prefix}.{operand.name}" if prefix else operand.name)
-    arguments = None
-    if s.arguments is not None:
-        packed = tuple(refer(x) if callable(x) and not isinstance(x, type) else x for x in s.arguments.leaves)
-        arguments = Template(packed, s.arguments.spec)
-    marked = op.rule == MARKED
-    parts = (
-        op.kind,
-        op.name,
-        target,
-        op.method,
-        marked,
-        s.inputs,
-        s.outputs,
-        tuple(shared),
-        own,
-        s.modes,
-        lifted,
-    )
-    text = repr(parts) + (repr((arguments.leaves, str(arguments.spec))) if arguments is not None else "")
-    return Described(
-        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments,
-        s.modes,
-        lifted, sample, text + (type(sample).__name__ if lifted >= 0 else ""),
-    )  # fmt: skip
-
-
-def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
-    """What a trace depends on: the class and mode of each module, the type of each parameter and buffer."""
-    if model is None:
-        return ()
-    lines = []
-    for name, m in model.named_modules():
-        lines.append(
-            f"{name or 'the model'}: {type(m).__qualname__}, {'training' if m.training else 'eval'} mode"
-        )
-        for kind in (m._parameters, m._buffers):
-            lines.extend(f"{name}.{k}: {TensorType.of(t)}" for k, t in kind.items() if t is not None)
-    return tuple(lines)
 
 
 # Merging
@@ -450,8 +346,8 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
     sizes = np.array([t.values for t in traces], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes + recorder.base
     calls = np.array([len(t.sig) for t in traces], dtype=np.int64)
-    recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])  # type: ignore[assignment]
-    recorder.inputs = np.concatenate(  # type: ignore[assignment]  # columns all the same
+    recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
+    recorder.inputs = np.concatenate(  # columns all the same
         [t.inputs for t in traces]
     ) + np.repeat(starts, [len(t.inputs) for t in traces])
     recorder.starts = (np.cumsum(calls) - calls).tolist()
