@@ -187,7 +187,8 @@ class CompiledGraph:
 
         self.compilations -= 1  # `compile` counts the first too
         compiled = torch.compile(self.module, backend=counting, dynamic=True, fullgraph=True)
-        return lambda args: compiled(*args)
+        # Parameters as plain tensors: Dynamo compiles again for another class.
+        return lambda args: compiled(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
 
     def _samples(self, n: int, shared: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[bool]]]:
         """Tensors like those of a call with n rows, and which of their sizes are n."""

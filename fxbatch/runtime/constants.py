@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Signature
+from fxbatch.runtime.devices import move
 
 
 def fill_constants(
@@ -25,7 +26,7 @@ def fill_constants(
     """
     items = payload[first : first + n] if order is None else [payload[i] for i in order[first : first + n]]
     if signature.operation.kind == "number":
-        out.copy_(torch.tensor(items, dtype=out.dtype), non_blocking=True)
+        out.copy_(move(torch.tensor(items, dtype=out.dtype), out.device))
     elif len(items) == 1:
         out[0].copy_(items[0])
     else:

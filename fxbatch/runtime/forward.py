@@ -14,6 +14,7 @@ from fxbatch.ir import BROADCAST, INDEX, VIEW
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.constants import fill_constants
+from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.phase import Phase
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 
 def move_indices(indices: np.ndarray, device: torch.device) -> torch.Tensor:
     """All indices of a plan on a device, in one copy (pinned and non-blocking for CUDA)."""
-    tensor = torch.from_numpy(indices)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(indices, device)
 
 
 def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any]]:
@@ -76,6 +74,7 @@ def execute_forward(run: Run, phase: Phase) -> None:
         _read_in_place(run, phase, sources)
     _reserve_rows(run, phase)
     workspace = run.engine.workspace()
+    workspace.enter_run(run.shared)
     gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
     columns = zip(
         plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True

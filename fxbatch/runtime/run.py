@@ -192,7 +192,7 @@ class Run:
         rows = self.value_row[values]
         if (np.diff(rows) == 1).all():
             return arena[int(rows[0]) : int(rows[0]) + len(rows)].clone()
-        return torch.index_select(arena, 0, torch.from_numpy(rows).to(arena.device))
+        return torch.index_select(arena, 0, to_device(rows, arena.device))
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer a type and call."""

@@ -131,7 +131,7 @@ def test_explain_shows_what_was_compiled() -> None:
 def test_recompilations_are_bounded_and_the_last_resort_is_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Code that fits one number of rows only is compiled again for others, at most `recompile_limit` times."""
+    """Code that fits one number of rows only is compiled again, at most `recompile_limit` times."""
     original = compiling.compile_symbolic
 
     def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, patches: Any) -> Any:
@@ -155,7 +155,7 @@ def test_recompilations_are_bounded_and_the_last_resort_is_the_kernel(
 
 
 def test_unknown_backends_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(OptionError, match="'indcutor'.*'inductor'"):
+    with pytest.raises(OptionError, match=r"'indcutor'.*'inductor'"):
         fxbatch.autobatch(compile="indcutor")
 
 
