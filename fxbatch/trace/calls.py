@@ -173,6 +173,8 @@ def function_entry(
         return Dependent(_why_values(error))
     except BodyError as error:
         raise TraceError(f"{name}: {error}{at_line()}") from None
+    except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
+        raise
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
         _raise_as_eager(template, made.target, inputs, real)
         return Dependent(_why_values(error))
@@ -233,7 +235,8 @@ def _why_values(error: BaseException) -> str:
         return "output shape depends on values"
     if kind == "DataDependentOutputException":
         return "result depends on values"
-    return f"can't be run on fake tensors: {str(error).splitlines()[0][:120]}"
+    lines = str(error).splitlines() or [kind]
+    return f"can't be run on fake tensors: {lines[0][:120]}"
 
 
 # Marked functions
