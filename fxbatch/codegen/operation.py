@@ -53,6 +53,8 @@ def build_operation(
             return _build_checked(signature, input_needs, shared_needs, shared, memory)
     except NotBatchable as error:
         return Unbatched(str(error))
+    except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the operation
+        raise
     except Exception as error:  # noqa: BLE001 tracing runs arbitrary code; whatever it raises is the reason
         first = str(error).strip().splitlines()
         return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
