@@ -1,0 +1,230 @@
+"""Faults at any point of trace, plan, forward and backward: nothing is left behind, the next call works.
+
+A fault is injected by a function that raises at its n-th call, put in the place of one inside the path.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import greenlet
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.trace import patch
+from fxbatch.trace.state import current_recorder
+from tests import models as M
+from tests.oracle import check_equal
+from tests.trust.programs import model, vectors
+
+FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError("injected"), MemoryError())
+
+# module, what in it, and at which of its calls the fault comes
+POINTS = (
+    ("fxbatch.trace.calls", "run_on_fakes", 0),
+    ("fxbatch.trace.record", "Program", 0),
+    ("fxbatch.runtime.engine", "plan_arenas", 0),
+    ("fxbatch.runtime.compiled", "build_operation", 0),
+    ("fxbatch.runtime.compiled", "emit_kernel", 1),
+    ("fxbatch.runtime.forward", "fill_constants", 0),
+    ("fxbatch.runtime.function", "differentiable_inputs", 0),
+    ("fxbatch.runtime.buffers", "Buffer.reserve", 3),
+    ("fxbatch.runtime.backward", "plan_gradients", 0),
+    ("fxbatch.runtime.backward", "lay_out_blocks", 0),
+    ("fxbatch.runtime.backward", "Backward._step", 1),
+    ("fxbatch.runtime.backward", "Backward._parameters", 0),
+)
+
+
+@contextmanager
+def fault(module: str, name: str, after: int, error: BaseException) -> Iterator[list[int]]:
+    """`module.name` raises at its call number `after`; yields the list of calls."""
+    owner: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    old = owner.__dict__[last]
+    calls: list[int] = []
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == after + 1:
+            raise error
+        return old(*args, **kwargs)
+
+    setattr(owner, last, raising)
+    try:
+        yield calls
+    finally:
+        setattr(owner, last, old)
+
+
+def waiting_model() -> nn.Module:
+    """A forward with modules, functions, numbers and a value branch."""
+
+    def forward(self: Any, x: Any) -> Any:
+        h = torch.tanh(self.a(x)) + 0.5
+        if h.sum().item() > 0:
+            h = self.b(h)
+        return h * 2 + self.c(h)
+
+    return model(forward, {k: nn.Linear(4, 4) for k in "abc"})
+
+
+def assert_clean() -> None:
+    """Nothing of a failed call is left: patches, recorder, modes, greenlets."""
+    assert current_recorder() is None
+    assert patch._users == 0 and not patch._saved
+    assert "traced" not in nn.Module.__call__.__qualname__
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    gc.collect()
+    stuck = [g for g in gc.get_objects() if type(g) is greenlet.greenlet and not g.dead and g.parent]
+    assert not stuck, f"{len(stuck)} greenlets wait for ever"
+
+
+def train_step(made: nn.Module, xs: Any) -> None:
+    made(xs).sum().backward()
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: f"{p[0].split('.')[-1]}.{p[1]}")
+def test_a_fault_leaves_nothing_behind(point: tuple[str, str, int], error: BaseException) -> None:
+    made, xs = waiting_model(), vectors(4, 4, 4, grad=False)
+    module, name, after = point
+    with fault(module, name, after, error) as calls:
+        # What a body raises on fake tensors means that it needs values: it runs again, on those.
+        swallowed = name == "run_on_fakes" and type(error) is RuntimeError
+        try:
+            train_step(made, xs)
+        except type(error) as caught:
+            assert caught is error
+        else:
+            assert swallowed or len(calls) <= after, "the fault was swallowed"
+    assert calls, f"{module}.{name} is not on the path any more: choose another point"
+    assert_clean()
+    before = [None if p.grad is None else p.grad.clone() for p in made.parameters()]
+    made.zero_grad()
+    check_equal(made, xs)
+    if module == "fxbatch.runtime.backward":
+        assert all(g is None for g in before), "a failed backward wrote gradients"
+
+
+@pytest.mark.parametrize("n", range(0, 30, 3))
+def test_an_interrupt_at_the_nth_call_of_the_forward(n: int) -> None:
+    """KeyboardInterrupt in the middle of instances, some of which wait."""
+    count = [0]
+
+    def forward(self: Any, x: Any) -> Any:
+        for _ in range(4):
+            count[0] += 1
+            if count[0] == n + 1:
+                raise KeyboardInterrupt
+            x = torch.tanh(self.a(x))
+            x = x if x.sum().item() > 0 else -x
+        return x
+
+    made = model(forward, {"a": nn.Linear(4, 4)})
+    xs = vectors(4, 4, 4, 4, 4, 4, 4, 4, grad=False)
+    with pytest.raises(KeyboardInterrupt):
+        made(xs)
+    assert_clean()
+    count[0] = -1000
+    check_equal(made, xs)
+
+
+def test_finally_blocks_of_waiting_instances_run() -> None:
+    closed: list[int] = []
+
+    def forward(self: Any, sample: Any) -> Any:
+        i, x = sample
+        try:
+            if self.a(x).sum().item() > -1e9 and i == 2:
+                raise ValueError("third")
+            return self.a(x)
+        finally:
+            closed.append(i)
+
+    made = model(forward, {"a": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match="third"):
+        made(list(enumerate(vectors(4, 4, 4, 4))))
+    assert sorted(closed) == [0, 1, 2, 3]
+    assert_clean()
+
+
+def test_buffers_come_back_after_faults() -> None:
+    """A hundred failed calls hold no more memory than one."""
+    made, trees = M.TreeLSTM(), M.trees(0, [5, 9])
+    train_step(made, trees)
+    engine = type(made).forward.__fxbatch__.engine(made)
+    sizes = []
+    for k in range(40):
+        with fault("fxbatch.runtime.buffers", "Buffer.reserve", k % 7, RuntimeError("injected")):
+            with pytest.raises(RuntimeError, match="injected"):
+                train_step(made, trees)
+        sizes.append(engine.pool.bytes)
+    train_step(made, trees)
+    assert max(sizes[20:]) <= 2 * max(sizes[:20])
+    assert_clean()
+    check_equal(made, trees)
+
+
+def test_torch_is_patched_only_while_tracing() -> None:
+    seen: list[Any] = []
+    before = nn.Module.__call__
+
+    def forward(self: Any, x: Any) -> Any:
+        seen.append(nn.Module.__call__ is before)
+        return self.a(x)
+
+    made = model(forward, {"a": nn.Linear(4, 4)})
+    made(vectors(4, 4))
+    assert seen == [False, False] and nn.Module.__call__ is before
+
+
+def test_other_threads_compute_eagerly_while_one_traces() -> None:
+
+    other = nn.Linear(4, 4)
+    x = torch.randn(4)
+    expected, found = other(x), []
+
+    def forward(self: Any, y: Any) -> Any:
+        thread = threading.Thread(target=lambda: found.append((other(x), torch.tensor([1.0]))))
+        thread.start()
+        thread.join()
+        return self.a(y)
+
+    model(forward, {"a": nn.Linear(4, 4)})(vectors(4, 4))
+    assert len(found) == 2 and all(type(t) is torch.Tensor for pair in found for t in pair)
+    torch.testing.assert_close(found[0][0], expected)
+
+
+def test_a_thread_started_inside_the_forward_cannot_read_values() -> None:
+
+    errors: list[BaseException] = []
+
+    def forward(self: Any, x: Any) -> Any:
+        y = self.a(x)
+
+        def read() -> None:
+            try:
+                y.sum().item()
+            except fxbatch.FxbatchError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        return y
+
+    model(forward, {"a": nn.Linear(4, 4)})(vectors(4))
+    assert errors
+    assert_clean()
+
+
