@@ -59,10 +59,15 @@ def _key(
             key.append(a)
         elif kind is torch.Tensor:
             hit = constants.get(id(a))
-            if hit is None or (hit[2] is not None and hit[2] != a._version):
-                return None
-            key.append(hit[0]._type)
-            ids.append(hit[0]._value)
+            if hit is not None and (hit[2] is None or hit[2] == a._version):
+                v = hit[0]
+            else:  # a view may be one of a parameter; a buffer is a shared operand
+                fresh = None if a._base is not None else recorder.constant(a)
+                if fresh is None:
+                    return None
+                v = fresh
+            key.append(v._type)
+            ids.append(v._value)
         elif kind is list or kind is tuple:
             key.append(len(a))
             for v in a:
