@@ -4,8 +4,8 @@
     with count_waits() as waits: minibatch()         # what made the host wait for a device
 
 A copy reads pinned memory after the call has returned; PyTorch's pinned allocator keeps it until then, so
-nothing here waits. Indices are int64, as index_select and embedding_bag take them: int32 would halve one small
-copy a minibatch.
+nothing here waits. Indices are int64, as index_select and embedding_bag take them: int32 would halve one
+small copy a minibatch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _leaves_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 def count_waits() -> Iterator[list[str]]:
     """The operations within that make the host wait for a device, by name, also where there is only a CPU.
 
-    For code that runs, not code that is recorded: recorded values are no tensors that a dispatch mode can see.
+    For code that runs, not code that is recorded: a dispatch mode can't see recorded values.
     On CUDA `torch.cuda.set_sync_debug_mode("error")` is the stricter check.
     """
     with _Waits() as mode:
