@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
     from fxbatch.trace.table import Entry
 
-# Equal objects of these types are the same argument; floats are too, but for zeros and nans.
+# Equal objects of these types are the same argument; floats are too, but for zeros and nans (see below).
 _PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device})
 
 
@@ -55,8 +55,10 @@ def _key(
         if kind is Value:
             key.append(a._type)
             ids.append(a._value)
-        elif kind in _PLAIN or (kind is float and a != 0 and a == a):
+        elif kind in _PLAIN:
             key.append(a)
+        elif kind is float and a == a:
+            key.append(a or repr(a))  # 0.0 and -0.0 differ
         elif kind is torch.Tensor:
             hit = constants.get(id(a))
             if hit is not None and (hit[2] is None or hit[2] == a._version):
