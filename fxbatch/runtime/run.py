@@ -22,7 +22,6 @@ from fxbatch.passes.find_needs import Needs, find_needs, flat_outputs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
-from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.phase import OperationRows, Phase
 
