@@ -213,7 +213,8 @@ class Backward:
         compiled = phase.compiled[s]
         assert compiled is not None
         payload = phase.program.constants[s]
-        first = at - (self.run.rows_of[compiled].rows - len(payload))
+        plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
+        first = at - int(plan.step_offset[plan.step_signature == s].min())
         order = phase.plan.constant_order[s]
         for row in range(n):
             tensor = payload[first + row if order is None else int(order[first + row])]
