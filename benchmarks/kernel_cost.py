@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/kernel_cost.py --hidden 150 --rows 1 8 64 512
 
-Prints microseconds (median of interleaved rounds): forward with the gathers of its inputs and writing to
+Prints microseconds of process time (median of interleaved rounds): forward with the gathers of its inputs and writing to
 given rows, backward, parameter gradients; eager's forward with the same gathers; the product alone.
 """
 
@@ -71,6 +71,7 @@ def candidates(cell: Cell, hidden: int, n: int) -> dict[str, Callable[[], object
     assert train.backward is not None and train.parameters is not None
     backward, parameters = emit_kernel(train.backward), emit_kernel(train.parameters)
     workspace = Workspace()
+    workspace.enter_run("measured")
     kept = [torch.empty(n, hidden), torch.empty(n, hidden)]
     kept += [torch.empty((n, *t.shape)) for t in train.saved_types]
     grads = [torch.randn(n, hidden) for _ in train.grad_outputs]
@@ -115,10 +116,10 @@ def measure(hidden: int, n: int, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(repeat):
                 call()
-            times[name].append((time.perf_counter() - start) / repeat * 1e6)
+            times[name].append((time.process_time() - start) / repeat * 1e6)
     return {name: statistics.median(column) for name, column in times.items()}
 
 

@@ -10,13 +10,13 @@ concatenation reads is written straight into its place there; dead intermediates
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from fxbatch.codegen.clean import constant_value
-from fxbatch.codegen.kernel_calls import is_pointwise, is_view, out_call
+from fxbatch.codegen.clean import constant_value, is_random
+from fxbatch.codegen.kernel_calls import is_cast, is_pointwise, is_view, out_call
 from fxbatch.codegen.sizes import dtype, is_tensor, shape
 
 aten = torch.ops.aten
@@ -56,6 +56,7 @@ class Memory:
     opens: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # concatenations begun before a node
     returned: list[int] = field(default_factory=list)  # results that can't be written to given memory
     direct: dict[int, fx.Node] = field(default_factory=dict)  # result -> node written straight into it
+    hoisted: dict[fx.Node, None] = field(default_factory=dict)  # computed once a run, see `find_hoisted`
 
     def base(self, node: fx.Node) -> fx.Node:
         """The node whose memory `node` looks at."""
@@ -90,9 +91,10 @@ class Memory:
 
 def assign_memory(graph: fx.Graph) -> Memory:
     """Views, results, pieces of concatenations, then slots by liveness."""
-    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple of nodes
+    outputs = list(graph.output_node().args[0])
     memory = Memory(outputs)
     memory.returned = [i for i, x in enumerate(outputs) if not is_tensor(x) or x.meta["values"][0].is_sparse]
+    memory.hoisted = find_hoisted(graph)
     layout = _Layouts()
     for node in graph.nodes:
         layout.add(node, memory)
@@ -100,6 +102,40 @@ def assign_memory(graph: fx.Graph) -> Memory:
     _place_pieces(graph, memory)
     _place_slots(graph, memory)
     return memory
+
+
+def find_hoisted(graph: fx.Graph) -> dict[fx.Node, None]:
+    """What depends on shared operands alone: casts, sums of biases, products with zeros. In graph order.
+
+    Views alone are as cheap to make as to fetch: then nothing is hoisted.
+    """
+    found: dict[fx.Node, None] = {}
+    results = dict.fromkeys(graph.output_node().all_input_nodes)
+    launches = False
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            first, second = node.meta["values"]
+            same = isinstance(first, torch.Tensor) and first.shape == second.shape
+            if same and first.layout is torch.strided:
+                found[node] = None
+        elif node.op == "get_attr":
+            found[node] = None
+        elif node.op == "call_function" and not is_random(node) and is_tensor(node):
+            inside = all(x in found for x in node.all_input_nodes)
+            if inside and node not in results and not _only_filled(node):
+                found[node] = None
+                launches |= not is_view(node)
+    calls = {node: None for node in found if node.op == "call_function"}
+    return {node: None for node in calls if not _ends_in(node, calls, results)} if launches else {}
+
+
+def _only_filled(node: fx.Node) -> bool:
+    return constant_value(node) is not None and all(x.target is aten.cat.default for x in node.users)
+
+
+def _ends_in(node: fx.Node, inside: dict[fx.Node, None], results: dict[fx.Node, None]) -> bool:
+    """Whether a result is a view of the node: a result's memory is the caller's."""
+    return any(x in results or _ends_in(x, inside, results) for x in node.users if is_view(x))
 
 
 def _may_alias(node: fx.Node) -> bool:
@@ -128,6 +164,8 @@ class _Layouts:
             self.like[node] = fresh  # this reshape copies
             return
         self.like[node] = found
+        if node in memory.hoisted:
+            return
         memory.views[node] = memory.base(node.args[0])
 
 
@@ -140,11 +178,11 @@ def _view(node: fx.Node, source: torch.Tensor) -> torch.Tensor:
 
 def _writable(node: fx.Node, memory: Memory) -> bool:
     """Whether the node makes a dense tensor of its own by a call."""
-    if node.op != "call_function" or node in memory.views or not is_tensor(node):
+    if node.op != "call_function" or node in memory.views or node in memory.hoisted or not is_tensor(node):
         return False
     if node.meta["values"][0].is_sparse or getattr(node.target, "__name__", "") == "getitem":
         return False
-    return node.target is aten.cat.default or out_call(node.target) is not None
+    return node.target is aten.cat.default or is_cast(node) or out_call(node.target) is not None
 
 
 def _place_outputs(memory: Memory) -> None:
@@ -152,7 +190,7 @@ def _place_outputs(memory: Memory) -> None:
     for i, node in enumerate(memory.outputs):
         if i in memory.returned:
             continue
-        source = node
+        source: Any = node
         while source in memory.views and source.target is aten.reshape.default:
             source = source.args[0]
         if source in memory.place or not _writable(source, memory):

@@ -143,10 +143,17 @@ def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return node.args[0]
 
 
+def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    return narrow.is_floating_point and torch.promote_types(narrow, wide) == wide
+
+
 def _drop_same_cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x = node.args[0]
     if not isinstance(x, fx.Node):
         return None
+    inner = x.args[0] if x.target is aten._to_copy.default else None
+    if inner is not None and same_form(inner, node) and _widens(dtype(inner), dtype(x)):
+        x = inner  # widened and narrowed again
     same_device = x.meta["values"][0].device == node.meta["values"][0].device
     return x if same_form(x, node) and same_device else None
 
@@ -163,7 +170,8 @@ def _drop_same_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 def _permutation(node: fx.Node) -> list[int] | None:
     rank = len(node.meta["values"][0].shape)
     if node.target is aten.permute.default:
-        return [d % rank for d in node.args[1]]
+        dims: Any = node.args[1]
+        return [d % rank for d in dims]
     if node.target is aten.t.default:
         return [1, 0] if rank == 2 else list(range(rank))
     if node.target is aten.transpose.int:
@@ -194,7 +202,9 @@ def _to_permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def slice_bounds(node: fx.Node) -> tuple[int, int, int] | None:
     """(dim, start, end) of a slice with step 1 and constant bounds on a constant dimension."""
-    source, dim, start, end, step = (*node.args, *(None,) * (5 - len(node.args)))
+    given: list[Any] = list(node.args[1:])
+    source: Any = node.args[0]
+    dim, start, end, step = given + [None] * (4 - len(given))
     rank = len(shape(source))
     dim = (dim or 0) % rank
     a, size = shape(source)[dim]

@@ -9,6 +9,7 @@ In: an operation graph `(n, *ins) -> outs`. Out: a Kernel: emitted source, compi
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.assign_memory import Memory, Place, assign_memory
-from fxbatch.codegen.kernel_calls import is_view, out_call, view_text
+from fxbatch.codegen.clean import slice_bounds
+from fxbatch.codegen.kernel_calls import is_cast, is_view, out_call, split_text, view_text
 from fxbatch.codegen.sizes import is_tensor, shape
 from fxbatch.codegen.workspace import Workspace
 
@@ -38,6 +40,7 @@ class Kernel:
     launches: int
     run: Callable[..., list[torch.Tensor]]
     make_views: Callable[..., tuple[torch.Tensor, ...]]
+    prepare: Callable[..., tuple[torch.Tensor, ...]]  # what depends on shared operands alone
 
     def __call__(
         self,
@@ -59,7 +62,7 @@ def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
     source = emitter.source(name)
     scope: dict[str, Any] = dict(emitter.scope)
     exec(compile(source, f"<fxbatch {name}>", "exec"), scope)
-    kernel = Kernel(source, emitter.launches, scope[name], scope["make_views"])
+    kernel = Kernel(source, emitter.launches, scope[name], scope["make_views"], scope["prepare"])
     scope["kernel_id"] = kernel
     return kernel
 
@@ -71,6 +74,7 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     views: list[str] = field(default_factory=list)  # made once per number of rows
     ready: list[str] = field(default_factory=list)  # their names
+    prepared: list[str] = field(default_factory=list)  # made once a run, of shared operands
     names: dict[fx.Node, str] = field(default_factory=dict)
     scope: dict[str, Any] = field(default_factory=lambda: {"torch": torch, "empty": torch.empty})
     launches: int = 0
@@ -78,7 +82,10 @@ class _Emitter:
     def emit(self) -> None:
         self._places()
         for node in self.module.graph.nodes:
-            if node.op == "call_function":
+            if node in self.memory.hoisted:
+                self.names[node] = node.name
+                self.prepared.append(f"{node.name} = {self._call(node)}")
+            elif node.op == "call_function":
                 self._node(node)
             elif node.op == "get_attr":
                 self.names[node] = self._constant(_attribute(self.module, str(node.target)))
@@ -211,13 +218,38 @@ class _Emitter:
         left, right = map(self._argument, node.args)
         return f"({left} {symbol} {right})"
 
+    def _slices_beside(self, node: fx.Node) -> dict[fx.Node, None]:
+        """The plain slices of the same source and dimension, itself among them, if they don't overlap."""
+        if node.target is not aten.slice.Tensor or (mine := slice_bounds(node)) is None:
+            return {}
+        others: dict[fx.Node, None] = {}
+        spans: dict[tuple[int, int], None] = {}
+        for user in node.args[0].users:
+            if user.target is aten.slice.Tensor and user in self.memory.views:
+                bounds = slice_bounds(user)
+                if bounds is not None and bounds[0] == mine[0] and bounds[1:] not in spans:
+                    others[user] = None
+                    spans[bounds[1], bounds[2]] = None
+        ordered = sorted(spans)
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
+        return others if apart and node in others else {}
+
     def _view(self, node: fx.Node) -> None:
+        if node in self.names:
+            return  # split off together with its neighbours
         slot = self.memory.is_slot(node)
         text = view_text(node, self.names[node.args[0]], self._argument, owned=slot)
         if text == self.names[node.args[0]]:
             self.names[node] = text
             return
         self.names[node] = node.name
+        together = {} if slot else self._slices_beside(node)
+        if len(together) > 2:
+            bounds = {slice_bounds(x)[1:]: x.name for x in together}
+            self.names.update((x, x.name) for x in together)
+            dim, size = slice_bounds(node)[0], shape(node.args[0])
+            self.body.append(split_text(self.names[node.args[0]], bounds, size[dim][1], dim))
+            return
         (self.views if slot else self.body).append(f"{node.name} = {text}")
         if slot:
             self.ready.append(node.name)
@@ -245,6 +277,10 @@ class _Emitter:
         if node not in self.names:
             self.names[node] = self._memory_of(node)
         target = self.names[node]
+        if is_cast(node):
+            self.body.append(f"{target}.copy_({self._argument(node.args[0])})")
+            self.launches += 1
+            return
         found = out_call(node.target)
         if found is None:
             self.body.append(f"{target}.copy_({self._call(node)})")
@@ -282,6 +318,9 @@ class _Emitter:
         if self.ready:
             names = "".join(f"{x}, " for x in self.ready)
             self.body[self.fetch] = f"{names}= workspace.views(kernel_id, n)"
+        prepare = "def prepare():\n    return ()\n"
+        if self.prepared:
+            prepare = self._prepare()
         body = [line for line in self.body if line]
         views = [*self.views, f"return ({', '.join(self.ready)}{',' if self.ready else ''})"]
         return (
@@ -289,8 +328,22 @@ class _Emitter:
             + "\n    ".join(body)
             + "\n\n\ndef make_views(n, alloc):\n    "
             + "\n    ".join(views)
-            + "\n"
+            + f"\n\n\n{prepare}"
         )
+
+    def _prepare(self) -> str:
+        """The function that is run once a run, and the line of the kernel that fetches what it made."""
+        hoisted = self.memory.hoisted
+        sources = [
+            x for x in self.module.graph.nodes if x.op == "placeholder" and any(u in hoisted for u in x.users)
+        ]
+        kept = [x for x in hoisted if any(u not in hoisted for u in x.users)]
+        given = "".join(f"{self.names[x]}, " for x in sources)
+        made = "".join(f"{self.names[x]}, " for x in kept)
+        line = f"{made}= workspace.prepared(kernel_id, ({given}))"
+        self.body[self.fetch] = f"{self.body[self.fetch]}\n    {line}" if self.body[self.fetch] else line
+        inner = "\n    ".join([*self.prepared, f"return ({made})"])
+        return f"def prepare({given}):\n    {inner}\n"
 
 
 Form = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]

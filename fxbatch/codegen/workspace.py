@@ -6,6 +6,7 @@ a, b = workspace.views(kernel, n)          # the kernel's intermediates for n ro
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,31 @@ class Workspace:
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._views: dict[Kernel, dict[int, tuple[torch.Tensor, ...]]] = {}
+        self._run: object = None
+        self._prepared: dict[
+            Kernel, tuple[tuple[torch.Tensor, ...], list[int], tuple[torch.Tensor, ...]]
+        ] = {}
+
+    def enter_run(self, run: object) -> None:
+        """From here on kernels are called for this run; what they prepared for another is forgotten.
+
+        Until it is called, and after `enter_run(None)`, kernels prepare anew at each call.
+        """
+        if run is not self._run:
+            self._run = run
+            self._prepared.clear()
+
+    def prepared(self, kernel: Kernel, shared: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What a kernel computes of shared operands alone: once a run, and again where one was written to."""
+        if self._run is None or any(x.is_inference() for x in shared):
+            return kernel.prepare(*shared)
+        versions = [x._version for x in shared]
+        found = self._prepared.get(kernel)
+        if found is not None and found[1] == versions and all(map(operator.is_, found[0], shared)):
+            return found[2]
+        made = kernel.prepare(*shared)
+        self._prepared[kernel] = (shared, versions, made)
+        return made
 
     def views(self, kernel: Kernel, n: int) -> tuple[torch.Tensor, ...]:
         """The intermediates of a kernel for n rows (made once, then found)."""
@@ -62,3 +88,4 @@ class Workspace:
         """Give all memory back."""
         self._flat.clear()
         self._views.clear()
+        self._prepared.clear()

@@ -1,0 +1,94 @@
+"""What depends on shared operands alone is computed once a run: casts, sums of biases, constants."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fxbatch import ir
+from fxbatch.codegen.contract import OperationGraphs
+from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.operation import build_operation
+from tests.codegen.operation_cases import build, rows_of, signature_of
+
+
+class _Counted:
+    """A kernel's `prepare`, counted."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.calls, self.inner = 0, kernel.prepare
+        object.__setattr__(kernel, "prepare", self)
+
+    def __call__(self, *shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        return self.inner(*shared)
+
+
+def _biases() -> tuple[Kernel, list[torch.Tensor], list[torch.Tensor]]:
+    """sigmoid((x W + (b + c))): the sum of biases is hoisted."""
+
+    def cell(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x @ w + (b + c).exp())
+
+    shared = [torch.randn(4, 3), torch.randn(3), torch.randn(3)]
+    graphs, operands = build(cell, [torch.randn(4)], grad=False, shared=shared)
+    assert isinstance(graphs, OperationGraphs), graphs
+    return emit_kernel(graphs.forward), rows_of([torch.randn(4)], 5), operands
+
+
+def _expected(rows: list[torch.Tensor], shared: list[torch.Tensor]) -> torch.Tensor:
+    return torch.sigmoid(rows[0] @ shared[0] + (shared[1] + shared[2]).exp())
+
+
+@torch.no_grad()
+def test_once_a_run() -> None:
+    kernel, rows, shared = _biases()
+    counted, workspace = _Counted(kernel), Workspace()
+    workspace.enter_run("first")
+    for _ in range(3):
+        torch.testing.assert_close(kernel(5, (*rows, *shared), [None], workspace)[0], _expected(rows, shared))
+    assert counted.calls == 1
+    assert kernel.launches == 2  # addmm, sigmoid
+
+
+@torch.no_grad()
+def test_again_in_another_run() -> None:
+    """`.data` is written without a trace in the version of the parameter."""
+    kernel, rows, shared = _biases()
+    workspace = Workspace()
+    for run in ("first", "second"):
+        workspace.enter_run(run)
+        torch.testing.assert_close(kernel(5, (*rows, *shared), [None], workspace)[0], _expected(rows, shared))
+        shared[1].data.add_(1.0)
+
+
+@torch.no_grad()
+def test_again_where_written_within_a_run() -> None:
+    kernel, rows, shared = _biases()
+    counted, workspace = _Counted(kernel), Workspace()
+    workspace.enter_run("first")
+    for _ in range(2):
+        torch.testing.assert_close(kernel(5, (*rows, *shared), [None], workspace)[0], _expected(rows, shared))
+        shared[1].add_(1.0)
+    assert counted.calls == 2
+
+
+@torch.no_grad()
+def test_each_time_outside_of_runs() -> None:
+    kernel, rows, shared = _biases()
+    counted, workspace = _Counted(kernel), Workspace()
+    for _ in range(2):
+        kernel(5, (*rows, *shared), [None], workspace)
+    assert counted.calls == 2
+
+
+def test_casts_of_weights_under_autocast() -> None:
+    modes = ir.Modes(autocast=(("cpu", torch.bfloat16),))
+    linear = nn.Linear(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        signature, shared = signature_of(linear, [torch.randn(4)], modes=modes)
+    graphs = build_operation(signature, input_needs=(True,), shared_needs=(True, True), shared=shared)
+    assert isinstance(graphs, OperationGraphs), graphs
+    kernel = emit_kernel(graphs.forward)
+    assert kernel.launches == 4  # casts of the rows and of the result, product, bias; the weight's is hoisted
+    assert "aten__to_copy" not in kernel.source.split("def prepare")[0]
