@@ -54,7 +54,7 @@ class Joint:
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # made by _unify
+        return tuple(self.graph.output_node().args[0])
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:

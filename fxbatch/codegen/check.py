@@ -188,8 +188,7 @@ def _as_exact(
         exact = by_rows(graphs, wide_inputs, needs, shared_needs, wide_shared, torch.Generator(), n, given)
     except (RuntimeError, ValueError, IndexError, ArithmeticError):
         return False
-    columns = zip(results, reference[:3], exact[:3], strict=True)
-    triples = [triple for column in columns for triple in zip(*column, strict=True)]
+    triples = [triple for i in range(3) for triple in zip(results[i], reference[i], exact[i], strict=True)]
     return all(_no_worse(*triple) for triple in triples)
 
 

@@ -172,7 +172,7 @@ def pdist(x: Tensor, p: float = 2) -> Tensor:
 
 
 def permute_copy(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return x.permute(dims).clone()
+    return x.permute(*dims).clone()
 
 
 def linalg_lu(x: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,8 @@ add(reshape(mm(x, w), [n, L, k]), b)   =>  reshape(addmm(b, x, w), [n, L, k])   
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -26,7 +28,7 @@ def _addmm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     for product, bias in (node.args, node.args[::-1]):
         if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
             continue
-        inner = product
+        inner: Any = product
         if product.target is aten.reshape.default and len(product.users) == 1:
             inner = product.args[0]
         if inner.target is not aten.mm.default or len(inner.users) > 1:

@@ -7,6 +7,8 @@ add(addmm(b, x, w), addmm(c, h, u))      =>  addmm(addmm(add(b, c), x, w), h, u)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -64,7 +66,7 @@ def _two_products(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 def _product(node: fx.Node) -> fx.Node | None:
     if len(node.users) > 1:
         return None
-    if node.target is aten.reshape.default:
-        node = node.args[0]
+    inner: Any = node.args[0] if node.target is aten.reshape.default else node
+    node = inner
     single = node.target in (aten.mm.default, aten.addmm.default) and len(node.users) == 1
     return node if single else None

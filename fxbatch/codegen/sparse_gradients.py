@@ -54,7 +54,7 @@ def look_up_densely(body: fx.GraphModule) -> None:
 
 def make_sparse(graph: fx.Graph, wanted: list[int]) -> None:
     """Results `wanted` of the parameter graph that are plain embedding gradients become sparse ones."""
-    results = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple of nodes
+    results = list(graph.output_node().args[0])
     for index in wanted:
         dense = results[index]
         if dense.target is not aten.embedding_dense_backward.default or dense.args[4]:

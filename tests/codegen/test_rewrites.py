@@ -1,0 +1,250 @@
+"""The rewriting passes, text before and text after: graphs are written as nested calls, n rows symbolic."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxbatch.codegen.clean import clean
+from fxbatch.codegen.rewrite_gates import rewrite_gates
+from fxbatch.codegen.rewrite_linear import rewrite_linear
+from fxbatch.codegen.rewrite_products import rewrite_products
+from fxbatch.codegen.rewrite_slices import rewrite_slices
+from fxbatch.codegen.sizes import add_call
+from fxbatch.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+SIZES = (5, 7)
+Build = Callable[..., Any]
+
+
+class Draft:
+    """A graph under construction: `d.x(2, 3)` is a placeholder `[n, 2, 3]`, `d.w(3)` one without rows."""
+
+    def __init__(self) -> None:
+        self.graph, self.mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+        self.n = self.graph.placeholder("n")
+        self.n.meta["values"] = SIZES
+
+    def _place(self, name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["values"] = tuple(torch.empty(shape, dtype=dtype) for shape in shapes)
+        return node
+
+    def x(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        return self._place(name, [(n, *shape) for n in SIZES], dtype)
+
+    def w(self, name: str, *shape: int) -> fx.Node:
+        return self._place(name, [shape, shape], torch.float32)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return add_call(self.graph, target, args, kwargs)
+
+    def slice(self, x: fx.Node, start: int, end: int) -> fx.Node:
+        return self.call(aten.slice.Tensor, x, 1, start, end)
+
+
+def text(graph: fx.Graph) -> list[str]:
+    """The results as nested calls: `add(mm(x, w), b)`."""
+    return [_text(x) for x in graph.output_node().args[0]]  # type: ignore[union-attr]  # a tuple of nodes
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if not isinstance(value, fx.Node) or value.op == "placeholder":
+        return str(value)
+    if value.target is operator.getitem:
+        return f"{_text(value.args[0])}[{value.args[1]}]"
+    name = value.target.__name__.split(".")[0]  # type: ignore[union-attr]  # all targets are functions
+    if name == "slice":
+        return f"{_text(value.args[0])}[{value.args[2]}:{value.args[3]}]"
+    return f"{name}({', '.join(map(_text, value.args))})"
+
+
+def product_and_bias(d: Draft) -> Any:
+    return d.call(aten.add.Tensor, d.call(aten.mm.default, d.x("x", 4), d.w("w", 4, 3)), d.w("b", 3))
+
+
+def product_of_matrices_and_bias(d: Draft) -> Any:
+    product = d.call(aten.mm.default, d.call(aten.reshape.default, d.x("x", 2, 4), [-1, 4]), d.w("w", 4, 3))
+    return d.call(aten.add.Tensor, d.call(aten.reshape.default, product, [d.n, 2, 3]), d.w("b", 3))
+
+
+def product_used_twice(d: Draft) -> Any:
+    product = d.call(aten.mm.default, d.x("x", 4), d.w("w", 4, 3))
+    return d.call(aten.add.Tensor, product, d.w("b", 3)), product
+
+
+def bias_of_rows(d: Draft) -> Any:
+    return d.call(aten.add.Tensor, d.call(aten.mm.default, d.x("x", 4), d.w("w", 4, 3)), d.x("b", 3))
+
+
+def added_product(d: Draft) -> Any:
+    x, a, b = d.x("x", 3), d.x("a", 3), d.x("b", 3)
+    return d.call(aten.add.Tensor, x, d.call(aten.mul.Tensor, a, b))
+
+
+def added_broadcast(d: Draft) -> Any:
+    x, a, b = d.x("x", 3), d.w("a", 3), d.w("b", 3)
+    return d.call(aten.add.Tensor, x, d.call(aten.mul.Tensor, a, b))
+
+
+def two_linear(d: Draft) -> Any:
+    left = d.call(aten.addmm.default, d.w("b", 3), d.x("x", 4), d.w("w", 4, 3))
+    right = d.call(aten.addmm.default, d.w("c", 3), d.x("h", 5), d.w("u", 5, 3))
+    return d.call(aten.add.Tensor, left, right)
+
+
+def gates(d: Draft) -> Any:
+    z = d.x("z", 9)
+    a, b = (d.call(aten.sigmoid.default, d.slice(z, i, i + 3)) for i in (0, 3))
+    return a, b, d.call(aten.tanh.default, d.slice(z, 6, 9))
+
+
+def gates_apart(d: Draft) -> Any:
+    z = d.x("z", 9)
+    return tuple(d.call(aten.sigmoid.default, d.slice(z, i, i + 3)) for i in (0, 6))
+
+
+def gradients_of_gates(d: Draft) -> Any:
+    s, a, b = d.x("s", 6), d.call(aten.exp.default, d.x("a", 3)), d.call(aten.exp.default, d.x("b", 3))
+    back = aten.sigmoid_backward.default
+    pieces = [d.call(back, a, d.slice(s, 0, 3)), d.call(back, b, d.slice(s, 3, 6))]
+    return d.call(aten.cat.default, pieces, 1)
+
+
+def gradients_of_slices(d: Draft) -> Any:
+    g, h = d.x("g", 3), d.x("h", 3)
+    wide = [d.n, 6]
+    left = d.call(aten.slice_backward.default, g, wide, 1, 0, 3, 1)
+    right = d.call(aten.slice_backward.default, h, wide, 1, 3, 6, 1)
+    return d.call(aten.add.Tensor, left, right)
+
+
+def gradient_of_one_slice(d: Draft) -> Any:
+    return d.call(aten.slice_backward.default, d.x("g", 3), [d.n, 9], 1, 3, 6, 1)
+
+
+def overlapping_slices(d: Draft) -> Any:
+    g, h = d.x("g", 3), d.x("h", 3)
+    left = d.call(aten.slice_backward.default, g, [d.n, 4], 1, 0, 3, 1)
+    right = d.call(aten.slice_backward.default, h, [d.n, 4], 1, 1, 4, 1)
+    return d.call(aten.add.Tensor, left, right)
+
+
+def cast_and_back(d: Draft) -> Any:
+    wide = d.call(aten._to_copy.default, d.x("x", 3, dtype=torch.bfloat16), dtype=torch.float32)
+    return d.call(aten._to_copy.default, wide, dtype=torch.bfloat16)
+
+
+def cast_away_and_back(d: Draft) -> Any:
+    narrow = d.call(aten._to_copy.default, d.x("x", 3), dtype=torch.bfloat16)
+    return d.call(aten._to_copy.default, narrow, dtype=torch.float32)
+
+
+def views_in_circles(d: Draft) -> Any:
+    x = d.x("x", 3)
+    return d.call(aten.squeeze.dim, d.call(aten.unsqueeze.default, x, 1), 1), d.call(
+        aten.t.default, d.call(aten.t.default, x)
+    )
+
+
+def neutral_numbers(d: Draft) -> Any:
+    x = d.x("x", 3)
+    zeros = d.call(aten.zeros.default, [d.n, 3])
+    return d.call(aten.add.Tensor, d.call(aten.mul.Tensor, x, 1), zeros)
+
+
+CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
+    (rewrite_linear, product_and_bias, ["add(mm(x, w), b)"], ["addmm(b, x, w)"]),
+    (
+        rewrite_linear,
+        product_of_matrices_and_bias,
+        ["add(reshape(mm(reshape(x, [-1, 4]), w), [n, 2, 3]), b)"],
+        ["reshape(addmm(b, reshape(x, [-1, 4]), w), [n, 2, 3])"],
+    ),
+    (rewrite_products, added_product, ["add(x, mul(a, b))"], ["addcmul(x, a, b)"]),
+    (
+        rewrite_products,
+        two_linear,
+        ["add(addmm(b, x, w), addmm(c, h, u))"],
+        ["addmm(addmm(add(b, c), x, w), h, u)"],
+    ),
+    (
+        rewrite_gates,
+        gates,
+        ["sigmoid(z[0:3])", "sigmoid(z[3:6])", "tanh(z[6:9])"],
+        ["sigmoid(z[0:6])[0:3]", "sigmoid(z[0:6])[3:6]", "tanh(z[6:9])"],
+    ),
+    (
+        rewrite_gates,
+        gradients_of_gates,
+        ["cat([sigmoid_backward(exp(a), s[0:3]), sigmoid_backward(exp(b), s[3:6])], 1)"],
+        ["sigmoid_backward(cat([exp(a), exp(b)], 1), s)"],
+    ),
+    (
+        rewrite_slices,
+        gradients_of_slices,
+        ["add(slice_backward(g, [n, 6], 1, 0, 3, 1), slice_backward(h, [n, 6], 1, 3, 6, 1))"],
+        ["cat([g, h], 1)"],
+    ),
+    (
+        rewrite_slices,
+        gradient_of_one_slice,
+        ["slice_backward(g, [n, 9], 1, 3, 6, 1)"],
+        ["cat([zeros([n, 3]), g, zeros([n, 3])], 1)"],
+    ),
+    (clean, cast_and_back, ["_to_copy(_to_copy(x))"], ["x"]),
+    (clean, views_in_circles, ["squeeze(unsqueeze(x, 1), 1)", "t(t(x))"], ["x", "x"]),
+    (clean, neutral_numbers, ["add(mul(x, 1), zeros([n, 3]))"], ["x"]),
+]
+UNCHANGED: list[tuple[Callable[[fx.Graph], Any], Build]] = [
+    (rewrite_linear, product_used_twice),
+    (rewrite_linear, bias_of_rows),
+    (rewrite_products, added_broadcast),
+    (rewrite_gates, gates_apart),
+    (clean, cast_away_and_back),
+    (clean, product_and_bias),
+]
+
+
+def graph_of(build: Build) -> fx.Graph:
+    draft = Draft()
+    made = build(draft)
+    draft.graph.output(made if isinstance(made, tuple) else (made,))
+    return draft.graph
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "build", "before", "after"), CASES, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_before_and_after(
+    rewrite: Callable[[fx.Graph], Any], build: Build, before: list[str], after: list[str]
+) -> None:
+    graph = graph_of(build)
+    assert text(graph) == before
+    assert rewrite(graph)
+    graph.lint()
+    assert text(graph) == after
+
+
+@pytest.mark.parametrize(("rewrite", "build"), UNCHANGED, ids=lambda x: getattr(x, "__name__", ""))
+def test_nothing_to_do(rewrite: Callable[[fx.Graph], Any], build: Build) -> None:
+    graph = graph_of(build)
+    before = text(graph)
+    changed = rewrite(graph)
+    assert changed is graph or not changed
+    assert text(graph) == before
+
+
+def test_overlapping_gradients_are_added() -> None:
+    graph = graph_of(overlapping_slices)
+    rewrite_slices(graph)
+    assert text(graph) == ["add(cat([g, zeros([n, 1])], 1), cat([zeros([n, 1]), h], 1))"]
