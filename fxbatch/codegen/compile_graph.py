@@ -303,9 +303,10 @@ def warn_uncompiled(name: str, reason: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An exception in one line: its first, and the second where the first only introduces it."""
+    lines = [x.strip() for x in str(error).splitlines() if x.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _filled(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, seed: int) -> torch.Tensor:

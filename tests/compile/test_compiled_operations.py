@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,14 @@ def test_compiled_equals_one_by_one_and_compiles_once(backend: str) -> None:
         assert max(after) <= 2, "one row is a case of its own to torch.compile, nothing else"
 
 
+def warned(work: Callable[[], Any]) -> list[str]:
+    """The messages of the CompileWarnings that work gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompileWarning)
+        work()
+    return [str(w.message) for w in caught if w.category is CompileWarning]
+
+
 def test_no_gradient_compiles_forward_only() -> None:
     model = decorated(compile="aot_eager")
     with torch.no_grad():
@@ -104,20 +114,27 @@ def test_a_failing_backend_warns_with_the_reason_and_falls_back() -> None:
         raise RuntimeError("this machine has no such thing")
 
     model = decorated(compile=backend)
-    with pytest.warns(CompileWarning, match="cell: forward runs uncompiled: .*"):
-        compare(model, trees_of(3))
-    explained = fxbatch.explain
-    with pytest.warns(CompileWarning, match="no such thing"):
-        found = explained(model, trees_of(3))
-    assert any("not forward" in row.compiled for row in found.operations)
+    assert any(
+        "cell: forward runs uncompiled" in text for text in warned(lambda: compare(model, trees_of(3)))
+    )
+    found: list[fxbatch.Explanation] = []
+    texts = warned(lambda: found.append(fxbatch.explain(model, trees_of(3))))
+    assert texts and all("this machine has no such thing" in text for text in texts)
+    assert any("not forward" in row.compiled for row in found[0].operations)
 
 
 def test_a_backend_that_computes_something_else_is_not_used() -> None:
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        return lambda *args: [x.add_(1) for x in args if isinstance(x, torch.Tensor) and x.dim()] and ()
+        def wrong(*args: Any) -> tuple[()]:
+            for x in args:
+                if isinstance(x, torch.Tensor) and x.dim() == 2:
+                    x.fill_(3)
+            return ()
 
-    with pytest.warns(CompileWarning, match="differs from the uncompiled graph"):
-        compare(decorated(compile=backend), trees_of(3))
+        return wrong
+
+    texts = warned(lambda: compare(decorated(compile=backend), trees_of(3)))
+    assert any("differs from the uncompiled graph" in text for text in texts), texts
 
 
 def test_explain_shows_what_was_compiled() -> None:
@@ -166,8 +183,9 @@ def test_options_reach_inductor() -> None:
 
 
 def test_a_wrong_inductor_option_is_a_warning_that_names_it() -> None:
-    with pytest.warns(CompileWarning, match="no_such_option"):
-        compare(decorated(compile=True, compile_options={"no_such_option": 1}), trees_of(2))
+    model = decorated(compile=True, compile_options={"no_such_option": 1})
+    texts = warned(lambda: compare(model, trees_of(2)))
+    assert texts and all("no_such_option" in text for text in texts)
 
 
 def test_compare_finds_a_difference() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,8 @@ import fxbatch
 from tests.models import Tree, TreeLSTM, random_tree
 
 ROOT = Path(__file__).resolve().parents[2]
+# Dynamo looks at `.grad` of every tensor that comes out of a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Outer(nn.Module):

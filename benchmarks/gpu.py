@@ -1,0 +1,179 @@
+"""The GPU tables in one call: Looks et al. 2017 table 1 at full size, and SST training.
+
+    python -m benchmarks.gpu                               # trees of 128 leaves, state 1024, batch 1 to 1024
+    python -m benchmarks.gpu --device cpu --leaves 5 --state 8 --batch 1 3 --sst-hidden 8 --sst-batch 4
+
+A row a task, batch size and contender (fxbatch; level by level by hand; one by one): wall seconds, the time that
+the device is busy, kernels launched, the host's share (1 - busy / wall), and fxbatch's ratio. On the CPU the same
+code runs, and calls of operators take the place of kernels. The table is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.competitors.level_trees import LevelTreeLSTM
+from benchmarks.contenders import scores_once
+from benchmarks.measure import synchronize
+from benchmarks.models import TreeLSTM, losses_once
+from benchmarks.task import Settings
+from benchmarks.workloads import made_up_trees, sst_trees
+
+Work = Callable[[], Any]
+OURS, HAND, ONE = "fxbatch", "by hand", "one by one"
+LARGEST_ONE_BY_ONE = 8  # its time a tree does not depend on the batch size: larger ones are scaled up
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; seconds are of a whole minibatch."""
+
+    task: str
+    batch: int
+    name: str
+    wall: float
+    busy: float
+    launches: float
+
+    @property
+    def host(self) -> float:
+        """The share of the wall time in which the device had nothing to do."""
+        return max(0.0, 1 - self.busy / self.wall) if self.wall else 0.0
+
+
+def measure(
+    task: str, batch: int, name: str, work: Work, device: torch.device, rounds: int, scale: float
+) -> Row:
+    """Median wall time of `rounds` runs after one to warm up, then one run under the profiler."""
+    work()
+    walls = []
+    for _ in range(rounds):
+        gc.collect()
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        walls.append(time.perf_counter() - start)
+    busy, launches = profiled(work, device)
+    row = Row(task, batch, name, statistics.median(walls) * scale, busy * scale, launches * scale)
+    print(f"{task}, batch {batch}, {name}: {row.wall:.4f} s, {row.launches:.0f} launches", flush=True)
+    return row
+
+
+def profiled(work: Work, device: torch.device) -> tuple[float, float]:
+    """(seconds that the device is busy, kernels launched) of one run; on the CPU operators and their time."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]) as found:
+        work()
+        synchronize(device)
+    if cuda:
+        kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(e.time_range.elapsed_us() for e in kernels) / 1e6, len(kernels)
+    averages = [e for e in found.key_averages() if e.key.startswith("aten::")]
+    return sum(e.self_cpu_time_total for e in averages) / 1e6, sum(e.count for e in averages)
+
+
+def training(model: TreeLSTM, loss: Callable[[Any], torch.Tensor], batch: Any) -> Work:
+    """Forward and backward of the summed loss."""
+
+    def work() -> None:
+        model.zero_grad(set_to_none=True)
+        loss(batch).sum().backward()
+
+    return work
+
+
+def inference(scores: Callable[[Any], Any], batch: Any) -> Work:
+    """Forward only."""
+
+    def work() -> None:
+        with torch.no_grad():
+            scores(batch)
+
+    return work
+
+
+def rows_of(
+    task: str, model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.device, rounds: int
+) -> list[Row]:
+    """The three contenders on one minibatch."""
+    hand, few = LevelTreeLSTM(model), trees[:LARGEST_ONE_BY_ONE]
+    if mode == "training":
+        works = {
+            OURS: training(model, model.loss, trees),
+            HAND: training(model, hand.loss, trees),
+            ONE: training(model, lambda batch: losses_once(model, batch), few),
+        }
+    else:
+        works = {
+            OURS: inference(model, trees),
+            HAND: inference(hand, trees),
+            ONE: inference(lambda batch: scores_once(model, batch), few),
+        }
+    batch = len(trees)
+    scales = {ONE: batch / len(few)}
+    return [
+        measure(f"{task}, {mode}", batch, name, work, device, rounds, scales.get(name, 1.0))
+        for name, work in works.items()
+    ]
+
+
+def show(rows: Sequence[Row]) -> str:
+    """The table, as Markdown."""
+    columns = ("task", "batch", "contender", "wall ms", "device ms", "launches", "host's share", "fxbatch is")
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    ours = {(r.task, r.batch): r.wall for r in rows if r.name == OURS}
+    for r in rows:
+        ratio = f"{r.wall / ours[r.task, r.batch]:.2f}x"
+        cells = (
+            r.task, str(r.batch), r.name, f"{r.wall * 1e3:.2f}", f"{r.busy * 1e3:.2f}", f"{r.launches:.0f}",
+            f"{r.host:.0%}", ratio,
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--leaves", type=int, default=128)
+    parser.add_argument("--state", type=int, default=1024)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--sst-hidden", type=int, default=300)
+    parser.add_argument("--sst-batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    settings = Settings(device=device, data=options.data, seed=options.seed)
+    rows: list[Row] = []
+    for batch in options.batch:
+        model, batches = made_up_trees(
+            settings, leaves=options.leaves, hidden=options.state, embedding=options.state, batch=batch,
+            all_nodes=False,
+        )  # fmt: skip
+        for mode in ("inference", "training"):
+            rows += rows_of("Looks table 1", model, batches[0], mode, device, options.rounds)
+    model, batches, source = sst_trees(settings, hidden=options.sst_hidden, batch=options.sst_batch)
+    for mode in ("inference", "training"):
+        rows += rows_of(f"SST ({source})", model, batches[0], mode, device, options.rounds)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"\n{where}, torch {torch.__version__}; one by one at {LARGEST_ONE_BY_ONE} trees at most, scaled\n")
+    print(show(rows))
+
+
+if __name__ == "__main__":
+    main()

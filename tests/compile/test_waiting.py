@@ -1,0 +1,92 @@
+"""A step never waits for the device: counted on the CPU, and forbidden by CUDA itself where there is one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fxbatch
+from benchmarks import gpu
+from fxbatch.runtime.devices import count_waits, to_device
+from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
+
+
+def make(kind: str, count: int) -> tuple[Any, list[Any]]:
+    rng = random.Random(count)
+    if kind == "binary":
+        return TreeLSTM(), [random_tree(rng, rng.randrange(1, 9)) for _ in range(count)]
+    return ChildSum(), [wide_tree(rng, rng.randrange(1, 9)) for _ in range(count)]
+
+
+def on_cuda(tree: Tree) -> Tree:
+    word = None if tree.word is None else tree.word.cuda()
+    return Tree(word, [on_cuda(child) for child in tree.children])
+
+
+@pytest.mark.parametrize("kind", ["binary", "wide"])
+@pytest.mark.parametrize("count", [1, 7])
+def test_no_operation_of_a_step_waits(kind: str, count: int) -> None:
+    model, trees = make(kind, count)
+    minibatch = fxbatch.compile_minibatch(model, trees)
+    with count_waits() as waits:
+        minibatch().sum().backward()
+    assert waits == []
+
+
+def test_what_waits_is_counted() -> None:
+    with count_waits() as waits:
+        x = torch.arange(3)
+        x.sum().item()
+        torch.nonzero(x)
+    assert waits == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
+
+
+def test_indices_on_the_cpu_are_not_copied() -> None:
+    array = np.arange(5)
+    assert to_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data
+
+
+@pytest.mark.gpu
+def test_cuda_forbids_waiting() -> None:
+    model, _ = make("binary", 1)
+    model.cuda()
+    trees = [on_cuda(tree) for tree in make("binary", 7)[1]]
+    minibatch = fxbatch.compile_minibatch(model, trees)
+    minibatch().sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        minibatch().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_gradients_are_deterministic_on_cuda() -> None:
+    model, _ = make("binary", 1)
+    model.cuda()
+    trees = [on_cuda(tree) for tree in make("binary", 9)[1]]
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        model(trees).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.main(["--device", "cpu", "--leaves", "5", "--state", "8", "--batch", "1", "3", "--sst-hidden", "8",
+              "--sst-batch", "4", "--rounds", "1"])  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
+    rows = [line for line in lines[start + 2 :] if line.startswith("|")]
+    assert len(rows) == 2 * 2 * 3 + 2 * 3, "two batch sizes and two modes of three contenders, and SST"
+    assert lines[-1] == rows[-1], "the table is printed last"
