@@ -1,7 +1,8 @@
 """Child-sum Tree-LSTM over dependency trees, written for ONE tree.
 
 In: a dependency tree; a node has any number of children. Out: scores of the relation of each word to its
-head, from the word and everything below it (Tai et al. 2015, equations 2 to 8). UD English Web Treebank; accuracy.
+head, from the word and everything below it (Tai et al. 2015, equations 2 to 8). UD English Web Treebank;
+accuracy.
 
     model, trees = example()
     scores = model(trees)                # a list of trees in, a list of lists of scores out
@@ -66,6 +67,8 @@ class NodeCell(nn.Module):
 
 class ChildSumTreeLSTM(nn.Module):
     """A child-sum Tree-LSTM and scores of the labels."""
+
+    zero: Tensor
 
     def __init__(self, words: int, labels: int, *, embedding: int = 100, hidden: int = 150):
         super().__init__()

@@ -76,6 +76,8 @@ class LinkGate(nn.Module):
 class LatticeLSTM(nn.Module):
     """A lattice LSTM from left to right, and scores of the tags."""
 
+    zero: Tensor
+
     def __init__(self, characters: int, words: int, tags: int, *, embedding: int = 32, hidden: int = 64):
         super().__init__()
         self.character = nn.Embedding(characters, embedding)

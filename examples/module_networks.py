@@ -89,6 +89,8 @@ class Answer(nn.Module):
 class ModuleNetwork(nn.Module):
     """One module a function; a program is run by recursion over its tree."""
 
+    kinds: Tensor
+
     def __init__(self, *, hidden: int = 64):
         super().__init__()
         self.find = Find(hidden)

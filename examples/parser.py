@@ -127,6 +127,9 @@ def projective(heads: Sequence[int]) -> bool:
 class Parser(nn.Module):
     """Vectors of words from BiLSTMs; scores of actions from the top three of the stack and the next word."""
 
+    first: Tensor
+    illegal: Tensor
+
     def __init__(
         self,
         words: int,

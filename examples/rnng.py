@@ -69,6 +69,8 @@ class Entry:
 class Grammar(nn.Module):
     """The generative model: a stack LSTM, a word LSTM and a composition BiLSTM."""
 
+    numbers: Tensor
+
     def __init__(self, *, hidden: int = 64):
         super().__init__()
         self.word = nn.Embedding(len(WORDS), hidden)

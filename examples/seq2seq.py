@@ -48,6 +48,8 @@ class Hypothesis:
 class Translator(nn.Module):
     """LSTM encoder and decoder; the decoder attends to the encoder's states."""
 
+    letters: Tensor
+
     def __init__(self, letters: int, *, embedding: int = 32, hidden: int = 64):
         super().__init__()
         self.embed = nn.Embedding(letters, embedding)

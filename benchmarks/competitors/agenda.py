@@ -45,7 +45,7 @@ class Expression:
             static,
         )
         self.key = (*key, *(x.shape for x in inputs))
-        self.depth = 1 + max((x.depth for x in inputs), default=-1)
+        self.depth: int = 1 + max((x.depth for x in inputs), default=-1)
         self.value: tuple[Tensor, int] | None = None  # a batch's result and the row in it
         batch.pending.append(self)
 
