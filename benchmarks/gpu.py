@@ -3,9 +3,9 @@
     python -m benchmarks.gpu                               # trees of 128 leaves, state 1024, batch 1 to 1024
     python -m benchmarks.gpu --device cpu --leaves 5 --state 8 --batch 1 3 --sst-hidden 8 --sst-batch 4
 
-A row a task, batch size and contender (fxbatch; level by level by hand; one by one): wall seconds, the time that
-the device is busy, kernels launched, the host's share (1 - busy / wall), and fxbatch's ratio. On the CPU the same
-code runs, and calls of operators take the place of kernels. The table is printed last.
+A row a task, batch size and contender (fxbatch; level by level by hand; one by one): wall time, the time that
+the device is busy, kernels launched, the host's share (1 - busy / wall), and fxbatch's ratio. On the CPU the
+same code runs, and operators take the place of kernels. The table is printed last.
 """
 
 from __future__ import annotations
