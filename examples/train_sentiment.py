@@ -47,7 +47,7 @@ class Settings:
     embedding: int = 300
     dropout: float = 0.5
     seed: int = 0
-    schedule: str = "agenda"
+    schedule: str = "lookahead"
     treebank: str = "sst"
 
 

@@ -63,7 +63,7 @@ class TreeLSTM(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, embedding)
+        self.embed = nn.Embedding(words, embedding, sparse=True)  # a step touches few words
         self.leaf = Leaf(embedding, hidden)
         self.compose = Composer(hidden)
         self.classify = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, classes))
