@@ -65,7 +65,9 @@ def judge(entry: Entry, *, samples: int | None = None, seconds: float = 60.0) ->
                     calls[-1] = sets[-1][k]
                 for call in calls:
                     call.function, call.module = calls[0].function, calls[0].module
-            if not any(isinstance(x, torch.Tensor) for x in tree_flatten((calls[0].args, calls[0].kwargs))[0]):
+            if not any(
+                isinstance(x, torch.Tensor) for x in tree_flatten((calls[0].args, calls[0].kwargs))[0]
+            ):
                 continue
             try:
                 outcome = judge_sample(
@@ -150,7 +152,9 @@ def _root(calls: Sequence[Call], every: bool, process: Any) -> Any:
     return root
 
 
-def _judge(calls: Sequence[Call], gradients: bool, undefined: bool, every: bool, process: Any) -> dict[str, str]:
+def _judge(
+    calls: Sequence[Call], gradients: bool, undefined: bool, every: bool, process: Any
+) -> dict[str, str]:
     root = _root(calls, every, process)
     instances = [[c.args, c.kwargs, i] for i, c in enumerate(calls)]
     with warnings.catch_warnings():
@@ -210,7 +214,7 @@ def _structure(root: Any, instances: Any) -> str:
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    pairs = zip(a, b)  # noqa: B905 - lengths are compared beside
+    pairs = zip(a, b)
     return len(a) == len(b) and all(
         x is y or (x is not None and y is not None and x.shape == y.shape and torch.equal(_bits(x), _bits(y)))
         for x, y in pairs

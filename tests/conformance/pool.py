@@ -42,7 +42,9 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         if self._line(STARTING) != "ready\n":
-            raise RuntimeError("a conformance worker doesn't start: run python -m tests.conformance.worker 1 10")
+            raise RuntimeError(
+                "a conformance worker doesn't start: run python -m tests.conformance.worker 1 10"
+            )
 
     def judge(self, name: str, again: bool = True) -> dict[str, Any]:
         """The verdict on one entry; a process that dies is given a second chance."""

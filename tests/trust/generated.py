@@ -237,5 +237,3 @@ def model_of(options: tuple[tuple[str, Any], ...]) -> nn.Module:
 def check(case: Case) -> None:
     """The oracle: values and gradients of the batched call equal the loop's."""
     check_equal(model_of(tuple(sorted(case.options.items()))), case.instances)
-
-

@@ -49,7 +49,9 @@ class Report:
             after = max(getattr(s, name) for s in late)
             assert after <= before * growth + 50, f"{name}: {before} early, {after} late"
         before, after = max(s.resident for s in early), max(s.resident for s in late)
-        assert after <= before * growth + (24 << 20), f"memory: {before >> 20} MB early, {after >> 20} MB late"
+        assert after <= before * growth + (24 << 20), (
+            f"memory: {before >> 20} MB early, {after >> 20} MB late"
+        )
         fast, slow = min(s.seconds for s in early), min(s.seconds for s in late)
         assert slow <= fast * slowdown, f"{fast * 1e3:.1f} ms a step early, {slow * 1e3:.1f} ms late"
 

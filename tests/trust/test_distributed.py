@@ -37,8 +37,7 @@ def torchrun(*command: str) -> str:
     "case",
     [
         "equal_gradients",
-        "accumulation",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("unused", "join", "sharded")),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("accumulation", "unused", "join", "sharded")),
     ],
 )
 def test_two_processes(case: str) -> None:

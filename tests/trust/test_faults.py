@@ -226,5 +226,3 @@ def test_a_thread_started_inside_the_forward_cannot_read_values() -> None:
     model(forward, {"a": nn.Linear(4, 4)})(vectors(4))
     assert errors
     assert_clean()
-
-

@@ -62,7 +62,9 @@ def test_call_by_call_operations_with_integer_outputs() -> None:
 
     def forward(self: Any, x: Any) -> Any:
         samples = torch.full((1, 1, 3), 0.5, dtype=x.dtype)
-        return F.fractional_max_pool3d_with_indices(self.a(x).expand(1, 4, 4, 4), 2, 2, _random_samples=samples)[0]
+        return F.fractional_max_pool3d_with_indices(
+            self.a(x).expand(1, 4, 4, 4), 2, 2, _random_samples=samples
+        )[0]
 
     check_equal(model(forward, {"a": torch.nn.Linear(4, 4)}), vectors(4, 4))
 

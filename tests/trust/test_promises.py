@@ -1,0 +1,56 @@
+"""Promises that belong to no other test: determinism, data without code, escaped pages."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxbatch
+from tests import models as M
+from tests.oracle import run
+from tests.trust.programs import model, vectors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_runs_are_equal_bit_by_bit() -> None:
+    made, trees = M.TreeLSTM(), M.trees(0, [3, 9, 14, 1])
+    first = run(made, [trees])
+    for _ in range(3):
+        again = run(made, [trees])
+        assert all(a is b or torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_every_test_that_a_promise_names_exists() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text()
+    last = ""
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", text):
+        last = path or last
+        if path or name:
+            source = (ROOT / last).read_text()
+            assert not name or f"def {name}(" in source, f"{last}::{name}"
+
+
+def test_no_loader_runs_code_from_data() -> None:
+    """`torch.load` and `np.load` say so in each call; pickle is used for the user's own functions only."""
+    for path in sorted([*(ROOT / "fxbatch").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]):
+        source = path.read_text()
+        for call in re.findall(r"torch\.load\([^)]*\)", source):
+            assert "weights_only=True" in call, f"{path.name}: {call}"
+        for call in re.findall(r"np\.load\([^)]*\)", source):
+            assert "allow_pickle=False" in call, f"{path.name}: {call}"
+        assert "pickle.load" not in source or path.name == "references.py", path.name
+        assert not re.search(r"\b(yaml\.load|marshal\.load|shelve\.open)\b", source), path.name
+
+
+def test_values_are_never_pickled() -> None:
+    def forward(self: object, x: torch.Tensor) -> torch.Tensor:
+        pickle.dumps(self.a(x))  # type: ignore[attr-defined]
+        return x
+
+    with pytest.raises(fxbatch.TraceError, match="pickled"):
+        model(forward, {"a": torch.nn.Linear(4, 4)})(vectors(4, grad=False))
