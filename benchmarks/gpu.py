@@ -73,7 +73,9 @@ def measure(
 def profiled(work: Work, device: torch.device) -> tuple[float, float]:
     """(seconds that the device is busy, kernels launched) of one run; on the CPU operators and their time."""
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]) as found:
+    with profile(
+        activities=[ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU], acc_events=True
+    ) as found:
         work()
         synchronize(device)
     if cuda:

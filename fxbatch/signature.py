@@ -95,7 +95,7 @@ class Template:
         leaves, spec = tree_flatten(tree)
         return Template(tuple(leaves), spec)
 
-    def fill(self, **tensors: Sequence[Any]) -> Any:
+    def fill(self, **tensors: Any) -> Any:
         """The pytree with each Slot replaced: `fill(input=[...], shared=[...])`."""
         leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]
         return tree_unflatten(leaves, self.spec)

@@ -76,7 +76,7 @@ def compile_symbolic(
     fakes = []
     for tensor, flags in zip(tensors, dynamic, strict=True):
         sizes = [DimDynamic.DUCK if flag else DimDynamic.STATIC for flag in flags]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))  # type: ignore[arg-type, var-annotated]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))  # type: ignore[var-annotated]
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
     found = [f.shape[d] for f, flags in zip(fakes, dynamic, strict=True) for d, x in enumerate(flags) if x]
     n: Any = found[0] if found else rows

@@ -225,7 +225,7 @@ class Block(Typed):
             run = self.__dict__["_run"] = self.runnable(EAGER)
         return run(x)
 
-    def eval(self, inp: Any = ..., *, tolist: bool = False) -> Any:  # type: ignore[override]  # both meanings
+    def eval(self, inp: Any = ..., *, tolist: bool = False) -> Any:  # both meanings
         """`block.eval(x)`: the output for one instance, for tests and the REPL. `block.eval()`: evaluation mode.
 
         The output is a tensor, a tuple, a list for a sequence, `itertools.repeat` for a broadcast; with

@@ -44,10 +44,11 @@ def resolve(root: Block) -> None:
     for block in blocks:
         block.infer_types()
         if hasattr(block, "declaration"):
-            _ = block.declaration.target  # raises when it was never resolved
+            declaration: Any = block.declaration
+            _ = declaration.target  # raises when it was never resolved
     for block in blocks:
         for side in ("input", "output"):
-            if block.type_at(side) is None:  # type: ignore[arg-type]  # a literal of the tuple above
+            if block.type_at(side) is None:
                 raise complain(
                     block, f"the {side} type is unknown: nothing around it implies it; call set_{side}_type()"
                 )

@@ -47,7 +47,10 @@ class Pipe(Block):
         for like in blocks:
             block = convert_to_block(like, parts[-1].output_type if parts else None)
             flat = isinstance(block, Pipe) and block.name is None and type(block) is Pipe
-            parts.extend(block.parts if flat and not parts else [block])  # type: ignore[attr-defined]
+            if isinstance(block, Pipe) and flat and not parts:
+                parts.extend(block.parts)
+            else:
+                parts.append(block)
         self.part_names = [self.adopt(str(i), part) for i, part in enumerate(parts)]
         self.infer_types()
 
@@ -275,9 +278,9 @@ class Composition(Block):
         if isinstance(taken, TupleType) and len(taken) == len(source):
             for s, t in zip(source, taken, strict=True):
                 self._infer_item(s, t, reader)
-        t = self._type_of(source)
+        found = self._type_of(source)
         giver = next((self._modules[s] for s in _flat(source)), self)
-        give(reader, "input", t, giver, "output")  # type: ignore[arg-type]  # adopted blocks
+        give(reader, "input", found, giver, "output")  # type: ignore[arg-type]  # adopted blocks
 
     def _infer_item(self, source: Source, t: ResultType, reader: Block) -> None:
         if isinstance(source, str):

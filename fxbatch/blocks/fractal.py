@@ -95,6 +95,7 @@ class FractalNet(Layer):
 
     def make(self, input_type: ResultType) -> ResultType:
         for block in self.blocks:
+            assert isinstance(block, _Fractal)
             input_type = block.make(input_type)
         return input_type
 

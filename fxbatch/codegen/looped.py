@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fxbatch.codegen.compile_graph import CompiledGraph
 from fxbatch.codegen.kernels import Kernel
 from fxbatch.codegen.operation import OperationGraphs, Ref
 from fxbatch.ir import BROADCAST, INDEX, VIEW, TensorType
@@ -96,7 +97,7 @@ def _read_group(graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> l
 
 
 def emit_forward_step(
-    graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel
+    graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | CompiledGraph
 ) -> tuple[Callable[..., Any], str]:
     """The forward step function of a signature, and its source."""
     name = f"forward_{_identifier(graphs.signature.name)}"
@@ -111,7 +112,7 @@ def emit_forward_step(
 
 
 def emit_backward_step(
-    graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | None
+    graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | CompiledGraph | None
 ) -> tuple[Callable[..., Any] | None, str]:
     """The backward step function of a signature, and its source; (None, "") where nothing needs it."""
     if kernel is None:
@@ -151,7 +152,7 @@ def _backward_input(graphs: OperationGraphs, ref: Ref, kept: tuple[int, ...], bo
 
 
 def _compile(
-    name: str, arguments: str, body: list[str], kernel: Kernel, title: str
+    name: str, arguments: str, body: list[str], kernel: Kernel | CompiledGraph, title: str
 ) -> tuple[Callable[..., Any], str]:
     lines = [f"def {name}({arguments}):", f"    # {title}", *(f"    {line}" for line in body)]
     source = "\n".join(lines) + "\n"

@@ -27,6 +27,7 @@ from fxbatch.ir import TensorType
 aten = torch.ops.aten
 Memory = Literal["save", "recompute"]
 _KEPT_ANYWAY = 0.25  # of the cost of an intermediate: inputs and outputs are in arenas already
+_PIECES_COST = 1.01
 _CHEAP = (
     aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten._to_copy.default, aten.detach.default, aten.alias.default, aten.unbind.int, aten.view.dtype,
@@ -209,8 +210,10 @@ def _in_order(region: dict[fx.Node, None]) -> list[fx.Node]:
 def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> float:
     if row_type(node) is None:
         return float("inf")
-    cost = bytes_per_row(node)
-    return cost * _KEPT_ANYWAY if node in kept else float(cost)
+    cost = float(bytes_per_row(node))
+    if node.target in (aten.slice.Tensor, aten.select.int):
+        cost *= _PIECES_COST  # keeping all pieces of a tensor means copying each: rather the tensor itself
+    return cost * _KEPT_ANYWAY if node in kept else cost
 
 
 def _assemble(

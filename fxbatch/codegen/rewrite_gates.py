@@ -22,7 +22,9 @@ aten = torch.ops.aten
 
 def rewrite_gates(graph: fx.Graph) -> bool:
     """Returns whether anything changed."""
-    changed = _widen_slices(graph)
+    changed = False
+    while _widen_slices(graph):
+        changed = True
     while apply_rules(graph, {aten.cat.default: (_widen_pieces,)}):
         changed = True
     return changed
@@ -37,24 +39,44 @@ def _sliced(node: Any) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _widen_slices(graph: fx.Graph) -> bool:
-    """Functions of one tensor, of adjacent slices of the same source."""
+    """Functions of slices with the same bounds in each source, adjacent to others of the same sources."""
     found: dict[Any, list[tuple[int, int, fx.Node]]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not is_tensor(node) or not is_pointwise(node) or node.kwargs:
+        if node.op != "call_function" or not node.users or not is_tensor(node) or not is_pointwise(node):
             continue
-        part = _sliced(node.args[0]) if node.args else None
-        if part is None or any(isinstance(x, (fx.Node, list, tuple)) for x in node.args[1:]):
+        part = _same_slices(node)
+        if part is None or node.kwargs:
             continue
-        source, dim, start, end = part
-        key = (node.target, source, dim, tuple((type(x), x) for x in node.args[1:]))
+        sources, dim, start, end = part
+        key = (node.target, sources, dim)
         found.setdefault(key, []).append((start, end, node))
     changed = False
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for (target, source, dim, _), parts in found.items():
+    for (target, _, dim), parts in found.items():
         for run in _adjacent(parts):
-            _replace_run(graph, target, source, dim, run, order)
+            _replace_run(graph, target, dim, run, order)
             changed = True
     return changed
+
+
+def _same_slices(node: fx.Node) -> tuple[tuple[Any, ...], int, int, int] | None:
+    """(sources and plain arguments, dim, start, end) of a function of slices with the same bounds."""
+    bounds: list[tuple[int, int, int]] = []
+    sources: list[Any] = []
+    for x in node.args:
+        if isinstance(x, (list, tuple)):
+            return None
+        part = _sliced(x)
+        if isinstance(x, fx.Node):
+            if part is None or shape(x) != shape(node):
+                return None
+            bounds.append(part[1:])
+            sources.append(part[0])
+        else:
+            sources.append((type(x), x))
+    if not bounds or any(b != bounds[0] for b in bounds):
+        return None
+    return tuple(sources), *bounds[0]
 
 
 def _adjacent(parts: list[tuple[int, int, fx.Node]]) -> list[list[tuple[int, int, fx.Node]]]:
@@ -71,22 +93,25 @@ def _adjacent(parts: list[tuple[int, int, fx.Node]]) -> list[list[tuple[int, int
 def _replace_run(
     graph: fx.Graph,
     target: Any,
-    source: fx.Node,
     dim: int,
     run: list[tuple[int, int, fx.Node]],
     order: dict[fx.Node, int],
 ) -> None:
     first = min((part[2] for part in run), key=order.__getitem__)
-    rest = first.args[1:]
     low, high = run[0][0], run[-1][1]
     with graph.inserting_before(first):
-        wide = source
-        if (low, high) != (0, shape(source)[dim][1]):
-            wide = add_call(graph, aten.slice.Tensor, (source, dim, low, high))
-        result = add_call(graph, target, (wide, *rest))
+        wide = [_wide_slice(graph, x, dim, low, high) if isinstance(x, fx.Node) else x for x in first.args]
+        result = add_call(graph, target, tuple(wide))
         slices = [add_call(graph, aten.slice.Tensor, (result, dim, a - low, b - low)) for a, b, _ in run]
     for (_, _, node), view in zip(run, slices, strict=True):
         node.replace_all_uses_with(view)
+
+
+def _wide_slice(graph: fx.Graph, piece: fx.Node, dim: int, low: int, high: int) -> fx.Node:
+    source: Any = piece.args[0]
+    if (low, high) == (0, shape(source)[dim][1]):
+        return source
+    return add_call(graph, aten.slice.Tensor, (source, dim, low, high))
 
 
 def _widen_pieces(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

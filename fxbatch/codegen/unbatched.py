@@ -59,9 +59,7 @@ class UnbatchedKernel:
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
         # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
-        input_needs = [
-            need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)
-        ]
+        input_needs = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
         return self._run(groups, shared, input_needs, shared_needs, n, grad)
 
     def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:

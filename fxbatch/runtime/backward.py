@@ -189,9 +189,9 @@ class Backward:
                 given = input_grads[group]
                 target.zero_() if given is None else target.copy_(given)
             for position in compiled.grad_shared:
-                grad = shared_grads[position]
-                if grad is not None:
-                    self._add(shared[position], grad)
+                found = shared_grads[position]
+                if found is not None:
+                    self._add(shared[position], found)
             return
         if compiled.backward is None:
             return

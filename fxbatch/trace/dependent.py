@@ -146,12 +146,14 @@ def _run_on_values(
             )  # fmt: skip
             entry = recorder.functions[key] = table.add(signature)
     outputs = recorder.row(entry, arguments.ids()[: len(real)])
-    return entry.signature.result.fill(output=outputs)
+    made: Any = entry.signature.result
+    return made.fill(output=outputs)
 
 
 def _as_constants(recorder: Recorder, result: Any) -> Any:
     leaves, spec = tree_flatten(result)
-    slots, outputs = [], []
+    slots: list[Any] = []
+    outputs: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             slots.append(Slot("output", len(outputs)))

@@ -116,7 +116,7 @@ def _run_on_fakes(
             drew = _restore_python_random(states)
         if drew:
             raise BodyError("draws Python or numpy random numbers")
-        return _outcome(result, inputs, fakes, fake_shared, before, shared_before, watch.random)
+        return _outcome(result, inputs, fakes, list(fake_shared), before, shared_before, watch.random)
 
 
 def _fake(t: TensorType, differentiable: bool) -> torch.Tensor:

@@ -330,7 +330,8 @@ class Recorder(Columns):
             )
         if self.lifted:
             sig, inputs = fix_uniform_numbers(self, sig, inputs)
-        lengths = np.diff(np.array([*self.starts, len(sig)], dtype=np.int64))
+        starts: np.ndarray = np.array([*self.starts, len(sig)], dtype=np.int64)
+        lengths = starts[1:] - starts[:-1]
         program = Program(
             signatures=table.snapshot(),
             sig=sig,

@@ -96,6 +96,7 @@ class Value(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        recorder: Recorder | None
         if args and type(args[0]) is Value:
             recorder = args[0]._recorder
         else:
@@ -153,7 +154,7 @@ class Value(torch.Tensor):
         return None
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return self.detach()
 
     @data.setter
@@ -165,7 +166,7 @@ class Value(torch.Tensor):
 
     ndimension = dim
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         shape = self._recorder.table.sizes[self._type]
         if dim is None:
             return shape
@@ -231,12 +232,12 @@ class Value(torch.Tensor):
             raise RuntimeError(
                 f"Tensor.__contains__ only supports Tensor or scalar, but you passed in a {type(element)}."
             )
-        return bool((element == self).any())
+        return bool(torch.eq(self, element).any())
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if self.dim() == 0 else object.__format__(str(self), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its only argument otherwise
         recorder = getattr(self, "_recorder", None)
         if recorder is None or not recorder.can_read():
             return f"Value({recorder.type_of(self)})" if recorder is not None else "Value()"
@@ -282,7 +283,7 @@ class Value(torch.Tensor):
 
     # Gradients
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, *args: Any, **kwargs: Any) -> None:
         (real,) = self._recorder.materialised([self], "backward()")
         real.backward(*args, **kwargs)
 

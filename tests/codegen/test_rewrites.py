@@ -113,6 +113,17 @@ def gates_apart(d: Draft) -> Any:
     return tuple(d.call(aten.sigmoid.default, d.slice(z, i, i + 3)) for i in (0, 6))
 
 
+def gates_of_two_products(d: Draft) -> Any:
+    z, y = d.x("z", 6), d.x("y", 6)
+    sums = [d.call(aten.add.Tensor, d.slice(z, i, i + 3), d.slice(y, i, i + 3)) for i in (0, 3)]
+    return tuple(d.call(aten.sigmoid.default, x) for x in sums)
+
+
+def crossed_slices(d: Draft) -> Any:
+    z, y = d.x("z", 6), d.x("y", 6)
+    return tuple(d.call(aten.add.Tensor, d.slice(z, i, i + 3), d.slice(y, 3 - i, 6 - i)) for i in (0, 3))
+
+
 def gradients_of_gates(d: Draft) -> Any:
     s, a, b = d.x("s", 6), d.call(aten.exp.default, d.x("a", 3)), d.call(aten.exp.default, d.x("b", 3))
     back = aten.sigmoid_backward.default
@@ -185,6 +196,12 @@ CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
     ),
     (
         rewrite_gates,
+        gates_of_two_products,
+        ["sigmoid(add(z[0:3], y[0:3]))", "sigmoid(add(z[3:6], y[3:6]))"],
+        ["sigmoid(add(z, y))[0:3]", "sigmoid(add(z, y))[3:6]"],
+    ),
+    (
+        rewrite_gates,
         gradients_of_gates,
         ["cat([sigmoid_backward(exp(a), s[0:3]), sigmoid_backward(exp(b), s[3:6])], 1)"],
         ["sigmoid_backward(cat([exp(a), exp(b)], 1), s)"],
@@ -210,6 +227,7 @@ UNCHANGED: list[tuple[Callable[[fx.Graph], Any], Build]] = [
     (rewrite_linear, bias_of_rows),
     (rewrite_products, added_broadcast),
     (rewrite_gates, gates_apart),
+    (rewrite_gates, crossed_slices),
     (clean, cast_away_and_back),
     (clean, product_and_bias),
 ]

@@ -122,6 +122,7 @@ def test_a_file_names_file_line_and_column(tmp_path: Path) -> None:
         (b"(0 Bad)\n(0 \xff)\n", ":2:4: no UTF-8"),
         (gzip.compress(b"(0 Bad)\n" * 5000)[:-20], "broken gzip file"),
     ],
+    ids=["empty", "no UTF-8", "broken gzip"],
 )
 def test_broken_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "dev.txt"
