@@ -165,9 +165,11 @@ def test_buffers_come_back_after_faults() -> None:
     engine = type(made).forward.__fxbatch__.engine(made)
     sizes = []
     for k in range(40):
-        with fault("fxbatch.runtime.buffers", "Buffer.reserve", k % 7, RuntimeError("injected")):
-            with pytest.raises(RuntimeError, match="injected"):
-                train_step(made, trees)
+        with (
+            fault("fxbatch.runtime.buffers", "Buffer.reserve", k % 7, RuntimeError("injected")),
+            pytest.raises(RuntimeError, match="injected"),
+        ):
+            train_step(made, trees)
         sizes.append(engine.pool.bytes)
     train_step(made, trees)
     assert max(sizes[20:]) <= 2 * max(sizes[:20])
