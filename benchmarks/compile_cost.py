@@ -18,6 +18,7 @@ from torch import fx
 from benchmarks.kernel_cost import Cell, graphs_of
 from fxbatch.codegen.compile_graph import CompiledGraph, CompileOptions, compile_graph
 from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.torch_private import compile_guarded
 
 KERNEL, DIRECT, WRAPPER, GUARDED = "kernel", "inductor", "inductor, cpp_wrapper", "torch.compile"
 
@@ -38,9 +39,7 @@ def ways_of(module: fx.GraphModule, cell: Cell, *, returning: bool) -> dict[str,
 
 def guarded_inductor(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
     """Inductor as torch.compile calls it, behind Dynamo's guards."""
-    from torch._inductor.compile_fx import compile_fx  # only here: the way that is compared with
-
-    return compile_fx(graph, examples)
+    return compile_guarded(graph, examples)
 
 
 @torch.no_grad()

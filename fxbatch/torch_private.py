@@ -206,6 +206,13 @@ def no_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before)
 
 
+def compile_guarded(module: Any, examples: list[torch.Tensor]) -> Any:
+    """Inductor as torch.compile calls it, for comparison. Checked: 2.11.0, 2.13.0."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, examples)
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -236,6 +243,7 @@ __all__ = [
     "eval_frame_off",
     "eval_frame_on",
     "hide_from_dynamo",
+    "compile_guarded",
     "compile_symbolic",
     "find_backend",
     "inductor_cache_counts",
