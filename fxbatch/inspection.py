@@ -18,6 +18,7 @@ import torch
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.decorator import find_autobatched
+from fxbatch.errors import TraceError
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
 from fxbatch.passes.batch_calls import batch_calls
@@ -111,7 +112,10 @@ def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
         run.execute(rewritten, schedule)
     last = run.phases[-1] if run.phases else None
     if last is None:
-        raise ValueError("no instance made a call: there is nothing to compile")
+        raise TraceError(
+            "no instance made a call: there is nothing to compile. Values come from modules, and from vectors "
+            "that are arguments; what touches only an instance's own tensors runs as it is"
+        )
     return Minibatch(
         engine, recording, program, rewritten, schedule, last.plan, tuple(run.phases), found, values
     )

@@ -73,8 +73,34 @@ def check_graphs(
                 if not _as_exact(results, reference, graphs, inputs, needs, shared_needs, shared, n):
                     raise error
         else:
+            _check_large(graphs, needs, shared_needs, shared)
             return True
     return False
+
+
+def _check_large(
+    graphs: OperationGraphs,
+    needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> None:
+    """Where eager is finite on large numbers, the graphs are too: a branch that a `where` did not take may
+    overflow, and zero times infinity is no zero (the gradient of log_ndtr)."""
+    gen = torch.Generator().manual_seed(2)
+    drawn = [(kind, _normal(kind, 2, gen)) for kind in graphs.signature.inputs]
+    inputs = [(40 * x).to(kind.dtype) if kind.differentiable else x for kind, x in drawn]
+    try:
+        reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, 2)
+    except (RuntimeError, ValueError, IndexError, ArithmeticError):
+        return  # not in this operation's domain
+    results = run_graphs(graphs, inputs, shared, reference[3], 2)
+    ours = [*results[0], *results[1], *results[2]]
+    theirs = [*reference[0], *reference[1], *reference[2]]
+    for a, b in zip(ours, theirs, strict=True):
+        if a is None or b is None or a.shape != b.shape:
+            continue
+        if bool((torch.isfinite(b) & ~torch.isfinite(a)).any()):
+            raise NotBatchable("large numbers overflow where they don't in eager")
 
 
 Reference = tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None], Rows]

@@ -109,6 +109,31 @@ def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
                 )
 
 
+def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> frozenset[int]:
+    """Positions of arguments that are a floating-point vector of one size and type in every instance.
+
+    Ragged arguments stay real tensors: slicing them costs little, and as values every length would make
+    signatures of its own.
+    """
+    if not instances:
+        return frozenset()
+    first = instances[0][0]
+    return frozenset(
+        i
+        for i, a in enumerate(first)
+        if type(a) is torch.Tensor
+        and a.dim() == 1
+        and (a.dtype.is_floating_point or a.dtype.is_complex)
+        and a.layout is torch.strided
+        and all(
+            len(args) == len(first)
+            and type(args[i]) is torch.Tensor
+            and (args[i].shape, args[i].dtype, args[i].device) == (a.shape, a.dtype, a.device)
+            for args, _ in instances
+        )
+    )
+
+
 class _Parked:
     """An instance that waits for values."""
 
@@ -138,6 +163,7 @@ class _Run:
         self.recorder = recorder
         self.execution = execution
         self.keep_exceptions = keep_exceptions
+        self.vectors = _vector_arguments(instances)
         self.results: list[Any] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
@@ -228,6 +254,8 @@ class _Run:
             args, kwargs = self.instances[instance]
             parks = self.statistics.suspensions
             try:
+                if self.vectors:
+                    args = self._with_values(args)
                 self.results[instance] = self.fn(*args, **kwargs)
             except greenlet.GreenletExit:
                 if not self.closing:
@@ -244,6 +272,13 @@ class _Run:
                 return
             if self.statistics.suspensions != parks:
                 return
+
+    def _with_values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with the vectors among them as values, so that what is done to them first batches too."""
+        return tuple(
+            found if i in self.vectors and (found := self.recorder.constant(a)) is not None else a
+            for i, a in enumerate(args)
+        )
 
     def _note(self, error: BaseException, instance: int) -> None:
         if isinstance(error, RecursionError):
