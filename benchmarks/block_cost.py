@@ -135,7 +135,7 @@ def compare_sums(sequences: int, longest: int, n: int, repeats: int) -> None:
     weight = nn.Parameter(torch.ones(n))
     data = [[torch.randn(n) for _ in range(draw.randrange(1, longest))] for _ in range(sequences)]
     vectors = fb.Map(fb.Vector(n)) >> fb.Sum() >> fb.Function(Scale(weight))
-    ways: dict[str, nn.Module] = {"blocks, balanced": fb.compile(vectors)}
+    ways: dict[str, nn.Module] = {"blocks, groups of 8": fb.compile(vectors)}
     ways |= {f"@autobatch, tree of {k}": Scaled(DecoratedSum(k), weight) for k in (2, 4, 8)}
     ways["@autobatch, one stack"] = Scaled(DecoratedSum(0), weight)
     table = Table(f"sum of 1 to {longest - 1} vectors of {n}", "training step, ms")

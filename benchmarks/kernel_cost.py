@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/kernel_cost.py --hidden 150 --rows 1 8 64 512
 
-Prints microseconds of process time (median of interleaved rounds): forward with the gathers of its inputs and writing to
-given rows, backward, parameter gradients; eager's forward with the same gathers; the product alone.
+Prints microseconds of process time (median of interleaved rounds): forward with the gathers of its inputs and
+writing to given rows, backward, parameter gradients; eager's forward with the same gathers; the product alone.
 """
 
 from __future__ import annotations

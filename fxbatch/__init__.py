@@ -1,10 +1,10 @@
 """fxbatch: write the model for one instance, run it on a minibatch.
 
-    class Model(nn.Module):
-        @fxbatch.autobatch
-        def forward(self, tree): ...
+class Model(nn.Module):
+    @fxbatch.autobatch
+    def forward(self, tree): ...
 
-    model(trees)
+model(trees)
 """
 
 from __future__ import annotations

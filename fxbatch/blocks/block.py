@@ -276,7 +276,7 @@ class Block(Typed):
         return iter([Output(self, i) for i in range(len(self.output_type))])
 
 
-class collecting_metrics:  # noqa: N801 # used as `with collecting_metrics() as found`
+class collecting_metrics:  # used as `with collecting_metrics() as found`
     """Collects what `Metric` blocks of this context compute: name -> (values, labels)."""
 
     def __enter__(self) -> dict[str, tuple[list[Any], list[Any]]]:

@@ -264,7 +264,7 @@ def _rebuild(options: Options) -> CompiledBlock:
     return cls.__new__(cls)
 
 
-def compile(block_like: Any, *, metric_labels: bool = False, **options: Any) -> CompiledBlock:  # noqa: A001
+def compile(block_like: Any, *, metric_labels: bool = False, **options: Any) -> CompiledBlock:
     """An nn.Module that runs a block on a minibatch (the paper's Compiler); options as for `@autobatch`.
 
     Settles and checks all types: the root's input is a Python object when nothing says otherwise; its output

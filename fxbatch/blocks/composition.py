@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Pipe(Block):
         if isinstance(parts[0].input_type, VoidType):
             give(self, "input", VoidType(), parts[0], "input")
         link(self, "input", parts[0], "input")
-        for a, b in zip(parts, parts[1:], strict=False):
+        for a, b in itertools.pairwise(parts):
             link(a, "output", b, "input")
         link(parts[-1], "output", self, "output")
 

@@ -83,7 +83,7 @@ class Function(Block):
                 result = self.function(*zeros) if isinstance(t, TupleType) else self.function(zeros)
             except BlockTypeError:
                 raise
-            except Exception as e:  # noqa: BLE001 # whatever the user's callable raises, with its context
+            except Exception as e:  # whatever the user's callable raises, with its context
                 reason = f"{type(e).__name__}: {e}"
                 raise complain(self, f"can't be applied to {t!r}: {reason}", self.origins.get("input")) from e
         try:

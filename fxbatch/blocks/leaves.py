@@ -93,7 +93,7 @@ def _short(x: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def Scalar(dtype: Any = "float32", name: str | None = None) -> Tensor:  # noqa: N802 # a block's name
+def Scalar(dtype: Any = "float32", name: str | None = None) -> Tensor:  # a block's name
     """A Python number as a tensor without dimensions. Type: PyObjectType -> TensorType((), dtype).
 
     >>> Scalar().eval(42)
@@ -102,7 +102,7 @@ def Scalar(dtype: Any = "float32", name: str | None = None) -> Tensor:  # noqa: 
     return Tensor((), dtype, name)
 
 
-def Vector(size: int, dtype: Any = "float32", name: str | None = None) -> Tensor:  # noqa: N802
+def Vector(size: int, dtype: Any = "float32", name: str | None = None) -> Tensor:
     """A list of numbers as a vector. Type: PyObjectType -> TensorType((size,), dtype).
 
     >>> Vector(2).eval([1, 2])
@@ -143,7 +143,7 @@ class OneHot(Block):
         start, stop = self.start, self.stop
 
         def convert(x: Any) -> torch.Tensor:
-            if isinstance(x, (bool, float)) and x != int(x) or not start <= x < stop:
+            if (isinstance(x, (bool, float)) and x != int(x)) or not start <= x < stop:
                 raise KeyError(f"{self!r} takes an integer from {start} to {stop - 1}, got {x!r}")
             return rows[int(x) - start]
 

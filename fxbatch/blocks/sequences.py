@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxbatch.blocks.block import Block
@@ -188,7 +187,7 @@ class RNN(Block):
         self.infer_types()
 
     def infer_types(self) -> None:
-        if "cell" not in self._modules or "initial_state" not in self._modules and not self.from_input:
+        if "cell" not in self._modules or ("initial_state" not in self._modules and not self.from_input):
             return
         cell, start = self.cell, self.initial_state
         if start is not None and start.input_type is None:
@@ -375,7 +374,7 @@ class Zip(Block):
         return lambda x: list(zip(*x, strict=False))
 
 
-def ZipWith(elem_block: Any, name: str | None = None) -> Block:  # noqa: N802 # a block's name
+def ZipWith(elem_block: Any, name: str | None = None) -> Block:  # a block's name
     """`Zip() >> Map(elem_block)`. Type: TupleType of sequences -> SequenceType of what the block gives.
 
     >>> ((Map(Scalar()), Map(Scalar())) >> ZipWith(Function(torch.add))).eval(([1, 2], [3, 4]))

@@ -52,7 +52,9 @@ def test_the_table_of_blocks(name: str, example: str, gives: str) -> None:
 def blocks() -> list[str]:
     """The names of all blocks and layers that the package offers."""
     bases = (fb.Block, fb.Typed, fb.Layer)
-    classes = [k for k, v in NAMES.items() if isinstance(v, type) and issubclass(v, fb.Typed) and v not in bases]
+    classes = [
+        k for k, v in NAMES.items() if isinstance(v, type) and issubclass(v, fb.Typed) and v not in bases
+    ]
     return [*classes, "Scalar", "Vector", "ZipWith"]
 
 

@@ -52,7 +52,12 @@ def case(name: str) -> tuple[Any, Any, Any, list[Any]]:
     if name == "calculator":
         layers = calculator.Layers(5)
         nest = {"op": "*", "left": {"op": "+", "left": 3, "right": 9}, "right": 7}
-        return layers, calculator.build(layers), calculator.plain, [4, nest, {"op": "-", "left": 1, "right": nest}]
+        return (
+            layers,
+            calculator.build(layers),
+            calculator.plain,
+            [4, nest, {"op": "-", "left": 1, "right": nest}],
+        )
     if name == "fizzbuzz":
         layers = fizzbuzz.Layers(8)
         return layers, fizzbuzz.build(layers), fizzbuzz.plain, [1, 3, 5, 15, 1023]
@@ -75,7 +80,8 @@ def test_equals_the_plain_loop_in_values_and_gradients(name: str) -> None:
     parameters = list(model.parameters())
     weights = torch.linspace(0.5, 1.5, len(instances), dtype=torch.float64)
     got = torch.autograd.grad((losses * weights).sum(), parameters, materialize_grads=True)
-    want = torch.autograd.grad((torch.stack([e[0] for e in expected]) * weights).sum(), parameters, materialize_grads=True)
+    total = (torch.stack([e[0] for e in expected]) * weights).sum()
+    want = torch.autograd.grad(total, parameters, materialize_grads=True)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
     assert any(float(g.abs().max()) > 1e-6 for g in got)
@@ -94,7 +100,7 @@ def test_equals_eval_of_the_block(name: str) -> None:
 
 def test_the_losses_of_a_changed_model_differ() -> None:
     """The check above can fail: with other parameters it does."""
-    layers, block, plain, instances = case("calculator")
+    _, block, _, instances = case("calculator")
     model = fb.compile(block).double()
     before = model(instances)[0]
     with torch.no_grad():
@@ -126,7 +132,9 @@ def test_text_pipeline_and_tree_lstm_train_on_the_treebank(data_root: Path) -> N
 def test_weave_trains_on_molecules(data_root: Path) -> None:
     folder = str(data_root / "molecules")
     assert weave.main(["--data", folder, "--molecules", "40", "--epochs", "2"]) < 3
-    found = weave.main(["--data", folder, "--set", "qm9", "--target", "2", "--molecules", "40", "--epochs", "2"])
+    found = weave.main(
+        ["--data", folder, "--set", "qm9", "--target", "2", "--molecules", "40", "--epochs", "2"]
+    )
     assert found < 3
 
 

@@ -46,9 +46,7 @@ def test_through_map_fold_reduce_rnn_zip_broadcast() -> None:
     assert rnn.input_type == fb.SequenceType(T((2,)))
     assert rnn.output_type == fb.TupleType(fb.SequenceType(T((3,))), (3, 3))
     assert fb.Broadcast().set_input_type([]).output_type == fb.BroadcastSequenceType(T(()))
-    assert (S() >> fb.Broadcast() >> fb.Map(fb.Identity())).output_type == (
-        fb.BroadcastSequenceType(T(()))
-    )
+    assert (S() >> fb.Broadcast() >> fb.Map(fb.Identity())).output_type == (fb.BroadcastSequenceType(T(())))
     zipped = fb.Zip().set_input_type((fb.SequenceType([]), fb.BroadcastSequenceType(2), PY))
     assert zipped.output_type == fb.SequenceType(fb.TupleType([], 2, PY))
 

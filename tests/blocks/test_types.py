@@ -57,11 +57,16 @@ def test_compare_hash_order_and_pickle() -> None:
             assert (a < b) + (b < a) == (i != j)
         assert eval(repr(a), {**vars(fb)}) == a
         assert hash(pickle.loads(pickle.dumps(a))) == hash(a) and pickle.loads(pickle.dumps(a)) == a
-    assert sorted(reversed(ALL)) == sorted(ALL)
+    backwards = list(reversed(ALL))
+    assert sorted(backwards) == sorted(ALL)
 
 
 def test_immutable() -> None:
-    for t, field in ((T((2,)), "shape"), (fb.TupleType(T(())), "items"), (fb.SequenceType(PY), "element_type")):
+    for t, field in (
+        (T((2,)), "shape"),
+        (fb.TupleType(T(())), "items"),
+        (fb.SequenceType(PY), "element_type"),
+    ):
         with pytest.raises((AttributeError, TypeError)):
             setattr(t, field, ())
 

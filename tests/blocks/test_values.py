@@ -200,7 +200,11 @@ def test_rnn_is_the_loop_over_the_cell(cell_type: Any, lengths: list[int]) -> No
             state = cell(t(x), state)
             total = total + (state[0] if isinstance(state, tuple) else state)
         torch.testing.assert_close(sums[i], total)
-        for got, want in zip(states if isinstance(state, tuple) else [states], state if isinstance(state, tuple) else [state], strict=True):  # noqa: E501
+        for got, want in zip(
+            states if isinstance(state, tuple) else [states],
+            state if isinstance(state, tuple) else [state],
+            strict=True,
+        ):
             torch.testing.assert_close(got[i], want)
 
 
@@ -232,7 +236,10 @@ def test_layers() -> None:
 
 
 def test_dropout_only_in_training_and_anew_for_each_use() -> None:
-    block = fb.Map(fb.Vector(100) >> fb.FC(100, activation=None, input_keep_prob=0.5, output_keep_prob=0.9)) >> fb.Sum()
+    block = (
+        fb.Map(fb.Vector(100) >> fb.FC(100, activation=None, input_keep_prob=0.5, output_keep_prob=0.9))
+        >> fb.Sum()
+    )
     model = fb.compile(block)
     data = [[[1.0] * 100], [[1.0] * 100]]
     a, b = model(data)

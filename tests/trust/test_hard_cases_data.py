@@ -1,0 +1,358 @@
+"""Hard cases of data: emptiness, memory and aliases, indices, coupling, types, sizes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxbatch
+from tests.oracle import assert_launches, check_equal
+from tests.trust.programs import equal, model, vectors
+
+
+def linear(n: int = 4, m: int = 4) -> dict[str, Any]:
+    return {"a": nn.Linear(n, m), "b": nn.Linear(n, m)}
+
+
+# Emptiness
+
+
+def test_empty_sequences() -> None:
+    zero = nn.Buffer(torch.zeros(4))
+
+    def forward(self: Any, words: Any) -> Any:
+        h = self.zero
+        for w in words:
+            h = torch.tanh(self.a(h + w))
+        return h
+
+    made = equal(forward, [[], vectors(4, 4), [], vectors(4)], {**linear(), "zero": zero})
+    check_equal(made, [[], []])
+
+
+def test_empty_minibatch() -> None:
+    made = model(lambda self, x: self.a(x), linear())
+    assert made([]).shape[0] == 0
+    assert model(lambda self, x: self.a(x), linear(), out="list")([]) == []
+    with torch.no_grad():
+        assert made(torch.zeros(0, 4)).shape[0] == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4)])
+def test_tensors_without_elements(shape: tuple[int, ...]) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = torch.relu(self.a(x))
+        return y.sum(), torch.cat([y, x]), y.reshape(-1)
+
+    xs = [torch.randn(shape, requires_grad=True) for _ in range(3)] + [torch.randn(2, *shape[1:])]
+    equal(forward, xs, linear(), out="list")
+
+
+def test_reductions_of_nothing() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = self.a(x)
+        return y.sum(0), y.prod(0), y.mean(0), torch.logsumexp(y, 0)
+
+    equal(forward, [torch.randn(n, 4) for n in (0, 2, 0)], linear(), out="list", gradients=False)
+
+
+def test_one_row_and_one_feature() -> None:
+    equal(lambda self, x: self.a(x) + x, [torch.randn(1, requires_grad=True)] * 2, linear(1, 1))
+
+
+# Memory
+
+
+def test_one_tensor_in_two_instances() -> None:
+    x = torch.randn(4, requires_grad=True)
+    equal(lambda self, s: self.a(s[0]) * s[1], [(x, x), (x, x.detach()), (x.clone(), x)], linear())
+
+
+def test_views_of_one_tensor_are_instances() -> None:
+    base = torch.randn(6, 4, requires_grad=True)
+    equal(lambda self, x: self.a(x).sum(0), [base[:2], base[1:4], base[::2], base[5:6]], linear())
+
+
+def test_views_and_in_place_writes() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = self.a(x)
+        z = y.clone()
+        row = z[0]
+        row += 1
+        z[:, 1] = y[:, 0] * 2
+        z[1].mul_(3)
+        w = z.view(-1)
+        w[2] = y.sum()
+        w.relu_()
+        return z, row, w
+
+    equal(forward, [torch.randn(n, 4, requires_grad=True) for n in (2, 3, 2)], linear(), out="list")
+
+
+def test_in_place_on_an_input_writes_nothing_into_the_instance_wrongly() -> None:
+    """A write into the instance's own tensor meets no value: it happens as in the loop."""
+
+    def forward(self: Any, x: Any) -> Any:
+        x = x.clone()
+        x.mul_(2)
+        y = self.a(x)
+        x.add_(0.5) if False else None
+        return y + x
+
+    equal(forward, vectors(4, 4), linear())
+
+
+def test_a_constant_written_after_it_met_a_value_is_an_error() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        buffer = torch.zeros(4)
+        y = self.a(x) + buffer
+        buffer.add_(1)
+        return y + buffer
+
+    with pytest.raises(fxbatch.FxbatchError):
+        model(forward, linear())(vectors(4, 4))
+
+
+def test_unused_outputs() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h, _ = self.rnn(x)
+        values, _ = torch.max(h, 0)
+        self.a(x)
+        return values
+
+    xs = [torch.randn(n, 4, requires_grad=True) for n in (2, 3)]
+    equal(forward, xs, {**linear(), "rnn": nn.GRU(4, 3)})
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "strided", "flipped"])
+def test_strides(kind: str) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.a(x).t().contiguous().view(-1) + x.sum()
+
+    def make() -> torch.Tensor:
+        if kind == "transposed":
+            return torch.randn(4, 3).t()
+        if kind == "expanded":
+            return torch.randn(1, 4).expand(3, 4)
+        return torch.randn(3, 8)[:, ::2] if kind == "strided" else torch.randn(3, 4).flip(0)
+
+    xs = [make() for _ in range(3)]
+    equal(forward, [x[:, :4] if x.shape[1] >= 4 else torch.randn(3, 4) for x in xs], linear())
+
+
+# Indices and embeddings
+
+
+def test_integer_arguments_that_are_indices() -> None:
+    def forward(self: Any, sample: Any) -> Any:
+        x, i = sample
+        y = self.a(x)
+        return y[i] + y[i - 1 : i][0] + y.select(0, i) + y.narrow(0, i, 1)[0] + y[torch.tensor(i)]
+
+    xs = [torch.randn(5, 4, requires_grad=True) for _ in range(4)]
+    made = equal(forward, list(zip(xs, (1, 2, 3, 4), strict=True)), linear())
+    assert fxbatch.explain(made, list(zip(xs, (1, 2, 3, 4), strict=True))).launches_after < 24
+
+
+def test_indices_out_of_range_raise() -> None:
+    made = model(lambda self, s: self.a(s[0])[s[1]], linear())
+    with pytest.raises(IndexError):
+        made([(torch.randn(2, 4), 1), (torch.randn(2, 4), 2)])
+
+
+def test_a_word_out_of_range_raises() -> None:
+    made = model(lambda self, w: self.e(w), {"e": nn.Embedding(3, 2)})
+    with pytest.raises((IndexError, RuntimeError, fxbatch.FxbatchError)):
+        made([torch.tensor(1), torch.tensor(3)])
+    assert made([torch.tensor(1)]).shape == (1, 2)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_padding_idx_and_sparse(sparse: bool) -> None:
+    def forward(self: Any, words: Any) -> Any:
+        return self.out(self.e(words).sum(0))
+
+    parts = {"e": nn.Embedding(5, 4, padding_idx=1, sparse=sparse), "out": nn.Linear(4, 2)}
+    words = [torch.tensor(w) for w in ([1, 2], [1, 1], [0, 4, 4], [3])]
+    made = equal(forward, words, parts)
+    made(words).sum().backward()
+    gradient = made.e.weight.grad
+    assert gradient.is_sparse == sparse
+    assert not gradient.to_dense()[1].any()
+
+
+def test_max_norm_embedding_is_an_error_or_right() -> None:
+    made = model(lambda self, w: self.e(w), {"e": nn.Embedding(4, 3, max_norm=0.5)})
+    words = [torch.tensor(i) for i in (0, 1, 1)]
+    reference = nn.Embedding.from_pretrained(made.e.weight.detach().clone(), freeze=False, max_norm=0.5)
+    try:
+        found = made(words)
+    except fxbatch.FxbatchError as error:
+        assert "shared" in str(error) or "instances" in str(error)
+        return
+    torch.testing.assert_close(found, torch.stack([reference(w) for w in words]))
+
+
+# Coupling
+
+
+COUPLED = {
+    "mean": lambda y: y.mean(0),
+    "softmax": lambda y: torch.softmax(y, 0),
+    "reshape": lambda y: y.reshape(-1),
+    "flatten": lambda y: y.flatten(),
+    "sum of all": lambda y: y.sum(),
+    "norm": lambda y: y / y.norm(),
+    "cumsum": lambda y: y.cumsum(0),
+    "sort": lambda y: y.sort(0).values,
+    "roll": lambda y: y.roll(1),
+    "flip": lambda y: y.flip(0),
+    "transpose": lambda y: y.transpose(0, -1),
+    "layer norm": lambda y: F.layer_norm(y, y.shape),
+    "view": lambda y: y.view(-1, 2),
+    "repeat": lambda y: y.repeat(2, *(1 for _ in y.shape)),
+    "std": lambda y: (y - y.mean()) / (y.std() + 1),
+    "argmax": lambda y: y.argmax(),
+    "diff": lambda y: torch.diff(y, dim=0),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_would_mix_instances_does_not(name: str) -> None:
+    xs = [torch.randn(n, 4, requires_grad=True) for n in (2, 2, 3)]
+    equal(lambda self, x: COUPLED[name](self.a(x)), xs, linear(), out="list")
+
+
+def test_batch_norm_in_training_is_refused() -> None:
+    made = model(lambda self, x: self.n(self.a(x)), {**linear(), "n": nn.BatchNorm1d(4)})
+    xs = [torch.randn(3, 4) for _ in range(3)]
+    with pytest.raises(fxbatch.BatchCoupledError, match=r"BatchNorm.*test_hard_cases\.py:\d+"):
+        made(xs)
+    made.eval()
+    check_equal(made, xs)
+    assert int(made.n.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("shape", [((4,), (3, 4)), ((3, 1), (4,)), ((1,), (2, 3, 4)), ((), (4,))])
+def test_broadcasting_of_mixed_ranks(shape: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def forward(self: Any, sample: Any) -> Any:
+        x, y = sample
+        u, v = torch.sin(x), self.a(y)
+        return u + v, v * u, torch.maximum(u, v), torch.where(v > 0, u, v), v - self.a.bias
+
+    pairs = [(torch.randn(shape[0], requires_grad=True), torch.randn(shape[1])) for _ in range(3)]
+
+    def wrapped(self: Any, sample: Any) -> Any:
+        return forward(self, (self.g * sample[0], sample[1]))
+
+    equal(wrapped, pairs, {**linear(), "g": nn.Parameter(torch.tensor(1.5))}, out="list")
+
+
+# Types
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = x * self.w
+        return y * 2 + y.sum(), y @ self.w
+
+    w = nn.Parameter(torch.randn(4).to(dtype))
+    xs = vectors(4, 4, 4, dtype=dtype)
+    made = equal(forward, xs, {"w": w})
+    assert made(xs)[0].dtype == dtype
+
+
+def test_mixed_dtypes_in_one_minibatch() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return (x * self.w + 1).sum()
+
+    xs = [torch.randn(4), torch.randn(4).double(), torch.arange(4), torch.tensor([True, False, True, True])]
+    equal(forward, xs, {"w": nn.Parameter(torch.randn(4))}, out="list")
+
+
+def test_complex_gradients() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return torch.fft.fft(x * self.w).abs().sum() + torch.view_as_real(x * self.w).sum()
+
+    equal(forward, vectors(4, 4, dtype=torch.complex64), {"w": nn.Parameter(torch.randn(4))})
+
+
+# Sizes
+
+
+def test_very_wide() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.b(torch.tanh(self.a(x)))
+
+    made = model(forward, linear())
+    xs = torch.randn(3000, 4)
+    check_equal(made, xs)
+    assert_launches(made, xs[:50], 2 if fxbatch.explain(made, xs[:2]).launches_after == 2 else 3)
+
+
+def test_very_deep() -> None:
+    def forward(self: Any, sample: Any) -> Any:
+        x, n = sample
+        for _ in range(n):
+            x = torch.tanh(self.a(x))
+        return x
+
+    equal(forward, list(zip(vectors(4, 4), (3000, 1000), strict=True)), linear())
+
+
+def test_many_distinct_signatures() -> None:
+    """10,000 signatures come and go: right, and the tables stay bounded."""
+
+    def forward(self: Any, sample: Any) -> Any:
+        x, shift, dim = sample
+        return torch.roll(self.a(x), shift, dim).sum()
+
+    made = model(forward, linear(), fuse=False, schedule="depth")
+    x = torch.randn(2, 4)
+    limit = 10_000
+    shifts = itertools.islice(itertools.count(), limit)
+    from fxbatch.decorator import find_autobatched
+
+    auto, owner = find_autobatched(made)
+    engine = auto.engine(owner)
+    with torch.no_grad():
+        engine.operations.size = 64
+        expected = made.a(x).sum()
+        for _ in range(2):
+            some = [(x, next(shifts), 0) for _ in range(20)]
+            found = made(some)
+            torch.testing.assert_close(found, expected.expand(20), rtol=1e-5, atol=1e-5)
+    assert len(engine.operations) <= 64
+
+
+def test_mixed_random_minibatches() -> None:
+    """Every hard thing at once, sixty times: other structures, other lengths, other constants."""
+    rng = random.Random(3)
+
+    def forward(self: Any, plan: Any) -> Any:
+        values = [self.a(plan["x"])]
+        for op, i, j, c in plan["steps"]:
+            a, b = values[i % len(values)], values[j % len(values)]
+            values.append({0: a + b * c, 1: torch.tanh(a) - c, 2: self.b(a), 3: a.roll(int(c * 10))}[op])
+        return values[-1] + values[len(values) // 2]
+
+    made = model(forward, linear())
+    for size in (1, 2, 5, 9):
+        plans = [
+            {
+                "x": torch.randn(4),
+                "steps": [
+                    (rng.randrange(4), rng.randrange(9), rng.randrange(9), rng.choice([0.1, 0.2, 0.3]))
+                    for _ in range(rng.randrange(12))
+                ],
+            }
+            for _ in range(size)
+        ]
+        check_equal(made, plans)
