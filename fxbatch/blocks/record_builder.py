@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -312,9 +313,11 @@ def _rows_of(probe: Recorder, given: list[int], first: int) -> list[_Row] | None
     payload = {sid: iter(items) for sid, items in probe.payload.items()}
     rows: list[_Row] = []
     place, value = 0, 0
-    for i, sid in enumerate(probe.sigs):
+    sids = np.array(probe.sigs, dtype=np.int64).tolist()
+    read = (np.array(probe.inputs, dtype=np.int64) - probe.base).tolist()
+    for i, sid in enumerate(sids):
         signature = table.signatures[sid]
-        inputs = [n - probe.base for n in probe.inputs[place : place + len(signature.inputs)]]
+        inputs = read[place : place + len(signature.inputs)]
         place += len(signature.inputs)
         width = len(table.outputs[sid])
         constant = signature.operation.kind in ("constant", "number")
