@@ -46,21 +46,27 @@ class Decorated(nn.Module):
         return tree_lstm.plain(self.layers, tree)
 
 
-class DecoratedSum(nn.Module):
-    """The sum of a sequence of vectors, `width` of them in one operation at a time, or all in one stack (0)."""
+class Scale(nn.Module):
+    """Times a vector: something to train, before the sum."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, n: int) -> None:
         super().__init__()
-        self.width = width
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class StackedSum(nn.Module):
+    """The sum of a sequence of scaled vectors as one stack: an operation for each length."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.scale = Scale(n)
 
     @fxbatch.autobatch
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
-        if not self.width:
-            return torch.stack(xs).sum(0)
-        while len(xs) > 1:
-            groups = [xs[i : i + self.width] for i in range(0, len(xs), self.width)]
-            xs = [torch.stack(g).sum(0) if len(g) > 1 else g[0] for g in groups]
-        return xs[0]
+        return torch.stack([self.scale(x) for x in xs]).sum(0)
 
 
 def random_tree(draw: random.Random, leaves: int) -> str:
@@ -132,12 +138,12 @@ def compare_sums(sequences: int, longest: int, n: int, repeats: int) -> None:
     """Print what sums over sequences of different length cost, forwards and backwards."""
     torch.manual_seed(0)
     draw = random.Random(0)
-    weight = nn.Parameter(torch.ones(n))
     data = [[torch.randn(n) for _ in range(draw.randrange(1, longest))] for _ in range(sequences)]
-    vectors = fb.Map(fb.Vector(n)) >> fb.Sum() >> fb.Function(Scale(weight))
-    ways: dict[str, nn.Module] = {"blocks, groups of 8": fb.compile(vectors)}
-    ways |= {f"@autobatch, tree of {k}": Scaled(DecoratedSum(k), weight) for k in (2, 4, 8)}
-    ways["@autobatch, one stack"] = Scaled(DecoratedSum(0), weight)
+    scaled = fb.Map(fb.Vector(n) >> fb.Function(Scale(n)))
+    ways: dict[str, nn.Module] = {"tree of pairs": fb.compile(scaled >> fb.Reduce(torch.add))}
+    for width in (2, 4, 8, 16):
+        ways[f"Sum, groups of {width}"] = fb.compile(scaled >> _Sum(width))
+    ways["one stack for each length, @autobatch"] = StackedSum(n)
     table = Table(f"sum of 1 to {longest - 1} vectors of {n}", "training step, ms")
     for name, model in ways.items():
         for _ in range(2):
@@ -146,26 +152,12 @@ def compare_sums(sequences: int, longest: int, n: int, repeats: int) -> None:
     console.print(table)
 
 
-class Scale(nn.Module):
-    """Times a vector: something to train."""
+class _Sum(fb.Sum):
+    """`Sum` with another width of its groups."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class Scaled(nn.Module):
-    """A batched sum, scaled."""
-
-    def __init__(self, total: nn.Module, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.total, self.scale = total, Scale(weight)
-
-    def forward(self, data: Any) -> torch.Tensor:
-        return self.scale(self.total(data))
+        self.width = width
 
 
 def main(argv: Sequence[str] | None = None) -> float:

@@ -24,14 +24,12 @@ from fxbatch.blocks.tuples import element_of
 from fxbatch.blocks.types import SequenceType, TensorType, TupleType
 
 
-WIDTH = 8  # elements that one operation takes: of 2, 4 and 8 the fastest, with few signatures
-
-
 class Reduction(Block):
     """Base class: an associative function over a sequence of tensors, zero for no elements."""
 
     input_type_classes = (SequenceType, TupleType)
     output_type_classes = (TensorType,)
+    width = 8  # elements that one operation takes: see benchmarks/block_cost.py
 
     @staticmethod
     def combine(*xs: torch.Tensor) -> torch.Tensor:
@@ -60,14 +58,15 @@ class Reduction(Block):
     def build(self, to: Builder) -> Run:
         t = self.output_type
         assert isinstance(t, TensorType)
-        whole = {n: to.call(self, type(self).combine, TupleType(*[t] * n), t) for n in range(2, WIDTH + 1)}
+        width = self.width
+        whole = {n: to.call(self, type(self).combine, TupleType(*[t] * n), t) for n in range(2, width + 1)}
         zero = zero_of(to, t, self.device)
 
         def run(x: Any) -> Any:
             if not len(x):
                 return zero(None)
             while len(x) > 1:
-                groups = [tuple(x[i : i + WIDTH]) for i in range(0, len(x), WIDTH)]
+                groups = [tuple(x[i : i + width]) for i in range(0, len(x), width)]
                 x = [whole[len(g)](g) if len(g) > 1 else g[0] for g in groups]
             return x[0]
 

@@ -20,7 +20,7 @@ def model(fn: Callable[[Any, Any], Any], parts: dict[str, Any] | None = None, **
     return made
 
 
-def equal(
+def assert_equal(
     fn: Callable[[Any, Any], Any],
     instances: Sequence[Any],
     parts: dict[str, Any] | None = None,

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxbatch
 from tests.oracle import check_equal
-from tests.trust.programs import equal, model, vectors
+from tests.trust.programs import assert_equal, model, vectors
 
 
 def linear(n: int = 4, m: int = 4) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def test_different_operations_of_equal_shapes_at_adjacent_depths() -> None:
             x = torch.sin(x) if k % 2 else torch.cos(x)
         return x
 
-    equal(forward, vectors(4, 4, 4, 4, 4), linear())
+    assert_equal(forward, vectors(4, 4, 4, 4, 4), linear())
 
 
 def test_equal_shapes_in_other_order_by_instance() -> None:
@@ -38,7 +38,7 @@ def test_equal_shapes_in_other_order_by_instance() -> None:
         return x
 
     xs = vectors(4, 4, 4)
-    equal(forward, list(zip(xs, ("abab", "baba", "aabb"), strict=True)), linear())
+    assert_equal(forward, list(zip(xs, ("abab", "baba", "aabb"), strict=True)), linear())
 
 
 def test_numbers_that_differ() -> None:
@@ -46,7 +46,7 @@ def test_numbers_that_differ() -> None:
         x, n = sample
         return (self.a(x) + 1.1) * (x + 1.2) + (x + n)
 
-    equal(forward, list(zip(vectors(4, 4, 4), (1.1, 1.2, 7), strict=True)), linear())
+    assert_equal(forward, list(zip(vectors(4, 4, 4), (1.1, 1.2, 7), strict=True)), linear())
 
 
 def test_numbers_that_are_almost_equal() -> None:
@@ -69,7 +69,7 @@ def test_numbers_of_other_types_and_signed_zero() -> None:
         return torch.atan2(self.a(x) * 0, x * n), (x.long() + n)
 
     for numbers in ((0.0, -0.0, 1.0), (True, 1, 1.0)):
-        equal(forward, list(zip(vectors(4, 4, 4), numbers, strict=True)), linear(), out="list")
+        assert_equal(forward, list(zip(vectors(4, 4, 4), numbers, strict=True)), linear(), out="list")
 
 
 @pytest.mark.parametrize("dims", [(0, 1, 0), (0, -1, -2)])
@@ -80,7 +80,7 @@ def test_different_dim(dims: tuple[int, ...]) -> None:
         return torch.softmax(y, dim), y.sum(dim), torch.cat([y, y], dim)
 
     xs = [torch.randn(4, 4, requires_grad=True) for _ in dims]
-    equal(forward, list(zip(xs, dims, strict=True)), linear(), out="list")
+    assert_equal(forward, list(zip(xs, dims, strict=True)), linear(), out="list")
 
 
 def test_keepdim_and_defaults_are_told_apart() -> None:
@@ -89,7 +89,7 @@ def test_keepdim_and_defaults_are_told_apart() -> None:
         return self.a(x).mean(1, keepdim=keep)
 
     xs = [torch.randn(1, 4) for _ in range(4)]
-    equal(forward, list(zip(xs, (True, False, False, True), strict=True)), linear(), out="list")
+    assert_equal(forward, list(zip(xs, (True, False, False, True), strict=True)), linear(), out="list")
 
 
 # Parameters
@@ -105,7 +105,7 @@ def test_a_tied_parameter_in_two_roles() -> None:
         return self.out(h) + h @ self.embed.weight.t() + self.embed.weight[1].sum()
 
     words = [[torch.tensor(i) for i in w] for w in ((1, 2), (0,), (3, 5, 5))]
-    equal(forward, words, {"embed": embed, "out": out})
+    assert_equal(forward, words, {"embed": embed, "out": out})
 
 
 def test_a_shared_operand_that_is_a_row_of_a_batched_result() -> None:
@@ -118,7 +118,7 @@ def test_a_shared_operand_that_is_a_row_of_a_batched_result() -> None:
         return torch.stack([row @ r for r in table]) + self.b(row).sum()
 
     xs = [torch.randn(n, 4, requires_grad=True) for n in (2, 5, 3)]
-    equal(forward, list(zip(xs, (0, 3, -1), strict=True)), linear(), out="list")
+    assert_equal(forward, list(zip(xs, (0, 3, -1), strict=True)), linear(), out="list")
 
 
 def test_a_parameter_beside_a_constant_with_equal_contents() -> None:
@@ -127,7 +127,7 @@ def test_a_parameter_beside_a_constant_with_equal_contents() -> None:
     def forward(self: Any, x: Any) -> Any:
         return self.a(x) * self.p + self.a(x) * torch.ones(4, dtype=x.dtype)
 
-    equal(forward, vectors(4, 4), {**linear(), "p": p})
+    assert_equal(forward, vectors(4, 4), {**linear(), "p": p})
 
 
 def test_two_parameters_with_equal_contents() -> None:
@@ -140,7 +140,7 @@ def test_two_parameters_with_equal_contents() -> None:
         return (self.one if first else self.two)(x)
 
     xs = vectors(4, 4, 4)
-    equal(forward, list(zip(xs, (True, False, True), strict=True)), {"one": one, "two": two})
+    assert_equal(forward, list(zip(xs, (True, False, True), strict=True)), {"one": one, "two": two})
 
 
 def test_parameters_in_lists_and_dicts() -> None:
@@ -153,7 +153,7 @@ def test_parameters_in_lists_and_dicts() -> None:
         x, i, key = sample
         return self.list[i](x) * self.table[key]
 
-    equal(forward, list(zip(vectors(4, 4, 4, 4), (0, 1, 2, 0), "abab", strict=True)), parts)
+    assert_equal(forward, list(zip(vectors(4, 4, 4, 4), (0, 1, 2, 0), "abab", strict=True)), parts)
 
 
 # Results
@@ -202,6 +202,6 @@ def test_results_of_different_structures() -> None:
         return y if len(x.shape) == 1 else [y, {"b": y.sum()}]
 
     xs = [torch.randn(4), torch.randn(2, 4), torch.randn(4)]
-    equal(forward, xs, linear(), out="list")
+    assert_equal(forward, xs, linear(), out="list")
     with pytest.raises(fxbatch.ResultError):
         model(forward, linear())(xs)

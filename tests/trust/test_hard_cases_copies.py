@@ -17,7 +17,7 @@ from torch import nn
 import fxbatch
 from tests import models as M
 from tests.oracle import check_equal
-from tests.trust.programs import equal, model, vectors
+from tests.trust.programs import assert_equal, model, vectors
 
 
 def two() -> dict[str, Any]:
@@ -167,4 +167,4 @@ def test_instances_do_not_see_each_other_in_a_shared_cache() -> None:
 
 def test_equal_with_options() -> None:
     for way in ({"mode": "unrolled"}, {"backward": "autograd"}, {"schedule": "none"}):
-        equal(lambda self, x: self.b(torch.relu(self.a(x))), vectors(4, 4, 4), two(), **way)
+        assert_equal(lambda self, x: self.b(torch.relu(self.a(x))), vectors(4, 4, 4), two(), **way)

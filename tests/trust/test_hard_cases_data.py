@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxbatch
 from tests.oracle import assert_launches, check_equal
-from tests.trust.programs import equal, model, vectors
+from tests.trust.programs import assert_equal, model, vectors
 
 
 def linear(n: int = 4, m: int = 4) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_empty_sequences() -> None:
             h = torch.tanh(self.a(h + w))
         return h
 
-    made = equal(forward, [[], vectors(4, 4), [], vectors(4)], {**linear(), "zero": zero})
+    made = assert_equal(forward, [[], vectors(4, 4), [], vectors(4)], {**linear(), "zero": zero})
     check_equal(made, [[], []])
 
 
@@ -51,7 +51,7 @@ def test_tensors_without_elements(shape: tuple[int, ...]) -> None:
         return y.sum(), torch.cat([y, x]), y.reshape(-1)
 
     xs = [torch.randn(shape, requires_grad=True) for _ in range(3)] + [torch.randn(2, *shape[1:])]
-    equal(forward, xs, linear(), out="list")
+    assert_equal(forward, xs, linear(), out="list")
 
 
 def test_reductions_of_nothing() -> None:
@@ -59,11 +59,11 @@ def test_reductions_of_nothing() -> None:
         y = self.a(x)
         return y.sum(0), y.prod(0), y.mean(0), torch.logsumexp(y, 0)
 
-    equal(forward, [torch.randn(n, 4) for n in (0, 2, 0)], linear(), out="list", gradients=False)
+    assert_equal(forward, [torch.randn(n, 4) for n in (0, 2, 0)], linear(), out="list", gradients=False)
 
 
 def test_one_row_and_one_feature() -> None:
-    equal(lambda self, x: self.a(x) + x, [torch.randn(1, requires_grad=True)] * 2, linear(1, 1))
+    assert_equal(lambda self, x: self.a(x) + x, [torch.randn(1, requires_grad=True)] * 2, linear(1, 1))
 
 
 # Memory
@@ -71,12 +71,12 @@ def test_one_row_and_one_feature() -> None:
 
 def test_one_tensor_in_two_instances() -> None:
     x = torch.randn(4, requires_grad=True)
-    equal(lambda self, s: self.a(s[0]) * s[1], [(x, x), (x, x.detach()), (x.clone(), x)], linear())
+    assert_equal(lambda self, s: self.a(s[0]) * s[1], [(x, x), (x, x.detach()), (x.clone(), x)], linear())
 
 
 def test_views_of_one_tensor_are_instances() -> None:
     base = torch.randn(6, 4, requires_grad=True)
-    equal(lambda self, x: self.a(x).sum(0), [base[:2], base[1:4], base[::2], base[5:6]], linear())
+    assert_equal(lambda self, x: self.a(x).sum(0), [base[:2], base[1:4], base[::2], base[5:6]], linear())
 
 
 def test_views_and_in_place_writes() -> None:
@@ -92,7 +92,7 @@ def test_views_and_in_place_writes() -> None:
         w.relu_()
         return z, row, w
 
-    equal(forward, [torch.randn(n, 4, requires_grad=True) for n in (2, 3, 2)], linear(), out="list")
+    assert_equal(forward, [torch.randn(n, 4, requires_grad=True) for n in (2, 3, 2)], linear(), out="list")
 
 
 def test_in_place_on_an_input_writes_nothing_into_the_instance_wrongly() -> None:
@@ -105,7 +105,7 @@ def test_in_place_on_an_input_writes_nothing_into_the_instance_wrongly() -> None
         x.add_(0.5) if False else None
         return y + x
 
-    equal(forward, vectors(4, 4), linear())
+    assert_equal(forward, vectors(4, 4), linear())
 
 
 def test_a_constant_written_after_it_met_a_value_is_an_error() -> None:
@@ -127,7 +127,7 @@ def test_unused_outputs() -> None:
         return values
 
     xs = [torch.randn(n, 4, requires_grad=True) for n in (2, 3)]
-    equal(forward, xs, {**linear(), "rnn": nn.GRU(4, 3)})
+    assert_equal(forward, xs, {**linear(), "rnn": nn.GRU(4, 3)})
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded", "strided", "flipped"])
@@ -143,7 +143,7 @@ def test_strides(kind: str) -> None:
         return torch.randn(3, 8)[:, ::2] if kind == "strided" else torch.randn(3, 4).flip(0)
 
     xs = [make() for _ in range(3)]
-    equal(forward, [x[:, :4] if x.shape[1] >= 4 else torch.randn(3, 4) for x in xs], linear())
+    assert_equal(forward, [x[:, :4] if x.shape[1] >= 4 else torch.randn(3, 4) for x in xs], linear())
 
 
 # Indices and embeddings
@@ -156,7 +156,7 @@ def test_integer_arguments_that_are_indices() -> None:
         return y[i] + y[i - 1 : i][0] + y.select(0, i) + y.narrow(0, i, 1)[0] + y[torch.tensor(i)]
 
     xs = [torch.randn(5, 4, requires_grad=True) for _ in range(4)]
-    made = equal(forward, list(zip(xs, (1, 2, 3, 4), strict=True)), linear())
+    made = assert_equal(forward, list(zip(xs, (1, 2, 3, 4), strict=True)), linear())
     assert fxbatch.explain(made, list(zip(xs, (1, 2, 3, 4), strict=True))).launches_after < 24
 
 
@@ -180,7 +180,7 @@ def test_padding_idx_and_sparse(sparse: bool) -> None:
 
     parts = {"e": nn.Embedding(5, 4, padding_idx=1, sparse=sparse), "out": nn.Linear(4, 2)}
     words = [torch.tensor(w) for w in ([1, 2], [1, 1], [0, 4, 4], [3])]
-    made = equal(forward, words, parts)
+    made = assert_equal(forward, words, parts)
     made(words).sum().backward()
     gradient = made.e.weight.grad
     assert gradient.is_sparse == sparse
@@ -226,7 +226,7 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_would_mix_instances_does_not(name: str) -> None:
     xs = [torch.randn(n, 4, requires_grad=True) for n in (2, 2, 3)]
-    equal(lambda self, x: COUPLED[name](self.a(x)), xs, linear(), out="list")
+    assert_equal(lambda self, x: COUPLED[name](self.a(x)), xs, linear(), out="list")
 
 
 def test_batch_norm_in_training_is_refused() -> None:
@@ -251,7 +251,7 @@ def test_broadcasting_of_mixed_ranks(shape: tuple[tuple[int, ...], tuple[int, ..
     def wrapped(self: Any, sample: Any) -> Any:
         return forward(self, (self.g * sample[0], sample[1]))
 
-    equal(wrapped, pairs, {**linear(), "g": nn.Parameter(torch.tensor(1.5))}, out="list")
+    assert_equal(wrapped, pairs, {**linear(), "g": nn.Parameter(torch.tensor(1.5))}, out="list")
 
 
 # Types
@@ -265,7 +265,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
     w = nn.Parameter(torch.randn(4).to(dtype))
     xs = vectors(4, 4, 4, dtype=dtype)
-    made = equal(forward, xs, {"w": w})
+    made = assert_equal(forward, xs, {"w": w})
     assert made(xs)[0].dtype == dtype
 
 
@@ -274,14 +274,14 @@ def test_mixed_dtypes_in_one_minibatch() -> None:
         return (x * self.w + 1).sum()
 
     xs = [torch.randn(4), torch.randn(4).double(), torch.arange(4), torch.tensor([True, False, True, True])]
-    equal(forward, xs, {"w": nn.Parameter(torch.randn(4))}, out="list")
+    assert_equal(forward, xs, {"w": nn.Parameter(torch.randn(4))}, out="list")
 
 
 def test_complex_gradients() -> None:
     def forward(self: Any, x: Any) -> Any:
         return torch.fft.fft(x * self.w).abs().sum() + torch.view_as_real(x * self.w).sum()
 
-    equal(forward, vectors(4, 4, dtype=torch.complex64), {"w": nn.Parameter(torch.randn(4))})
+    assert_equal(forward, vectors(4, 4, dtype=torch.complex64), {"w": nn.Parameter(torch.randn(4))})
 
 
 # Sizes
@@ -304,7 +304,7 @@ def test_very_deep() -> None:
             x = torch.tanh(self.a(x))
         return x
 
-    equal(forward, list(zip(vectors(4, 4), (3000, 1000), strict=True)), linear())
+    assert_equal(forward, list(zip(vectors(4, 4), (3000, 1000), strict=True)), linear())
 
 
 def test_many_distinct_signatures() -> None:
