@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     sets = read_sst(find_data("sst") if options.data is None else options.data)
     training = sets["train"][:: max(len(sets["train"]) // options.trees, 1)][: options.trees]
     dev = sets["dev"][:: max(len(sets["dev"]) // options.trees, 1)][: options.trees]
-    words = list(dict.fromkeys(leaf.word for t in training for leaf in t.leaves()))
+    words = list(dict.fromkeys(leaf.word or "" for t in training for leaf in t.leaves()))
     model = fb.compile(build(Layers(words)))
     fit(model, training, epochs=options.epochs, lr=3e-3)
     found = accuracy(model, dev, [t.label for t in dev])

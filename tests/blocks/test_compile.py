@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fxbatch
 import fxbatch.blocks as fb
@@ -115,7 +116,9 @@ def test_few_launches() -> None:
     data = [[1.0] * n for n in range(40)]
     assert model(data).tolist() == list(range(40))
     minibatch = fxbatch.compile_minibatch(model, data)
-    assert len(minibatch.schedule) <= 3 + 7 * 2  # constants, then group sizes 2 to 8 at two depths: 780 additions
+    assert (
+        len(minibatch.schedule) <= 3 + 7 * 2
+    )  # constants, then group sizes 2 to 8 at two depths: 780 additions
 
 
 def test_modes_and_changed_parameters_are_seen() -> None:
@@ -251,3 +254,17 @@ def test_threads_have_tapes_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert all(found[k] == [[float(k * n) for n in range(5)]] * 10 for k in range(4))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_instances_traced_ahead_by_a_loader(workers: int) -> None:
+    torch.manual_seed(0)
+    model = fb.compile(fb.Map(fb.Vector(2) >> fb.FC(3)) >> fb.Sum())
+    data = [[[1.0, 2.0], [k, 0.0]] * k for k in (1, 3, 0, 5, 2, 2)]
+    loader = DataLoader(
+        fxbatch.TracedDataset(model, data),
+        batch_size=4,
+        num_workers=workers,
+        collate_fn=fxbatch.collate(model),
+    )
+    torch.testing.assert_close(torch.cat([model(minibatch) for minibatch in loader]), model(data))
