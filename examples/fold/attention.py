@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fxbatch.blocks as fb
-from examples.fold.training import console, fit
+
+from .training import console, fit
 
 
 class Layers:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fxbatch.blocks as fb
-from examples.fold.training import accuracy, console, fit
+
+from .training import accuracy, console, fit
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from examples.fold.training import console
+from .training import console
 
 EXAMPLES = (
     "text_pipeline", "attention", "tree_lstm", "weave", "calculator", "fizzbuzz", "language_id",

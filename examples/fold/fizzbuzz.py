@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import fxbatch.blocks as fb
-from examples.fold.training import accuracy, console, fit
+
+from .training import accuracy, console, fit
 
 BITS = 10
 

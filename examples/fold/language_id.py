@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxbatch.blocks as fb
-from examples.fold.training import accuracy, console, fit
+
+from .training import accuracy, console, fit
 
 WORDS = {
     "english": """one two three four five six seven eight nine ten monday tuesday wednesday thursday friday saturday

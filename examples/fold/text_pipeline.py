@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxbatch.blocks as fb
-from examples.fold.training import accuracy, console, fit
 from fxbatch.data.paths import find_data
 from fxbatch.data.sst import read_sst
+
+from .training import accuracy, console, fit
 
 CLASSES = 5
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxbatch.blocks as fb
-from examples.fold.training import accuracy, console, fit
 from fxbatch.data.paths import find_data
 from fxbatch.data.sst import Tree, read_sst
+
+from .training import accuracy, console, fit
 
 CLASSES = 5
 State = tuple[torch.Tensor, torch.Tensor]

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 import fxbatch.blocks as fb
-from examples.fold.training import console, fit
 from fxbatch.data.molecules import Molecule, read_molecules
 from fxbatch.data.paths import find_data
+
+from .training import console, fit
 
 ELEMENTS = (6, 7, 8, 9, 15, 16, 17, 35, 53)
 ATOM = len(ELEMENTS) + 4  # one of the elements or another, aromatic, charge, hydrogens
