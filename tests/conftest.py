@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
+os.environ.pop("COLUMNS", None)
+
 # Random programs take as long as they take; a deadline an example would only test the machine's load.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from fxbatch.codegen.kernels import Kernel, emit_kernel
 from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
 from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.ir import Layout, Signature, TensorType
+
+_TRACING = threading.RLock()
 
 Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
 
@@ -88,7 +91,8 @@ def compile_operation(
         return CompiledOperation(signature, needs, Layout(()))
     if signature.reason:
         return _call_by_call(signature, needs, signature.reason)
-    with torch.inference_mode(False), torch.enable_grad():  # a run is under no_grad
+    # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
+    with _TRACING, torch.inference_mode(False), torch.enable_grad():
         built = build_operation(
             signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
         )
