@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, reparametrized, tree_flatten, tree_unflatten
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -204,7 +204,27 @@ class Signature:
 def _functional(
     module: torch.nn.Module, method: str | None, state: dict[str, torch.Tensor], args: Any, kwargs: Any
 ) -> Any:
-    if method is None:
-        return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    with torch.nn.utils.stateless._reparametrize_module(module, state):
-        return getattr(module, method)(*args, **kwargs)
+    twin = structural_twin(module, {})
+    with reparametrized(twin, state):
+        return (twin if method is None else getattr(twin, method))(*args, **kwargs)
+
+
+def structural_twin(
+    module: torch.nn.Module, twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]
+) -> torch.nn.Module:
+    """A copy of a module's structure that shares its tensors and attributes.
+
+    Runs that swap tensors or set attributes do so in it, while other threads use the module itself.
+    """
+    found = twins.get(id(module))
+    if found is not None:
+        return found[1]
+    twin = object.__new__(type(module))
+    twins[id(module)] = (module, twin)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_buffers"] = dict(module._buffers)
+    twin.__dict__["_modules"] = {
+        name: m if m is None else structural_twin(m, twins) for name, m in module._modules.items()
+    }
+    return twin

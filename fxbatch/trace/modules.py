@@ -19,6 +19,7 @@ import torch
 
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation, SharedOperand, Signature
+from fxbatch.signature import structural_twin
 from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
@@ -290,7 +291,7 @@ def _signature(
     inputs = tuple(recorder.type_of(v) for v in arguments.values)
     shared = (*examined.shared, *arguments.shared)
     twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
-    twin = _twin(module, twins)
+    twin = structural_twin(module, twins)
 
     def body(tensors: Any, operands: Any) -> Any:
         tensors_now = dict(zip(names, operands, strict=False))
@@ -333,27 +334,6 @@ def _name(recorder: Recorder, module: torch.nn.Module) -> str:
             if m is module and name:
                 return name
     return type(module).__name__
-
-
-def _twin(
-    module: torch.nn.Module, twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]
-) -> torch.nn.Module:
-    """A copy of a module's structure that shares its tensors and attributes.
-
-    The fake run swaps tensors in it and may set its attributes, while other threads use the module itself.
-    """
-    found = twins.get(id(module))
-    if found is not None:
-        return found[1]
-    twin = object.__new__(type(module))
-    twins[id(module)] = (module, twin)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_parameters"] = dict(module._parameters)
-    twin.__dict__["_buffers"] = dict(module._buffers)
-    twin.__dict__["_modules"] = {
-        name: m if m is None else _twin(m, twins) for name, m in module._modules.items()
-    }
-    return twin
 
 
 def _changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
