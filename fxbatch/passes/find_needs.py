@@ -84,7 +84,7 @@ def find_needs(
 
 def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarray:
     """bool [signatures]: whose outputs reach, by differentiable inputs, one of the values `results`."""
-    first_slot, first_out = program.columns.first_slot, program.columns.first_output
+    first_slot = program.columns.first_slot
     slots, outs = needs.feeds
     owner_of_out = np.repeat(np.arange(len(program.signatures)), program.width)
     feeders: dict[int, list[int]] = {}
@@ -102,7 +102,6 @@ def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarr
             if need:
                 found = feeders.get(int(first_slot[s]) + i, ())
                 waiting.extend(int(owner_of_out[o]) for o in found if needs.outputs[o])
-    del first_out
     return wanted
 
 

@@ -25,7 +25,8 @@ from fxbatch.passes.plan_gradients import (
 )
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources, move_indices
+from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources
 from fxbatch.runtime.phase import OperationRows, Phase
 from fxbatch.runtime.run import Run, kernel_modes
 
@@ -300,8 +301,8 @@ class _Reader:
             return arena[start:stop]
         device = arena.device
         if device not in self.indices:
-            self.indices[device] = move_indices(self.plan.indices, device)
-            self.bags[device] = move_indices(self.plan.bags, device)
+            self.indices[device] = to_device(self.plan.indices, device)
+            self.bags[device] = to_device(self.plan.bags, device)
         index = self.indices[device][start:stop]
         if kind == GRADIENT_SUM:
             return sum_bags(arena, index, self.bags[device][self.bag[i] : self.bag[i] + n])

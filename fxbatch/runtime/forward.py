@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
 
 
-def move_indices(indices: np.ndarray, device: torch.device) -> torch.Tensor:
-    """All indices of a plan on a device, in one copy (pinned and non-blocking for CUDA)."""
-    return to_device(indices, device)
-
-
 def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any]]:
     """Per gather of the plan what the step functions take: (kind, arena or rows, indices)."""
     plan = phase.plan
@@ -44,7 +39,7 @@ def lay_out_sources(run: Run, phase: Phase) -> list[tuple[int, torch.Tensor, Any
         if kind == INDEX:
             split = pieces.get(arena.device)
             if split is None:
-                split = pieces[arena.device] = move_indices(plan.indices, arena.device).split(sizes)
+                split = pieces[arena.device] = to_device(plan.indices, arena.device).split(sizes)
             out.append((kind, arena, split[at]))
             at += 1
         elif kind == BROADCAST:

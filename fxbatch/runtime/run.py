@@ -147,9 +147,7 @@ class Run:
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
             if self.grad and present[s] and signature.modes.grad:
-                shared_needs.append(
-                    tuple(t.requires_grad and _can_differentiate(t) for t in self.shared_of(signature))
-                )
+                shared_needs.append(tuple(t.requires_grad for t in self.shared_of(signature)))
             else:
                 shared_needs.append((False,) * len(signature.shared))
         constant_needs = {
@@ -232,7 +230,3 @@ def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:
     if signature.operation.kind != "constant" or not signature.outputs[0].differentiable:
         return []
     return [t for t in program.constants[s] if t.requires_grad]
-
-
-def _can_differentiate(t: torch.Tensor) -> bool:
-    return t.dtype.is_floating_point or t.dtype.is_complex
