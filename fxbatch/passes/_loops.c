@@ -8,10 +8,11 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define MOST 16
+#define MOST 20
 
 typedef struct {
     Py_buffer views[MOST];
+    int64_t lengths[MOST]; /* items */
     int taken;
 } Arrays;
 
@@ -44,11 +45,23 @@ static int take(Arrays *a, PyObject *const *args, Py_ssize_t given, const char *
             release(a);
             return -1;
         }
+        a->lengths[k] = view->len / size;
     }
     return 0;
 }
 
-#define LENGTH(k) (a.views[k].len / a.views[k].itemsize)
+/* The number that follows the arrays; 0 where it is left out. */
+static int number(Arrays *a, PyObject *const *args, Py_ssize_t given, Py_ssize_t at, Py_ssize_t *out)
+{
+    *out = given > at ? PyLong_AsSsize_t(args[at]) : 0;
+    if (*out == -1 && PyErr_Occurred()) {
+        release(a);
+        return -1;
+    }
+    return 0;
+}
+
+#define LENGTH(k) (a.lengths[k])
 #define I64(k) ((int64_t *)a.views[k].buf)
 #define I32(k) ((int32_t *)a.views[k].buf)
 #define U8(k) ((uint8_t *)a.views[k].buf)
@@ -63,30 +76,69 @@ static PyObject *finish(Arrays *a, int good)
     Py_RETURN_NONE;
 }
 
+/* For each call the first of the numbers that `per` counts a signature: values made or inputs read, known first.
+   NULL, with an exception set, where a column is out of range. */
+static int32_t *running(Arrays *a, const int32_t *sig, int64_t calls, const int64_t *per, int64_t signatures,
+                        int64_t known)
+{
+    int32_t *first = PyMem_Malloc((calls + 1) * sizeof(int32_t));
+    int64_t at = known;
+    if (!first) {
+        release(a);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (int64_t c = 0; c < calls; c++) {
+        int32_t s = sig[c];
+        if (s < 0 || s >= signatures || at > INT32_MAX) {
+            PyMem_Free(first);
+            finish(a, 0);
+            return NULL;
+        }
+        first[c] = (int32_t)at;
+        at += per[s];
+    }
+    first[calls] = (int32_t)at;
+    if (at > INT32_MAX) {
+        PyMem_Free(first);
+        finish(a, 0);
+        return NULL;
+    }
+    return first;
+}
+
+/* The call that makes each value from `known` on; `values` is set to how many values there are. */
+static int32_t *makers(Arrays *a, const int32_t *sig, int64_t calls, const int64_t *width, int64_t signatures,
+                       int64_t *values)
+{
+    int32_t *first = running(a, sig, calls, width, signatures, 0);
+    int32_t *maker = first ? PyMem_Malloc((first[calls] + 1) * sizeof(int32_t)) : NULL;
+    if (first && !maker) {
+        release(a);
+        PyErr_NoMemory();
+    }
+    if (maker) {
+        *values = first[calls];
+        for (int64_t c = 0; c < calls; c++)
+            for (int64_t v = first[c]; v < first[c + 1]; v++)
+                maker[v] = (int32_t)c;
+    }
+    PyMem_Free(first);
+    return maker;
+}
+
 /* source_calls(sig i32, width, inputs, OUT): the call that makes each input; all values are of this program. */
 static PyObject *source_calls(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
     Arrays a;
     if (take(&a, args, n, "iqqQ") < 0)
         return NULL;
-    Py_ssize_t calls = LENGTH(0), entries = LENGTH(2), values = 0;
-    int32_t *sig = I32(0);
-    int64_t *width = I64(1), *inputs = I64(2), *out = I64(3);
+    int64_t entries = LENGTH(2), *inputs = I64(2), *out = I64(3), values = 0;
     int good = LENGTH(3) >= entries;
-    for (Py_ssize_t c = 0; c < calls && good; c++) {
-        good = sig[c] >= 0 && sig[c] < LENGTH(1);
-        values += good ? width[sig[c]] : 0;
-    }
-    int32_t *maker = good ? PyMem_Malloc((values + 1) * sizeof(int32_t)) : NULL;
-    if (good && !maker) {
-        release(&a);
-        return PyErr_NoMemory();
-    }
-    Py_ssize_t v = 0;
-    for (Py_ssize_t c = 0; c < calls && good; c++)
-        for (int64_t j = 0; j < width[sig[c]]; j++)
-            maker[v++] = (int32_t)c;
-    for (Py_ssize_t e = 0; e < entries && good; e++) {
+    int32_t *maker = makers(&a, I32(0), LENGTH(0), I64(1), LENGTH(1), &values);
+    if (!maker)
+        return NULL;
+    for (int64_t e = 0; e < entries && good; e++) {
         good = inputs[e] >= 0 && inputs[e] < values;
         out[e] = good ? maker[inputs[e]] : 0;
     }
@@ -100,13 +152,14 @@ static PyObject *longest_before(PyObject *Py_UNUSED(m), PyObject *const *args, P
     Arrays a;
     if (take(&a, args, n, "qqI") < 0)
         return NULL;
-    int64_t *source = I64(0), *target = I64(1), calls = LENGTH(2);
+    int64_t *source = I64(0), *target = I64(1), edges = LENGTH(0), calls = LENGTH(2);
     int32_t *depth = I32(2);
-    int good = LENGTH(0) == LENGTH(1);
-    for (Py_ssize_t e = 0; good && e < LENGTH(0); e++) {
-        good = source[e] >= 0 && source[e] < calls && target[e] >= 0 && target[e] < calls;
-        if (good && depth[source[e]] >= depth[target[e]])
-            depth[target[e]] = depth[source[e]] + 1;
+    int good = edges == LENGTH(1);
+    for (int64_t e = 0; good && e < edges; e++) {
+        int64_t s = source[e], t = target[e];
+        good = s >= 0 && s < calls && t >= 0 && t < calls;
+        if (good && depth[s] >= depth[t])
+            depth[t] = depth[s] + 1;
     }
     return finish(&a, good);
 }
@@ -117,32 +170,59 @@ static PyObject *longest_after(PyObject *Py_UNUSED(m), PyObject *const *args, Py
     Arrays a;
     if (take(&a, args, n, "qqiI") < 0)
         return NULL;
-    int64_t *source = I64(0), *target = I64(1), calls = LENGTH(3);
+    int64_t *source = I64(0), *target = I64(1), edges = LENGTH(0), calls = LENGTH(3);
     int32_t *own = I32(2), *chain = I32(3);
-    int good = LENGTH(0) == LENGTH(1) && LENGTH(2) == calls;
-    for (Py_ssize_t e = LENGTH(0) - 1; good && e >= 0; e--) {
-        good = source[e] >= 0 && source[e] < calls && target[e] >= 0 && target[e] < calls;
-        if (good && chain[target[e]] + own[source[e]] > chain[source[e]])
-            chain[source[e]] = chain[target[e]] + own[source[e]];
+    int good = edges == LENGTH(1) && LENGTH(2) == calls;
+    for (int64_t e = edges - 1; good && e >= 0; e--) {
+        int64_t s = source[e], t = target[e];
+        good = s >= 0 && s < calls && t >= 0 && t < calls;
+        if (good && chain[t] + own[s] > chain[s])
+            chain[s] = chain[t] + own[s];
     }
     return finish(&a, good);
 }
 
-/* spread_back(source, target, ALIVE bool): what a live call reads is alive. */
-static PyObject *spread_back(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+/* live(sig i32, width, arity, inputs, outputs, stays bool, ALIVE bool, known) -> dead calls. Alive are calls of
+   signatures that stay, calls that make outputs, and what a live call reads. */
+static PyObject *live(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
     Arrays a;
-    if (take(&a, args, n, "qqB") < 0)
+    Py_ssize_t known = 0;
+    if (take(&a, args, n, "iqqqqbB") < 0 || number(&a, args, n, 7, &known) < 0)
         return NULL;
-    int64_t *source = I64(0), *target = I64(1), calls = LENGTH(2);
-    uint8_t *alive = U8(2);
-    int good = LENGTH(0) == LENGTH(1);
-    for (Py_ssize_t e = LENGTH(0) - 1; good && e >= 0; e--) {
-        good = source[e] >= -1 && source[e] < calls && target[e] >= 0 && target[e] < calls;
-        if (good && source[e] >= 0)
-            alive[source[e]] |= alive[target[e]];
+    int32_t *sig = I32(0);
+    int64_t calls = LENGTH(0), *arity = I64(2), *inputs = I64(3), at = LENGTH(3), *outputs = I64(4);
+    int64_t results = LENGTH(4), values = 0, dead = 0;
+    uint8_t *stays = U8(5), *alive = U8(6);
+    int good = LENGTH(6) == calls && LENGTH(2) == LENGTH(1) && LENGTH(5) == LENGTH(1);
+    int32_t *maker = makers(&a, sig, calls, I64(1), LENGTH(1), &values);
+    if (!maker)
+        return NULL;
+    if (good)
+        memset(alive, 0, calls);
+    for (int64_t i = 0; good && i < results; i++) {
+        int64_t v = outputs[i] - known;
+        good = v >= -known && v < values;
+        if (good && v >= 0)
+            alive[maker[v]] = 1;
     }
-    return finish(&a, good);
+    for (int64_t c = calls - 1; good && c >= 0; c--) {
+        int64_t reads = arity[sig[c]];
+        at -= reads;
+        good = at >= 0;
+        alive[c] |= stays[sig[c]];
+        dead += !alive[c];
+        for (int64_t i = 0; good && alive[c] && i < reads; i++) {
+            int64_t v = inputs[at + i] - known;
+            good = v >= -known && v < values;
+            if (good && v >= 0)
+                alive[maker[v]] = 1;
+        }
+    }
+    PyMem_Free(maker);
+    PyObject *none = finish(&a, good);
+    Py_XDECREF(none);
+    return none ? PyLong_FromLongLong(dead) : NULL;
 }
 
 /* group(key, OFFSETS, ORDER): the positions of each key in order; offsets has one item more than keys. */
@@ -151,21 +231,50 @@ static PyObject *group(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t
     Arrays a;
     if (take(&a, args, n, "qQQ") < 0)
         return NULL;
-    int64_t *key = I64(0), *offsets = I64(1), *order = I64(2), keys = LENGTH(1) - 1;
-    int good = keys >= 0 && LENGTH(0) == LENGTH(2);
-    for (Py_ssize_t i = 0; good && i <= keys; i++)
-        offsets[i] = 0;
-    for (Py_ssize_t i = 0; good && i < LENGTH(0); i++) {
+    int64_t *key = I64(0), *offsets = I64(1), *order = I64(2), items = LENGTH(0), keys = LENGTH(1) - 1;
+    int good = keys >= 0 && items == LENGTH(2);
+    if (good)
+        memset(offsets, 0, (keys + 1) * sizeof(int64_t));
+    for (int64_t i = 0; good && i < items; i++) {
         good = key[i] >= 0 && key[i] < keys;
         if (good)
             offsets[key[i] + 1]++;
     }
-    for (Py_ssize_t i = 0; good && i < keys; i++)
+    for (int64_t i = 0; good && i < keys; i++)
         offsets[i + 1] += offsets[i];
-    for (Py_ssize_t i = 0; good && i < LENGTH(0); i++)
+    for (int64_t i = 0; good && i < items; i++)
         order[offsets[key[i]]++] = i; /* moves each offset to the next key's ... */
-    for (Py_ssize_t i = keys; good && i > 0; i--)
+    for (int64_t i = keys; good && i > 0; i--)
         offsets[i] = offsets[i - 1]; /* ... so move them back */
+    if (good)
+        offsets[0] = 0;
+    return finish(&a, good);
+}
+
+/* arrange(sig i32, before i32, first, OFFSETS, ORDER): as group, by the key first[sig] + before of each call. */
+static PyObject *arrange(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+{
+    Arrays a;
+    if (take(&a, args, n, "iiqQQ") < 0)
+        return NULL;
+    int32_t *sig = I32(0), *before = I32(1);
+    int64_t *first = I64(2), *offsets = I64(3), *order = I64(4);
+    int64_t calls = LENGTH(0), signatures = LENGTH(2), keys = LENGTH(3) - 1;
+    int good = keys >= 0 && LENGTH(1) == calls && LENGTH(4) == calls;
+    if (good)
+        memset(offsets, 0, (keys + 1) * sizeof(int64_t));
+    for (int64_t c = 0; good && c < calls; c++) {
+        int64_t key = sig[c] >= 0 && sig[c] < signatures ? first[sig[c]] + before[c] : -1;
+        good = key >= 0 && key < keys;
+        if (good)
+            offsets[key + 1]++;
+    }
+    for (int64_t i = 0; good && i < keys; i++)
+        offsets[i + 1] += offsets[i];
+    for (int64_t c = 0; good && c < calls; c++)
+        order[offsets[first[sig[c]] + before[c]]++] = c;
+    for (int64_t i = keys; good && i > 0; i--)
+        offsets[i] = offsets[i - 1];
     if (good)
         offsets[0] = 0;
     return finish(&a, good);
@@ -177,12 +286,64 @@ static PyObject *peak(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t 
     Arrays a;
     if (take(&a, args, n, "iiQ") < 0)
         return NULL;
-    int good = LENGTH(0) == LENGTH(1);
-    for (Py_ssize_t i = 0; good && i < LENGTH(0); i++) {
-        good = I32(0)[i] >= 0 && I32(0)[i] < LENGTH(2);
-        if (good && I32(1)[i] > I64(2)[I32(0)[i]])
-            I64(2)[I32(0)[i]] = I32(1)[i];
+    int32_t *key = I32(0), *number = I32(1);
+    int64_t *most = I64(2), items = LENGTH(0), keys = LENGTH(2);
+    int good = items == LENGTH(1);
+    for (int64_t i = 0; good && i < items; i++) {
+        good = key[i] >= 0 && key[i] < keys;
+        if (good && number[i] > most[key[i]])
+            most[key[i]] = number[i];
     }
+    return finish(&a, good);
+}
+
+/* count(key i32, COUNT): how often each key occurs, added to what is there. */
+static PyObject *count(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+{
+    Arrays a;
+    if (take(&a, args, n, "iQ") < 0)
+        return NULL;
+    int32_t *key = I32(0);
+    int64_t *counts = I64(1), items = LENGTH(0), keys = LENGTH(1);
+    int good = 1;
+    for (int64_t i = 0; good && i < items; i++) {
+        good = key[i] >= 0 && key[i] < keys;
+        if (good)
+            counts[key[i]]++;
+    }
+    return finish(&a, good);
+}
+
+/* own_chains(sig i32, arity, width, inputs, BEFORE i32, LENGTH, known): of each call, how many of its signature
+   are before it on a path of such calls alone; of each signature, its longest such path. */
+static PyObject *own_chains(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+{
+    Arrays a;
+    Py_ssize_t known = 0;
+    if (take(&a, args, n, "iqqqIQ") < 0 || number(&a, args, n, 6, &known) < 0)
+        return NULL;
+    int32_t *sig = I32(0), *before = I32(4);
+    int64_t calls = LENGTH(0), *arity = I64(1), *inputs = I64(3), entries = LENGTH(3), *longest = I64(5);
+    int64_t values = 0, at = 0;
+    int good = LENGTH(4) == calls && LENGTH(1) == LENGTH(2) && LENGTH(5) == LENGTH(1);
+    int32_t *maker = makers(&a, sig, calls, I64(2), LENGTH(2), &values);
+    if (!maker)
+        return NULL;
+    for (int64_t c = 0; c < calls && good; c++) {
+        int32_t s = sig[c], own = 0;
+        int64_t end = at + arity[s];
+        good = end <= entries;
+        for (; good && at < end; at++) {
+            int64_t v = inputs[at] - known;
+            good = v >= -known && v < values && (v < 0 || maker[v] < c);
+            if (good && v >= 0 && sig[maker[v]] == s && before[maker[v]] >= own)
+                own = before[maker[v]] + 1;
+        }
+        before[c] = own;
+        if (own >= longest[s])
+            longest[s] = own + 1;
+    }
+    PyMem_Free(maker);
     return finish(&a, good);
 }
 
@@ -193,9 +354,9 @@ static PyObject *advance(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
     if (take(&a, args, n, "qqqQQ") < 0)
         return NULL;
     int64_t *run = I64(0), *offsets = I64(1), *readers = I64(2), *indegree = I64(3), *ready = I64(4);
-    int64_t calls = LENGTH(3), found = 0, room = LENGTH(4);
+    int64_t running = LENGTH(0), calls = LENGTH(3), found = 0, room = LENGTH(4);
     int good = LENGTH(1) == calls + 1;
-    for (Py_ssize_t k = 0; good && k < LENGTH(0); k++) {
+    for (int64_t k = 0; good && k < running; k++) {
         good = run[k] >= 0 && run[k] < calls;
         for (int64_t e = good ? offsets[run[k]] : 0; good && e < offsets[run[k] + 1]; e++)
             if (--indegree[readers[e]] == 0) {
@@ -215,93 +376,140 @@ static PyObject *feeding(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
     Arrays a;
     if (take(&a, args, n, "iqqqqqB") < 0)
         return NULL;
-    int32_t *sig = I32(0);
+    int32_t *sig = I32(0), *flat = NULL;
     int64_t *inputs = I64(1), *arity = I64(2), *width = I64(3), *slot = I64(4), *out = I64(5);
-    Py_ssize_t calls = LENGTH(0), entries = LENGTH(1), at = 0, values = 0;
+    int64_t calls = LENGTH(0), entries = LENGTH(1), at = 0, values = 0, room = 0;
     int64_t signatures = LENGTH(2), outs = signatures ? out[signatures] : 0;
+    uint8_t *seen = U8(6);
     int good = LENGTH(6) >= (signatures ? slot[signatures] * outs : 0);
-    int32_t *flat = NULL;
-    size_t room = 0;
-    for (Py_ssize_t c = 0; c < calls && good; c++) {
+    for (int64_t c = 0; c < calls && good; c++) {
         good = sig[c] >= 0 && sig[c] < signatures;
-        room += good ? (size_t)width[sig[c]] : 0;
+        room += good ? width[sig[c]] : 0;
     }
     if (good && !(flat = PyMem_Malloc((room + 1) * sizeof(int32_t)))) {
         release(&a);
         return PyErr_NoMemory();
     }
-    for (Py_ssize_t c = 0; c < calls && good; c++) {
+    for (int64_t c = 0; c < calls && good; c++) {
         int32_t s = sig[c];
-        good = at + arity[s] <= entries;
-        for (int64_t i = 0; good && i < arity[s]; i++, at++) {
+        int64_t reads = arity[s], makes = width[s];
+        uint8_t *pairs = seen + slot[s] * outs;
+        good = at + reads <= entries;
+        for (int64_t i = 0; good && i < reads; i++, at++, pairs += outs) {
             good = inputs[at] >= 0 && inputs[at] < values;
             if (good)
-                U8(6)[(slot[s] + i) * outs + flat[inputs[at]]] = 1;
+                pairs[flat[inputs[at]]] = 1;
         }
-        for (int64_t j = 0; j < width[s]; j++)
+        for (int64_t j = 0; j < makes; j++)
             flat[values++] = (int32_t)(out[s] + j);
     }
     PyMem_Free(flat);
     return finish(&a, good);
 }
 
-/* place(sig i32, order, first, width, first_value, first_block, block_start, ROW): the row of each value. */
+/* place(sig i32, order, first, width, first_block, block_start, ROW, known): the row of each value. */
 static PyObject *place(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
     Arrays a;
-    if (take(&a, args, n, "iqqqqqqQ") < 0)
+    Py_ssize_t known = 0;
+    if (take(&a, args, n, "iqqqqqQ") < 0 || number(&a, args, n, 7, &known) < 0)
         return NULL;
     int32_t *sig = I32(0);
-    int64_t *order = I64(1), *first = I64(2), *width = I64(3), *value = I64(4), *block = I64(5), *start = I64(6);
-    int64_t *row = I64(7), values = LENGTH(7), calls = LENGTH(0);
-    int good = 1;
-    for (Py_ssize_t k = 0; good && k < LENGTH(2) - 1; k++)
+    int64_t *order = I64(1), *first = I64(2), *width = I64(3), *block = I64(4), *start = I64(5), *row = I64(6);
+    int64_t values = LENGTH(6), calls = LENGTH(0), steps = LENGTH(2) - 1, blocks = LENGTH(5);
+    int good = steps < 1 || (first[0] >= 0 && first[steps] <= LENGTH(1) && LENGTH(4) > steps);
+    int32_t *value = running(&a, sig, calls, width, LENGTH(3), known);
+    if (!value)
+        return NULL;
+    good = good && value[calls] <= values;
+    for (int64_t k = 0; good && k < steps; k++) {
+        int64_t b = block[k], room = block[k + 1] - b;
+        good = b >= 0 && b + room <= blocks;
         for (int64_t p = first[k]; good && p < first[k + 1]; p++) {
             int64_t c = order[p];
-            good = c >= 0 && c < calls && value[c] >= 0 && value[c] + width[sig[c]] <= values;
-            for (int64_t j = 0; good && j < width[sig[c]]; j++)
-                row[value[c] + j] = start[block[k] + j] + (p - first[k]);
+            good = c >= 0 && c < calls && value[c + 1] - value[c] <= room;
+            for (int64_t v = good ? value[c] : 0, j = b; good && v < value[c + 1]; v++, j++)
+                row[v] = start[j] + (p - first[k]);
         }
+    }
+    PyMem_Free(value);
     return finish(&a, good);
 }
 
-/* read(sig i32, order, first, arity, input_offsets, inputs, first_slot, prior, size, member, ENTRIES) */
-static PyObject *read_inputs(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+/* What an input group finds: rows in a row (0), one row (1), or neither (2); the rows go to `indices`. */
+static int classify(const int64_t *entries, int64_t length, int one, const int64_t *row, int64_t *indices)
+{
+    int64_t next = 0, same = 0;
+    for (int64_t i = 0; i < length; i++)
+        indices[i] = row[entries[i]];
+    for (int64_t i = 1; i < length; i++) {
+        next += indices[i] != indices[i - 1] + 1;
+        same += indices[i] != indices[i - 1];
+    }
+    return !next ? 0 : !same && one ? 1 : 2;
+}
+
+/* gather(sig i32, order, first, arity, inputs, first_slot, prior, size, member, first_group, group_size, row,
+   ENTRIES, KIND, START, INDICES) -> how many indices: the values that each step reads, in the order of its
+   gathers, and of each gather its kind and where its rows begin. */
+static PyObject *gather(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
     Arrays a;
-    if (take(&a, args, n, "iqqqqqqqqqQ") < 0)
+    if (take(&a, args, n, "iqqqqqqqqqqqQQQQ") < 0)
         return NULL;
     int32_t *sig = I32(0);
-    int64_t *order = I64(1), *first = I64(2), *arity = I64(3), *begin = I64(4), *inputs = I64(5);
-    int64_t *first_slot = I64(6), *prior = I64(7), *size = I64(8), *member = I64(9), *entries = I64(10);
-    int64_t calls = LENGTH(0), total = LENGTH(10), base = 0;
-    int good = LENGTH(5) == total;
-    for (Py_ssize_t k = 0; good && k < LENGTH(2) - 1; k++) {
-        int64_t rows = first[k + 1] - first[k], s = -1;
+    int64_t *order = I64(1), *first = I64(2), *arity = I64(3), *inputs = I64(4), *first_slot = I64(5);
+    int64_t *prior = I64(6), *size = I64(7), *member = I64(8), *first_group = I64(9), *group_size = I64(10);
+    int64_t *row = I64(11), *entries = I64(12), *kind = I64(13), *start = I64(14), *indices = I64(15);
+    int64_t calls = LENGTH(0), steps = LENGTH(2) - 1, total = LENGTH(12), values = LENGTH(11);
+    int64_t gathers = LENGTH(13), base = 0, found = 0, at = 0;
+    int good = LENGTH(4) == total && LENGTH(15) >= total && LENGTH(14) == gathers;
+    good = good && (steps < 1 || (first[0] >= 0 && first[steps] <= LENGTH(1)));
+    int32_t *begin = running(&a, sig, calls, arity, LENGTH(3), 0);
+    if (!begin)
+        return NULL;
+    good = good && begin[calls] == total;
+    for (int64_t k = 0; good && k < steps; k++) {
+        int64_t rows = first[k + 1] - first[k], s = rows > 0 ? order[first[k]] : -1;
+        good = s >= 0 && s < calls;
+        if (!good)
+            break;
+        s = sig[s];
+        int64_t reads = arity[s], end = base + rows * reads;
+        good = end <= total;
         for (int64_t p = 0; good && p < rows; p++) {
             int64_t c = order[first[k] + p];
-            if (!(good = c >= 0 && c < calls))
-                break;
-            s = sig[c];
-            for (int64_t i = 0; good && i < arity[s]; i++) {
-                int64_t slot = first_slot[s] + i;
+            good = c >= 0 && c < calls && sig[c] == s;
+            for (int64_t i = 0; good && i < reads; i++) {
+                int64_t slot = first_slot[s] + i, value = inputs[begin[c] + i];
                 int64_t to = base + prior[slot] * rows + p * size[slot] + member[slot];
-                good = to < total;
+                good = to >= base && to < end && value >= 0 && value < values;
                 if (good)
-                    entries[to] = inputs[begin[c] + i];
+                    entries[to] = value;
             }
         }
-        base += s < 0 ? 0 : rows * arity[s];
+        for (int64_t g = first_group[s]; good && g < first_group[s + 1]; g++, at++) {
+            int64_t length = rows * group_size[g];
+            good = at < gathers && base + length <= end;
+            if (!good)
+                break;
+            kind[at] = classify(entries + base, length, group_size[g] == 1, row, indices + found);
+            start[at] = kind[at] == 2 ? found : indices[found];
+            found += kind[at] == 2 ? length : 0;
+            base += length;
+        }
     }
-    return finish(&a, good);
+    PyMem_Free(begin);
+    PyObject *none = finish(&a, good && at == gathers);
+    Py_XDECREF(none);
+    return none ? PyLong_FromLongLong(found) : NULL;
 }
 
-#define FUNCTION(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
+#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
-    FUNCTION("source_calls", source_calls), FUNCTION("longest_before", longest_before),
-    FUNCTION("longest_after", longest_after), FUNCTION("spread_back", spread_back),
-    FUNCTION("advance", advance), FUNCTION("group", group), FUNCTION("peak", peak), FUNCTION("feeding", feeding), FUNCTION("place", place),
-    FUNCTION("read_inputs", read_inputs), {NULL}};
+    FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
+    FUNCTION(group), FUNCTION(arrange), FUNCTION(peak), FUNCTION(count), FUNCTION(own_chains), FUNCTION(advance),
+    FUNCTION(feeding), FUNCTION(place), FUNCTION(gather), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};

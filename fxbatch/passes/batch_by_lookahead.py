@@ -24,17 +24,18 @@ import numpy as np
 from fxbatch.ir import CONSTANT_KINDS, Program, Schedule
 from fxbatch.passes.batch_by_agenda import add_by_signature, agenda_schedule
 from fxbatch.passes.frontier import Frontier, constant_steps, peaks, schedule_from_steps
-from fxbatch.passes.lower_bound import chain_before, chain_below, height, signature_graph
+from fxbatch.passes.lower_bound import chain_below, height, own_chains, signature_graph
+from fxbatch.passes.native import Native
 
 
 def batch_by_lookahead(program: Program) -> Schedule:
     """The lookahead schedule; 0.3 us a call for wide programs, 1 us for narrow and small ones."""
-    frontier = Frontier(program)
-    if not frontier.calls:
+    if not len(program):
         return Schedule(np.zeros(0, np.int64), np.zeros(1, np.int64), "lookahead")
-    found = _signature_by_signature(frontier)
+    found = _signature_by_signature(program)
     if found is not None:
         return found
+    frontier = Frontier(program)
     critical = _Critical(frontier)
     run = _lookahead_by_lists if frontier.narrow else _lookahead_by_arrays
     step_of_call, steps = run(frontier, critical)
@@ -45,28 +46,28 @@ def batch_by_lookahead(program: Program) -> Schedule:
     return schedule_from_steps(step_of_call, steps, "lookahead")
 
 
-def _signature_by_signature(frontier: Frontier) -> Schedule | None:
+def _signature_by_signature(program: Program) -> Schedule | None:
     """One signature after another, each in as many steps as its longest chain: the lower bound.
 
     Possible where no two signatures wait for each other in turn; None where they do.
     """
-    graph = signature_graph(frontier)
+    graph = signature_graph(program)
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     try:
         ranked = list(nx.lexicographical_topological_sort(graph))
     except nx.NetworkXUnfeasible:
         return None
-    sig, signatures = frontier.program.sig, len(frontier.program.signatures)
-    inside = np.flatnonzero(sig[frontier.source] == sig[frontier.target])
-    before = chain_before(frontier, inside)
-    length = peaks(sig, before + 1, signatures)
-    constants = np.array(
-        [s.operation.kind in CONSTANT_KINDS for s in frontier.program.signatures], dtype=bool
-    )
+    before, length = own_chains(program)
+    constants = [s.operation.kind in CONSTANT_KINDS for s in program.signatures]
     ranked = sorted(ranked, key=lambda s: not constants[s])  # constants first, else as ranked
-    first = np.zeros(signatures, dtype=np.int64)
+    first = np.zeros(len(program.signatures), dtype=np.int64)
     first[ranked] = np.cumsum(length[ranked]) - length[ranked]
-    return schedule_from_steps(first[sig] + before, int(length.sum()), "lookahead")
+    steps = int(length.sum())
+    if Native.loops is None:
+        return schedule_from_steps(first[program.sig] + before, steps, "lookahead")
+    offsets, order = np.empty(steps + 1, dtype=np.int64), np.empty(len(program), dtype=np.int64)
+    Native.loops.arrange(program.sig, before, first, offsets, order)
+    return Schedule(order, offsets, "lookahead")
 
 
 class _Critical:

@@ -20,8 +20,13 @@ from fxbatch.passes.select_calls import select_calls
 
 def eliminate_dead(program: Program) -> Program:
     """The program without dead calls; the same object when there are none."""
-    live = np.fromiter((s.operation.random for s in program.signatures), bool, len(program.signatures))
-    live = live[program.sig]
+    stays = np.fromiter((s.operation.random for s in program.signatures), bool, len(program.signatures))
+    if Native.loops is not None:
+        live = np.empty(len(program), dtype=bool)
+        columns = (program.sig, program.width, program.arity, program.inputs, program.outputs)
+        dead = Native.loops.live(*columns, stays, live, program.known)
+        return select_calls(program, live) if dead else program
+    live = stays[program.sig]
     made = program.outputs[program.outputs >= program.known]
     live[np.searchsorted(program.first_value, made, side="right") - 1] = True
     source = source_calls(program)
@@ -31,9 +36,6 @@ def eliminate_dead(program: Program) -> Program:
         return program  # every call is read by some other, so every one leads to a result
     edge = source >= 0
     source, reader = source[edge], program.reader[edge]
-    if Native.loops is not None:
-        Native.loops.spread_back(source, reader, live)
-        return select_calls(program, live)
     alive = live.tolist()
     for before, after in zip(source[::-1].tolist(), reader[::-1].tolist(), strict=True):
         if alive[after]:

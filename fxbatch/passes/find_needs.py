@@ -10,6 +10,7 @@ value that it reads may carry one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,8 +121,19 @@ def _flat_slots(program: Program) -> np.ndarray:
     return np.repeat(program.columns.first_slot[program.sig], arity) + within
 
 
+# Policies and the runtime ask this of one program; programs are immutable.
+_PAIRS: weakref.WeakKeyDictionary[Program, tuple[np.ndarray, np.ndarray]] = weakref.WeakKeyDictionary()
+
+
 def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
+    found = _PAIRS.get(program)
+    if found is None:
+        found = _PAIRS[program] = _find_pairs(program)
+    return found
+
+
+def _find_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
     slots, outs = int(program.arity.sum()), int(program.width.sum())
     if Native.loops is not None and not program.known and slots * outs <= _DENSE_LIMIT:
         seen = np.zeros(slots * outs, dtype=bool)

@@ -163,6 +163,23 @@ def source_calls(program: Program) -> np.ndarray:
     return np.where(made < 0, -1, np.append(program.call_of_value, -1)[np.maximum(made, -1)])
 
 
+# As above: how often each signature occurs.
+_COUNTS: weakref.WeakKeyDictionary[Program, np.ndarray] = weakref.WeakKeyDictionary()
+
+
+def count_signatures(program: Program) -> np.ndarray:
+    """int64 [signatures]: how many calls of each signature there are."""
+    found = _COUNTS.get(program)
+    if found is None:
+        if Native.loops is None:
+            found = np.bincount(program.sig, minlength=len(program.signatures))
+        else:
+            found = np.zeros(len(program.signatures), dtype=np.int64)
+            Native.loops.count(program.sig, found)
+        _COUNTS[program] = found
+    return found
+
+
 def stable_argsort(key: np.ndarray, bound: int) -> np.ndarray:
     """Stable argsort of small non-negative integers below `bound`; by radix where they fit 16 bits."""
     if bound <= 65536:

@@ -24,6 +24,7 @@ import numpy as np
 
 from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.passes.find_blocks import Stream
+from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.fused_operation import Wiring, fused_signature
 from fxbatch.passes.fusion_blocks import Block, Group, Match, find_matches, learn_blocks, owners
 
@@ -82,7 +83,7 @@ class Fuser:
         return found
 
     def _family(self, program: Program) -> _Family:
-        present = np.flatnonzero(np.bincount(program.sig, minlength=len(program.signatures)))
+        present = np.flatnonzero(count_signatures(program))
         members = tuple(
             program.signatures[s]
             for s in present.tolist()

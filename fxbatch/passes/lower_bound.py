@@ -15,8 +15,9 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
-from fxbatch.ir import Program
-from fxbatch.passes.frontier import Frontier, peaks, stable_argsort
+from fxbatch.ir import CONSTANT_KINDS, Program
+from fxbatch.passes.find_needs import feeding_pairs
+from fxbatch.passes.frontier import Frontier, peaks, source_calls, stable_argsort
 from fxbatch.passes.native import Native
 
 
@@ -58,7 +59,7 @@ def height(frontier: Frontier) -> np.ndarray:
 def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the signature graph, a signature: its component, its position in it, the component's size."""
     signatures = len(frontier.program.signatures)
-    graph = signature_graph(frontier)
+    graph = signature_graph(frontier.program)
     component, column, size = (np.zeros(signatures, dtype=np.int64) for _ in range(3))
     for number, part in enumerate(nx.strongly_connected_components(graph)):
         members = sorted(part)
@@ -67,29 +68,39 @@ def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return component, column, size
 
 
-def signature_graph(frontier: Frontier) -> nx.DiGraph:
-    """Which signature's calls read which other's: numbers of signatures as nodes."""
-    sig, signatures = frontier.program.sig.astype(np.int64), len(frontier.program.signatures)
-    pairs = sig[frontier.source] * signatures + sig[frontier.target]
-    pairs = np.flatnonzero(np.bincount(pairs)) if signatures <= 64 else np.unique(pairs)
+def signature_graph(program: Program) -> nx.DiGraph:
+    """Which signature's calls read which other's: numbers of signatures as nodes; constants feed nobody."""
+    signatures = program.signatures
+    slots, outs = feeding_pairs(program)
+    reader = np.repeat(np.arange(len(signatures)), program.arity)[slots]
+    source = np.repeat(np.arange(len(signatures)), program.width)[outs]
+    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in signatures], dtype=bool)
+    edges = ~constant[source]
     graph = nx.DiGraph()
-    graph.add_nodes_from(range(signatures))
-    graph.add_edges_from(zip((pairs // signatures).tolist(), (pairs % signatures).tolist(), strict=True))
+    graph.add_nodes_from(range(len(signatures)))
+    graph.add_edges_from(sorted(zip(source[edges].tolist(), reader[edges].tolist(), strict=True)))
     return graph
 
 
-def chain_before(frontier: Frontier, edges: np.ndarray) -> np.ndarray:
-    """int32 [calls]: the most calls before each one on a path along `edges` (positions, ascending)."""
-    source, target = frontier.source[edges], frontier.target[edges]
-    out = np.zeros(frontier.calls, dtype=np.int32)
+def own_chains(program: Program) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [calls]: how many calls of its signature are before each one on a path of such calls alone; int64
+    [signatures]: the calls on the longest such path."""
+    before = np.zeros(len(program), dtype=np.int32)
     if Native.loops is not None:
-        Native.loops.longest_before(source, target, out)
-        return out
-    before = out.tolist()
-    for read, reader in zip(source.tolist(), target.tolist(), strict=True):
-        if before[read] >= before[reader]:
-            before[reader] = before[read] + 1
-    return np.array(before, dtype=np.int32)
+        length = np.zeros(len(program.signatures), dtype=np.int64)
+        columns = (program.sig, program.arity, program.width, program.inputs)
+        Native.loops.own_chains(*columns, before, length, program.known)
+        return before, length
+    source = source_calls(program)
+    edges = source >= 0
+    source, target = source[edges], program.reader[edges]
+    own = program.sig[source] == program.sig[target]
+    counts = before.tolist()
+    for read, reader in zip(source[own].tolist(), target[own].tolist(), strict=True):
+        if counts[read] >= counts[reader]:
+            counts[reader] = counts[read] + 1
+    before = np.array(counts, dtype=np.int32)
+    return before, peaks(program.sig, before + 1, len(program.signatures))
 
 
 def longest_chain(frontier: Frontier, edges: np.ndarray, counted: np.ndarray) -> np.ndarray:

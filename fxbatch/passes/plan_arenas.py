@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW, Layout, Plan, Program, Schedule, Signature, offsets
+from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.native import Native
 from fxbatch.passes.reuse_rows import reuse_rows
 
@@ -87,16 +88,15 @@ def plan_arenas(
     order, first = schedule.order, schedule.offsets
     rows = np.diff(first)
     step_sig = program.sig[order[first[:-1]]].astype(np.int64)
-    position = np.arange(len(order)) - np.repeat(first[:-1], rows)
-    step_of = np.repeat(np.arange(len(rows)), rows)
-
     blocks = _lay_out_blocks(program, step_sig, rows, used)
     if reuse:
         assert used is None or not used.any(), "rows of earlier phases may be read again"
         blocks = _lay_out_again(program, schedule, blocks, rows)
-    row_of_value = _place_values(program, order, first, step_of, position, blocks, known_rows)
-    first_gather, gathers, entries = _read_inputs(program, table, schedule, step_sig, rows)
-    start, kind, indices = _classify(row_of_value[entries], gathers.offsets, gathers.size)
+    row_of_value = _place_values(program, schedule, rows, blocks, known_rows)
+    first_gather, gathers = _lay_out_gathers(table, step_sig, rows)
+    entries, start, kind, indices = _read_inputs(
+        program, table, schedule, step_sig, rows, gathers, row_of_value
+    )
     return Plan(
         arenas=program.types,
         capacity=blocks.capacity,
@@ -167,29 +167,19 @@ def _running_offsets(
 
 
 def _place_values(
-    program: Program,
-    order: np.ndarray,
-    first: np.ndarray,
-    step_of: np.ndarray,
-    position: np.ndarray,
-    blocks: _Blocks,
-    known_rows: np.ndarray | None,
+    program: Program, schedule: Schedule, rows: np.ndarray, blocks: _Blocks, known_rows: np.ndarray | None
 ) -> np.ndarray:
-    row_of_value = np.empty(program.values, dtype=np.int64)
+    row_of_value = np.empty(_values(program), dtype=np.int64)
     if known_rows is not None:
         row_of_value[: program.known] = known_rows
+    order, first = schedule.order, schedule.offsets
     if Native.loops is not None:
         Native.loops.place(
-            program.sig,
-            order,
-            first,
-            program.width,
-            program.first_value,
-            blocks.first,
-            blocks.start,
-            row_of_value,
+            program.sig, order, first, program.width, blocks.first, blocks.start, row_of_value, program.known
         )
         return row_of_value
+    position = np.arange(len(order)) - np.repeat(first[:-1], rows)
+    step_of = np.repeat(np.arange(len(rows)), rows)
     width = program.width[program.sig[order]]
     if len(width) and int(width.min()) == int(width.max()) == 1:
         row_of_value[program.first_value[order]] = blocks.start[blocks.first[step_of]] + position
@@ -208,24 +198,42 @@ class _Gathers:
     offsets: np.ndarray  # entries
 
 
+def _values(program: Program) -> int:
+    """How many values there are, without numbering them call by call."""
+    return program.known + int(count_signatures(program) @ program.width)
+
+
+def _lay_out_gathers(table: SlotTable, step_sig: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, _Gathers]:
+    groups = np.diff(table.first_group)[step_sig]
+    first_gather = offsets(groups)
+    within = np.arange(first_gather[-1]) - np.repeat(first_gather[:-1], groups)
+    group = np.repeat(table.first_group[step_sig], groups) + within
+    size = table.group_size[group]
+    return first_gather, _Gathers(table.group_type[group], size, offsets(size * np.repeat(rows, groups)))
+
+
 def _read_inputs(
     program: Program,
     table: SlotTable,
     schedule: Schedule,
     step_sig: np.ndarray,
     rows: np.ndarray,
-) -> tuple[np.ndarray, _Gathers, np.ndarray]:
-    entries = _entries(program, table, schedule, step_sig, rows)
-    groups = np.diff(table.first_group)[step_sig]
-    first_gather = offsets(groups)
-    within = np.arange(first_gather[-1]) - np.repeat(first_gather[:-1], groups)
-    group = np.repeat(table.first_group[step_sig], groups) + within
-    size = table.group_size[group]
-    return (
-        first_gather,
-        _Gathers(table.group_type[group], size, offsets(size * np.repeat(rows, groups))),
-        entries,
-    )
+    gathers: _Gathers,
+    row_of_value: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The values that each step reads, in the order of its gathers; per gather start and kind; the indices."""
+    if Native.loops is None:
+        entries = _entries(program, table, schedule, step_sig, rows)
+        return entries, *_classify(row_of_value[entries], gathers.offsets, gathers.size)
+    entries, indices = (np.empty(len(program.inputs), dtype=np.int64) for _ in range(2))
+    kind, start = (np.empty(len(gathers.size), dtype=np.int64) for _ in range(2))
+    indexed = Native.loops.gather(
+        program.sig, schedule.order, schedule.offsets, program.arity, program.inputs,
+        table.first_slot, table.prior, table.size, table.member, table.first_group, table.group_size,
+        row_of_value, entries, kind, start, indices,
+    )  # fmt: skip
+    indices.resize(indexed, refcheck=False)
+    return entries, start, kind, indices
 
 
 def _entries(
@@ -234,12 +242,6 @@ def _entries(
     """The values that each step reads, in the order of its gathers."""
     order, first = schedule.order, schedule.offsets
     entries = np.empty(len(program.inputs), dtype=np.int64)
-    if Native.loops is not None:
-        Native.loops.read_inputs(
-            program.sig, order, first, program.arity, program.input_offsets, program.inputs,
-            table.first_slot, table.prior, table.size, table.member, entries,
-        )  # fmt: skip
-        return entries
     position = np.arange(len(order)) - np.repeat(first[:-1], rows)
     step_of = np.repeat(np.arange(len(rows)), rows)
     arity = program.arity[program.sig[order]]

@@ -19,6 +19,7 @@ from fxbatch.ir import Program, Schedule, Signature
 from fxbatch.passes.batch_by_agenda import batch_by_agenda
 from fxbatch.passes.batch_by_depth import batch_by_depth
 from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
+from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.steps_in_order import steps_in_order
 
 Policy = Callable[[Program], Schedule]
@@ -82,5 +83,5 @@ class BestPolicy:
 
 def family(program: Program) -> tuple[Signature, ...]:
     """The signatures that occur in the program, in an order that does not depend on its numbering."""
-    present = np.flatnonzero(np.bincount(program.sig, minlength=len(program.signatures)))
+    present = np.flatnonzero(count_signatures(program))
     return tuple(sorted((program.signatures[s] for s in present.tolist()), key=id))

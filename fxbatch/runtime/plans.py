@@ -6,6 +6,7 @@ whole. Bounded; hits and misses are counted.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -29,14 +30,21 @@ class PlanKey:
 
     @staticmethod
     def of(program: Program, policy: str) -> PlanKey:
-        return PlanKey(
-            program.signatures,
-            program.sig.tobytes(),
-            program.inputs.tobytes(),
-            program.outputs.tobytes(),
-            program.known,
-            policy,
-        )
+        """The key; made once a program and policy, since schedule and plan ask for the same."""
+        found = _KEYS.get(program)
+        if found is None or found.policy != policy:
+            found = _KEYS[program] = PlanKey(
+                program.signatures,
+                program.sig.tobytes(),
+                program.inputs.tobytes(),
+                program.outputs.tobytes(),
+                program.known,
+                policy,
+            )
+        return found
+
+
+_KEYS: weakref.WeakKeyDictionary[Program, PlanKey] = weakref.WeakKeyDictionary()
 
 
 class ContentCache(Generic[T]):

@@ -346,10 +346,12 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
     sizes = np.array([t.values for t in traces], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes + recorder.base
     calls = np.array([len(t.sig) for t in traces], dtype=np.int64)
-    recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
-    recorder.inputs = np.concatenate(  # columns all the same
-        [t.inputs for t in traces]
-    ) + np.repeat(starts, [len(t.inputs) for t in traces])
+    if all(mapping is ids[0] for mapping in ids):  # all traces have the same signatures
+        recorder.sigs = ids[0].take(np.concatenate([t.sig for t in traces]))
+    else:
+        recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
+    recorder.inputs = np.concatenate([t.inputs for t in traces])
+    recorder.inputs += np.repeat(starts, [len(t.inputs) for t in traces])
     recorder.starts = (np.cumsum(calls) - calls).tolist()
     recorder.runs = list(range(len(traces)))
     recorder.count = recorder.base + int(sizes.sum())
