@@ -74,6 +74,7 @@ def check_graphs(
                     raise error
         else:
             _check_large(graphs, needs, shared_needs, shared)
+            _check_integers(graphs, needs, shared_needs, shared)
             return True
     return False
 
@@ -103,6 +104,30 @@ def _check_large(
             raise NotBatchable("large numbers overflow where they don't in eager")
 
 
+def _check_integers(
+    graphs: OperationGraphs,
+    needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> None:
+    """Negative and larger integers may mean something else (labels end at -1) or be an error."""
+    kinds = graphs.signature.inputs
+    if all(kind.differentiable or kind.dtype is torch.bool for kind in kinds):
+        return
+    for low, high in ((-1, 2), (0, 4)):
+        gen = torch.Generator().manual_seed(high)
+        inputs = [_normal(kind, 3, gen) for kind in kinds]
+        for i, kind in enumerate(kinds):
+            if not kind.differentiable and kind.dtype is not torch.bool:
+                drawn = torch.randint(low, high, (3, *kind.shape), generator=gen)
+                inputs[i] = drawn.to(kind.device, kind.dtype)
+        try:
+            reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, 3)
+        except (RuntimeError, ValueError, IndexError, ArithmeticError):
+            continue  # not in this operation's domain
+        _compare(run_graphs(graphs, inputs, shared, reference[3], 3), reference, graphs)
+
+
 Reference = tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None], Rows]
 
 
@@ -124,10 +149,21 @@ def by_rows(
         for x, need in zip(shared, shared_needs, strict=True)
     ]
     with entered_modes(signature.modes, devices_of(signature)):
-        results = [signature.run([x[i] for x in rows], weights) for i in range(n)]
+        # copies, here and of gradients: as_strided counts from the start of memory
+        results = [signature.run([x[i].clone() for x in rows], weights) for i in range(n)]
     outputs = [torch.stack(column) for column in zip(*results, strict=True)]
+    for i, (x, kind) in enumerate(zip(outputs, signature.outputs, strict=True)):
+        if tuple(x.shape[1:]) != tuple(kind.shape):
+            raise NotBatchable(
+                f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
+            )
     given = [_normal(kind, n, gen) for kind in signature.outputs] if given is None else given
-    pairs = [(o, g) for o, g in zip(outputs, given, strict=True) if o.requires_grad]
+    pairs = [
+        (o, g[i].clone())
+        for i, row in enumerate(results)
+        for o, g in zip(row, given, strict=True)
+        if o.requires_grad
+    ]
     wanted = [x for x in (*rows, *weights) if x.requires_grad]
     grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
     if pairs and wanted:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxbatch.codegen.decompose_memory import MEMORY
+from fxbatch.codegen.decompose_random import RANDOM_FILLS
 from fxbatch.codegen.decompose_segments import embedding_bag, segment_reduce
 from fxbatch.torch_private import decompositions_without_vmap_rule
 
@@ -84,14 +86,17 @@ def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> T
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """`x[mask] = number` chooses; any other index is left to vmap."""
+    """`x[:, mask] = value` chooses, where each chosen place gets the same; any other index is left to vmap."""
     masks = [(dim, mask) for dim, mask in enumerate(indices) if mask is not None]
-    one_mask = len(masks) == 1 and masks[0][1].dtype is torch.bool and values.numel() == 1
-    if not one_mask or accumulate:
+    if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
         return NotImplemented
     dim, mask = masks[0]
-    sizes = [1] * dim + list(mask.shape) + [1] * (x.dim() - dim - mask.dim())
-    return torch.where(mask.reshape(sizes), values.reshape(()).to(x.dtype), x)
+    rest = x.dim() - dim - mask.dim()  # x is [*dim, *mask, *rest], the chosen [*dim, how many, *rest]
+    wide = values.reshape(*[1] * (dim + 1 + rest - values.dim()), *values.shape)
+    if wide.dim() != dim + 1 + rest or wide.shape[dim] != 1:
+        return NotImplemented
+    value = wide.reshape(*wide.shape[:dim], *[1] * mask.dim(), *wide.shape[dim + 1 :]).to(x.dtype)
+    return torch.where(mask.reshape(*mask.shape, *[1] * rest), x + value if accumulate else value, x)
 
 
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -172,7 +177,7 @@ def pdist(x: Tensor, p: float = 2) -> Tensor:
 
 
 def permute_copy(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return x.permute(*dims).clone()
+    return x.permute(tuple(dims)).clone()
 
 
 def linalg_lu(x: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,8 +186,45 @@ def linalg_lu(x: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor, Tensor]
     return p, lower, upper
 
 
+def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """Of integers: vmap's rule makes them floating-point numbers; eager cuts the factors to integers."""
+    if x.is_floating_point() or x.is_complex():
+        return NotImplemented
+    product = torch.bmm(a, b).sum(0, dtype=x.dtype) * int(alpha)
+    return product if not int(beta) else x * int(beta) + product
+
+
+def searchsorted_number(
+    rows: Tensor, number: float, *, sorter: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    common = torch.result_type(rows, number)
+    sought = torch.full((), number, dtype=common, device=rows.device)
+    return torch.searchsorted(rows.to(common), sought, sorter=sorter, **kwargs)
+
+
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Labels end at the first negative one. (PyTorch's decomposition adds the hinges of what comes after it.)"""
+    scores, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = scores.shape[1]
+    at = torch.arange(classes, device=x.device)
+    valid = at < torch.where(labels < 0, at, classes).amin(-1, keepdim=True)
+    safe = torch.where(valid, labels, 0)
+    is_target = (valid[..., None] & (safe[..., None] == at)).any(-2)
+    hinges = torch.relu(
+        1 - scores.gather(-1, safe)[..., None] + scores[..., None, :]
+    )  # [rows, labels, classes]
+    losses = torch.where(valid[..., None] & ~is_target[..., None, :], hinges, 0).sum((-2, -1)) / classes
+    whole = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+    return whole, is_target.to(x.dtype).reshape(target.shape)
+
+
 def rrelu_with_noise(
-    x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, generator: Any = None
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
 ) -> tuple[Tensor, Tensor]:
     if not training:
         return torch.where(x <= 0, x * ((lower + upper) / 2), x), noise
@@ -213,9 +255,14 @@ DECOMPOSITIONS: Decompositions = {
     aten.linalg_lu.default: linalg_lu,
     aten.rrelu_with_noise_functional.default: rrelu_with_noise,
     aten.index_put.default: index_put,
+    aten.addbmm.default: addbmm,
+    aten.searchsorted.Scalar: searchsorted_number,
+    aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
     aten.segment_reduce.default: segment_reduce,
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
+    **RANDOM_FILLS,
+    **MEMORY,
 }
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_START = {"sum": 0.0, "mean": float("nan"), "prod": 1.0, "max": -float("inf"), "min": float("inf")}
-_WORDS = {"max": "amax", "min": "amin"}
+_START = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -float("inf"), "min": float("inf")}
+_WORDS = {"max": "amax", "min": "amin", "mean": "sum"}
 
 
 def segment_reduce(
@@ -25,29 +25,43 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Tensor:
-    """Segments along the first dimension; where lengths don't add up, no error tells (as with `unsafe`)."""
-    if axis != 0 or (reduce == "mean" and initial is not None):
-        raise NotImplementedError("segment_reduce along another axis, or a mean with an initial value")
+    """Segments along a dimension, others for each index of the dimensions before it: [*lead, segments, ...].
+
+    Eager compares lengths with the data, and tells where they differ, unless `unsafe`; a batch doesn't look.
+    """
+    if offsets is None and not unsafe:
+        raise NotImplementedError("segment_reduce looks at its lengths: give offsets, or unsafe=True")
     if offsets is None:
         assert lengths is not None, "segment_reduce needs lengths or offsets"
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        offsets = torch.cat([lengths.new_zeros((*lengths.shape[:-1], 1)), lengths.cumsum(-1)], -1)
+    axis %= data.dim()
+    lead, rest, count = data.shape[:axis], data.shape[axis + 1 :], offsets.shape[-1] - 1
+    segments = segment_of(data.shape[axis], offsets)
     start = _START[reduce] if initial is None else initial
-    return reduce_segments(data, segment_of(len(data), offsets), len(offsets) - 1, reduce, start)
+    found = reduce_segments(data.reshape(-1, *rest), segments, count, reduce, start)
+    found = found.reshape(*lead, count, *rest)
+    if reduce != "mean":
+        return found
+    sizes = offsets.diff(dim=-1).reshape(*lead, count, *[1] * len(rest))
+    empty = float("nan") if initial is None else start
+    return torch.where(sizes > 0, found / sizes.clamp_min(1), empty).to(data.dtype)
 
 
 def segment_of(rows: int, offsets: Tensor) -> Tensor:
-    """i64 [rows]: which segment each row lies in; -1 before the first offset, the last one after the end."""
+    """i64 [*lead, rows]: which segment each row lies in; -1 before the first offset, the last one after the end."""
     at = torch.arange(rows, device=offsets.device)
-    return (at[:, None] >= offsets[None, :]).sum(1) - 1
+    return (at[:, None] >= offsets[..., None, :]).sum(-1) - 1
 
 
 def reduce_segments(data: Tensor, segments: Tensor, count: int, reduce: str, start: float) -> Tensor:
-    """[count, ...]: rows of `data` reduced by segment; rows of segments -1 and `count` are left out."""
-    first = torch.full((count + 2, *data.shape[1:]), start, dtype=data.dtype, device=data.device)
-    places = (segments + 1).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
-    word = _WORDS.get(reduce, reduce)
-    whole = first.scatter_reduce(0, places, data, word, include_self=reduce != "mean")
-    return whole[1 : count + 1]
+    """[lead * count, ...]: rows of `data` [lead * rows, ...] reduced by their segments [*lead, rows]; those of
+    segments -1 and `count` are left out. A mean is a sum here."""
+    lead, rest = segments.shape[:-1].numel(), data.shape[1:]
+    first = torch.full((lead * (count + 2), *rest), start, dtype=data.dtype, device=data.device)
+    blocks = torch.arange(lead, device=data.device)[:, None] * (count + 2)
+    places = (segments.reshape(lead, -1) + 1 + blocks).reshape(-1, *[1] * len(rest)).expand(data.shape)
+    whole = first.scatter_reduce(0, places, data, _WORDS.get(reduce, reduce), include_self=True)
+    return whole.reshape(lead, count + 2, *rest)[:, 1 : count + 1].reshape(lead * count, *rest)
 
 
 def embedding_bag(

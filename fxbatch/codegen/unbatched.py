@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxbatch.codegen.trace_body import devices_of, entered_modes
+from fxbatch.errors import TraceError
 from fxbatch.ir import Layout, Signature
 
 Tensors = list[torch.Tensor]
@@ -98,7 +99,18 @@ class UnbatchedKernel:
     def _stack(self, tape: Tape) -> Tensors:
         if not tape.outputs:
             return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in self.signature.outputs]
+        self._check_types(tape)
         return [torch.stack([x.detach() for x in column]) for column in zip(*tape.outputs, strict=True)]
+
+    def _check_types(self, tape: Tape) -> None:
+        """What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives."""
+        for outputs in tape.outputs:
+            for i, (x, kind) in enumerate(zip(outputs, self.signature.outputs, strict=True)):
+                if tuple(x.shape) != tuple(kind.shape) or x.dtype != kind.dtype:
+                    raise TraceError(
+                        f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but PyTorch foretold "
+                        f"{kind.dtype}{list(kind.shape)} (on fake tensors): call it on real tensors, outside"
+                    )
 
     def backward(
         self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None]

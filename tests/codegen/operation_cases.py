@@ -155,13 +155,13 @@ def reference(
     signature = graphs.signature
     leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in rows]
     weights = [x.detach().clone().requires_grad_(x.requires_grad) for x in shared]
-    outputs = [signature.run([x[i] for x in leaves], weights) for i in range(n)]
+    outputs = [signature.run([x[i].clone() for x in leaves], weights) for i in range(n)]
     ends, starts = [], []
     for i, row in enumerate(outputs):
         for out, grad in zip(row, grads, strict=True):
             if out.requires_grad:
                 ends.append(out)
-                starts.append(grad[i])
+                starts.append(grad[i].clone())
     wanted = [x for x in (*leaves, *weights) if x.requires_grad]
     found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
     got = [next(found, None) if x.requires_grad else None for x in (*leaves, *weights)]

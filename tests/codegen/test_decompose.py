@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -82,6 +83,35 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
         lambda x, e: torch.segment_reduce(x, "mean", lengths=e, unsafe=True),
         [D(5, 4), IDX([2, 3])],
     ),
+    "segments of rows": (
+        lambda x, e: torch.segment_reduce(x, "mean", offsets=e, axis=1, initial=2.0),
+        [D(2, 5, 3), IDX([[0, 2, 5], [0, 0, 5]])],
+    ),
+    "largest of segments of rows": (
+        lambda x, e: torch.segment_reduce(x, "max", lengths=e, axis=1, unsafe=True),
+        [D(2, 5, 3), IDX([[2, 3], [1, 4]])],
+    ),
+    "strided": (lambda x: x.as_strided((2, 3), (1, 2), 1) * 2, [D(3, 4)]),
+    "strided, overlapping": (lambda x: torch.as_strided_copy(x, (2, 2), (1, 1)), [D(5)]),
+    "strided, written": (
+        # detached: PyTorch's own gradient of what is written over is wrong
+        lambda x, y: torch.as_strided_scatter(x.detach(), y, (2, 2), (4, 1), 1),
+        [D(3, 4), D(2, 2)],
+    ),
+    "channels last": (lambda x: x.to(memory_format=torch.channels_last).sin(), [D(1, 2, 3, 4)]),
+    "rolled, flat": (lambda x: torch.roll(x, 2), [D(3, 4)]),
+    "rolled, scalar": (lambda x: torch.roll(x, 2), [D()]),
+    "block diagonal": (torch.block_diag, [D(2, 3), D(4), D()]),
+    "masked values": (lambda x, m, y: x.index_put((m,), y), [D(3, 4), IDX([True, False, True]), D(4)]),
+    "masked values, added": (
+        lambda x, m, y: x.index_put((m,), y, accumulate=True),
+        [D(3, 4), IDX([True, False, True]), D(1, 4)],
+    ),
+    "addbmm of integers": (
+        lambda x, y: x * torch.addbmm(y, y[None], y[None], beta=2.6, alpha=3).sum(),
+        [D(2, 2), IDX([[1, 2], [3, 4]])],
+    ),
+    "place of a number": (lambda x, y: torch.searchsorted(x.sort().values.detach(), 0.1) * y, [D(5), D()]),
     "write a row": (_write_row, [D(3, 4), D(4)]),
     "write rows": (_write_rows, [D(5, 4), IDX([1, 0, 3]), D(3, 4)]),
     "write slices": (_write_slices, [D(5, 4), D(2, 4)]),
@@ -106,6 +136,15 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
     ),
     "nll": (lambda x, t: F.nll_loss(x.log_softmax(-1), t), [D(5), IDX(1)]),
     "log probability": (lambda x, t: x.log_softmax(-1)[t], [D(5), IDX(1)]),
+    "margins of labels": (F.multilabel_margin_loss, [D(4), IDX([2, 0, -1, 1])]),
+    "margins of labels, rows": (
+        lambda x, t: F.multilabel_margin_loss(x, t, reduction="none"),
+        [D(2, 4), IDX([[2, 0, 3, 1], [-1, 0, 0, 0]])],
+    ),
+    "margins of one label": (
+        lambda x, t: F.multi_margin_loss(x, t, p=2, weight=torch.ones(4, dtype=x.dtype)),
+        [D(2, 4), IDX([3, 1])],
+    ),
     "mse": (F.mse_loss, [D(5), D(5)]),
     "kl": (lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="sum"), [D(5), D(5)]),
     "softsign of a scalar": (F.softsign, [D()]),
@@ -144,6 +183,34 @@ def test_ill_conditioned_numbers_still_batch() -> None:
 def test_rectified_at_random_is_random() -> None:
     graphs, _ = build(nn.RReLU(), [torch.randn(4)])
     assert not isinstance(graphs, Unbatched) and graphs.random
+
+
+# Random fills: the argument list of the method, and which part of the numbers lies below 1.5.
+FILLS: dict[str, tuple[tuple[float, ...], float]] = {
+    "uniform_": ((1.0, 3.0), 0.25),
+    "normal_": ((1.5, 0.1), 0.5),
+    "log_normal_": ((math.log(1.5), 0.3), 0.5),
+    "exponential_": ((2.0,), 1 - math.exp(-3)),
+    "cauchy_": ((1.5, 2.0), 0.5),
+    "geometric_": ((0.3,), 0.3),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_random_fills_are_drawn_anew_for_each_row(name: str) -> None:
+    args, below = FILLS[name]
+    graphs, _ = build(lambda x: getattr(x.clone(), name)(*args) + 0 * x, [torch.randn(4000)])
+    assert not isinstance(graphs, Unbatched) and graphs.random
+    rows = graphs.forward(3, torch.zeros(3, 4000))[0]
+    assert rows.shape == (3, 4000) and not torch.equal(rows[0], rows[1]) and rows.isfinite().all()
+    for row in (rows[0], torch.zeros(4000).__getattribute__(name)(*args)):
+        assert abs((row < 1.5).double().mean().item() - below) < 0.05  # six standard deviations
+
+
+def test_lengths_that_eager_looks_at_are_not_batched() -> None:
+    """Where they don't add up eager raises; a batch couldn't."""
+    graphs, _ = build(lambda x, e: torch.segment_reduce(x, "sum", lengths=e), [D(5, 4), IDX([2, 3])])
+    assert isinstance(graphs, Unbatched) and "looks at its lengths" in graphs.reason
 
 
 @pytest.mark.parametrize(

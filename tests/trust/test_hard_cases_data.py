@@ -332,6 +332,31 @@ def test_many_distinct_signatures() -> None:
     assert len(engine.operations) <= 64
 
 
+def test_shapes_that_pytorch_foretells_wrongly_are_an_error() -> None:
+    """On fake tensors the losses of one row are [1], on real ones []; a result of the other shape is never given."""
+    target = torch.tensor([2, -1, -1, -1])
+
+    def forward(self: Any, x: Any) -> Any:
+        return F.multilabel_margin_loss(self.a(x), target, reduction="none")
+
+    with pytest.raises(fxbatch.TraceError, match=r"multilabel_margin_loss: output 0 is .*\[\], but .*\[1\]"):
+        model(forward, linear())(vectors(4, 4))
+    assert_equal(lambda self, x: F.multilabel_margin_loss(self.a(x), target), vectors(4, 4), linear())
+
+
+def test_lengths_that_do_not_add_up_are_an_error() -> None:
+    def forward(self: Any, sample: Any) -> Any:
+        x, lengths = sample
+        return torch.segment_reduce(self.a(x), "sum", lengths=lengths)
+
+    good = [(torch.randn(5, 4), torch.tensor(n)) for n in ([2, 3], [0, 5])]
+    made = assert_equal(forward, good, linear())
+    bad = [*good, (torch.randn(5, 4), torch.tensor([2, 2]))]
+    with pytest.raises(RuntimeError, match="Expected all rows of lengths along axis to sum"):
+        made(bad)
+    check_equal(made, good)
+
+
 def test_mixed_random_minibatches() -> None:
     """Every hard thing at once, sixty times: other structures, other lengths, other constants."""
     rng = random.Random(3)
