@@ -56,6 +56,7 @@ class Memory:
     opens: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # concatenations begun before a node
     returned: list[int] = field(default_factory=list)  # results that can't be written to given memory
     direct: dict[int, fx.Node] = field(default_factory=dict)  # result -> node written straight into it
+    fresh: dict[int, None] = field(default_factory=dict)  # results that are a call's own new tensor
     hoisted: dict[fx.Node, None] = field(default_factory=dict)  # computed once a run, see `find_hoisted`
 
     def base(self, node: fx.Node) -> fx.Node:
@@ -101,7 +102,20 @@ def assign_memory(graph: fx.Graph) -> Memory:
     _place_outputs(memory)
     _place_pieces(graph, memory)
     _place_slots(graph, memory)
+    memory.fresh = {i: None for i, x in enumerate(outputs) if i not in memory.returned and _is_new(x, memory)}
     return memory
+
+
+def _is_new(node: fx.Node, memory: Memory) -> bool:
+    """Whether a result is a call's own new tensor, which can be handed out where no memory is given."""
+    if node in memory.place or node in memory.views or node in memory.hoisted:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload) or memory.outputs.count(node) > 1:
+        return False
+    return (
+        all(r.alias_info is None for r in node.target._schema.returns)
+        and node.target is not aten.reshape.default
+    )
 
 
 def find_hoisted(graph: fx.Graph) -> dict[fx.Node, None]:

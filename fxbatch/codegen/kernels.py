@@ -144,7 +144,7 @@ class _Emitter:
         self.body.append("")  # the line that fetches ready-made views goes here
         self.fetch = len(self.body) - 1
         for i, node in enumerate(outputs):
-            if i in self.memory.returned:
+            if i in self.memory.returned or i in self.memory.fresh:
                 continue
             kind = node.meta["values"][0]
             sizes = self._sizes(node)
@@ -309,7 +309,11 @@ class _Emitter:
                 results.append(self.names[node])
                 continue
             results.append(f"o{i}")
-            if not self.memory.written_in_place(i):
+            if i in self.memory.fresh:
+                name = self.names[node]
+                self.body.append(f"o{i} = {name} if o{i} is None else o{i}.copy_({name})")
+                self.launches += 1
+            elif not self.memory.written_in_place(i):
                 self.body.append(f"o{i}.copy_({self.names[node]})")
                 self.launches += 1
         self.body.append(f"return [{', '.join(results)}]")

@@ -7,10 +7,12 @@ from torch import fx
 from fxbatch.codegen.clean import clean
 from fxbatch.codegen.rewrite_gates import rewrite_gates
 from fxbatch.codegen.rewrite_linear import rewrite_linear
+from fxbatch.codegen.rewrite_lookups import rewrite_lookups
 from fxbatch.codegen.rewrite_products import rewrite_products
 from fxbatch.codegen.rewrite_slices import rewrite_slices
 
 REWRITES = (
+    rewrite_lookups,  # selections of rows can be written into given memory
     rewrite_linear,  # products and biases become addmm, before anything looks at additions
     rewrite_slices,  # gradients of slices side by side, so that the next pass sees neighbours
     rewrite_gates,  # one kernel for neighbouring gates

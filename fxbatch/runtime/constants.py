@@ -11,6 +11,12 @@ import torch
 from fxbatch.ir import Signature
 from fxbatch.runtime.devices import move
 
+# Tensors without dimensions are read one by one in half the time that stacking them takes.
+_NUMBERS = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64,
+    torch.bool: np.bool_,
+}  # fmt: skip
+
 
 def fill_constants(
     out: torch.Tensor,
@@ -29,5 +35,7 @@ def fill_constants(
         out.copy_(move(torch.tensor(items, dtype=out.dtype), out.device))
     elif len(items) == 1:
         out[0].copy_(items[0])
+    elif out.dim() == 1 and out.device.type == "cpu" and out.dtype in _NUMBERS:
+        out.copy_(torch.from_numpy(np.array(list(map(torch.Tensor.item, items)), dtype=_NUMBERS[out.dtype])))
     else:
         torch.stack(list(items), out=out)
