@@ -37,6 +37,10 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 # Checked against 2.11.0 and 2.13.0: what torch.func.functional_call does around the call.
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
+# Checked against 2.11.0 and 2.13.0: what torch's Python functions call when they meet a subclass of Tensor.
+from torch.overrides import _is_torch_function_mode_enabled as function_modes_enabled
+from torch.overrides import handle_torch_function
+
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,6 +260,8 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "any_autocast",
+    "function_modes_enabled",
+    "handle_torch_function",
     "module_call",
     "reparametrized",
     "set_grad_enabled",

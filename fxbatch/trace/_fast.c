@@ -138,10 +138,29 @@ typedef struct {
     int32_t mode, n, types[MAX_INPUTS];
 } Call;
 
+#define MAX_TOKENS 64
+#define MAX_PATTERNS 4096
+
+/* A part of a function's arguments: what must be this very object, and a number that goes with it: the type id
+   of a Value, an int, the bits of a float, the length of a list. */
+typedef struct {
+    PyObject *object;
+    int64_t number;
+} Token;
+
+typedef struct {
+    PyObject *func, *entry; /* func NULL: a free place */
+    uint64_t hash;
+    int32_t mode, n;
+    Token *tokens; /* ours, with a reference to each object */
+} Pattern;
+
 typedef struct {
     PyObject_HEAD
     Call *calls;
     Py_ssize_t used, room; /* room: a power of two, or 0 */
+    Pattern *patterns;
+    Py_ssize_t pattern_used, pattern_room;
 } KnownCalls;
 
 static Call *known_place(Call *calls, Py_ssize_t room, const Call *wanted)
@@ -232,9 +251,26 @@ static PyObject *known_find(PyObject *self, PyObject *args)
     return Py_NewRef(entry ? entry : Py_None);
 }
 
+static void pattern_free(Pattern *p)
+{
+    for (int32_t i = 0; i < p->n; i++)
+        Py_DECREF(p->tokens[i].object);
+    PyMem_Free(p->tokens);
+    Py_XDECREF(p->func);
+    Py_XDECREF(p->entry);
+}
+
 static int known_drop(PyObject *self)
 {
     KnownCalls *k = (KnownCalls *)self;
+    Pattern *patterns = k->patterns;
+    Py_ssize_t pattern_room = k->pattern_room;
+    k->patterns = NULL;
+    k->pattern_used = k->pattern_room = 0;
+    for (Py_ssize_t i = 0; i < pattern_room; i++)
+        if (patterns[i].func)
+            pattern_free(&patterns[i]);
+    PyMem_Free(patterns);
     Call *calls = k->calls;
     Py_ssize_t room = k->room;
     k->calls = NULL;
@@ -259,6 +295,13 @@ static int known_traverse(PyObject *self, visitproc visit, void *arg)
     for (Py_ssize_t i = 0; i < k->room; i++) {
         Py_VISIT(k->calls[i].owner);
         Py_VISIT(k->calls[i].entry);
+    }
+    for (Py_ssize_t i = 0; i < k->pattern_room; i++) {
+        Pattern *p = &k->patterns[i];
+        Py_VISIT(p->func);
+        Py_VISIT(p->entry);
+        for (int32_t j = 0; p->func && j < p->n; j++)
+            Py_VISIT(p->tokens[j].object);
     }
     return 0;
 }
@@ -292,13 +335,14 @@ static PyTypeObject KnownCallsType = {
 static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
     Py_ssize_t sid, types, alone, row;                                  /* of an Entry */
-    Py_ssize_t sigs, inputs, count, known, mode, grad, autocast;        /* of the recorder */
+    Py_ssize_t sigs, inputs, count, known, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
 } at;
-static PyTypeObject *Value, *Tensor, *Recorder;
+static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *strided;
-static PyObject *grad_enabled, *autocast_enabled;
-static PyObject *s_shape, *s_dtype, *s_device, *s_layout, *s_version;
+static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
+static PyObject *slow_torch_function, *slow_handle;
+static PyObject *s_shape, *s_dtype, *s_device, *s_layout, *s_version, *s_base;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -526,6 +570,260 @@ static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const
     return result;
 }
 
+/* --- Functions: calls of torch functions, by all of their arguments ------------------------------------------ */
+
+typedef struct {
+    Token tokens[MAX_TOKENS]; /* borrowed */
+    int64_t ids[MAX_TOKENS];
+    int n, inputs;
+} Arguments;
+
+static int token(Arguments *a, PyObject *object, int64_t number)
+{
+    if (a->n == MAX_TOKENS)
+        return 0;
+    a->tokens[a->n++] = (Token){object, number};
+    return 1;
+}
+
+static int token_value(Arguments *a, PyObject *v)
+{
+    a->ids[a->inputs++] = PyLong_AsLongLong(SLOT(v, at.value));
+    return token(a, (PyObject *)Value, PyLong_AsLong(SLOT(v, at.type)));
+}
+
+/* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
+static int perhaps_shared_view(PyObject *recorder, PyObject *t)
+{
+    PyObject *base = PyObject_GetAttr(t, s_base);
+    if (!base)
+        return -1;
+    int found = base != Py_None;
+    PyObject *owners = SLOT(recorder, at.owners);
+    if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
+        PyObject *key = PyLong_FromVoidPtr(base);
+        found = key ? PyDict_Contains(owners, key) : -1;
+        Py_XDECREF(key);
+    }
+    Py_DECREF(base);
+    return found;
+}
+
+/* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
+static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
+{
+    PyTypeObject *type = Py_TYPE(x);
+    if (a->n == MAX_TOKENS || a->inputs == MAX_TOKENS)
+        return 0;
+    if (type == Value)
+        return SLOT(x, at.recorder) == recorder && token_value(a, x);
+    if (x == Py_None || type == &PyBool_Type || type == Parameter || type == Dtype || type == &PyUnicode_Type)
+        return token(a, x, 0);
+    if (type == &PyLong_Type) {
+        int overflow;
+        int64_t number = PyLong_AsLongLongAndOverflow(x, &overflow);
+        return !overflow && token(a, (PyObject *)type, number);
+    }
+    if (type == &PyFloat_Type) {
+        double number = PyFloat_AS_DOUBLE(x);
+        int64_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        return number == number && token(a, (PyObject *)type, bits);
+    }
+    if (type == Tensor) {
+        PyObject *key = PyLong_FromVoidPtr(x);
+        int met = key ? PyDict_Contains(SLOT(recorder, at.constants), key) : -1;
+        Py_XDECREF(key);
+        int shared = met == 0 ? perhaps_shared_view(recorder, x) : 0;
+        PyObject *v = met < 0 || shared ? NULL : constant_of(recorder, x);
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
+    }
+    if ((type == &PyTuple_Type || type == &PyList_Type) && depth < 3) {
+        int known = token(a, (PyObject *)type, PySequence_Fast_GET_SIZE(x));
+        for (Py_ssize_t i = 0; known > 0 && i < PySequence_Fast_GET_SIZE(x); i++)
+            known = tokenise(a, recorder, PySequence_Fast_GET_ITEM(x, i), depth + 1);
+        return known;
+    }
+    return 0;
+}
+
+/* All arguments: `names` is a tuple with its values behind the positional ones, a dict, or NULL. */
+static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    int known = 1;
+    a->n = a->inputs = 0;
+    if (token(a, (PyObject *)&PyTuple_Type, n) == 0)
+        return 0;
+    for (Py_ssize_t i = 0; known > 0 && i < n; i++)
+        known = tokenise(a, recorder, args[i], 0);
+    if (names && PyTuple_Check(names))
+        for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(names); i++) {
+            known = token(a, PyTuple_GET_ITEM(names, i), 1);
+            if (known > 0)
+                known = tokenise(a, recorder, args[n + i], 0);
+        }
+    else if (names) {
+        PyObject *name, *x;
+        Py_ssize_t i = 0;
+        while (known > 0 && PyDict_Next(names, &i, &name, &x)) {
+            known = token(a, name, 1);
+            if (known > 0)
+                known = tokenise(a, recorder, x, 0);
+        }
+    }
+    return known;
+}
+
+static Pattern *pattern_place(Pattern *patterns, Py_ssize_t room, const Pattern *wanted)
+{
+    for (uint64_t h = wanted->hash;; h++) {
+        Pattern *p = &patterns[h & (uint64_t)(room - 1)];
+        if (!p->func || (p->hash == wanted->hash && p->func == wanted->func && p->mode == wanted->mode &&
+                         p->n == wanted->n && !memcmp(p->tokens, wanted->tokens, wanted->n * sizeof(Token))))
+            return p;
+    }
+}
+
+static Pattern pattern_of(PyObject *recorder, PyObject *func, Arguments *a)
+{
+    Pattern p = {.func = func, .n = a->n, .tokens = a->tokens,
+                 .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode))};
+    uint64_t h = ((uint64_t)(uintptr_t)func >> 4) * 31 + (uint64_t)p.mode;
+    for (int i = 0; i < a->n; i++) {
+        h = (h ^ ((uint64_t)(uintptr_t)a->tokens[i].object >> 4)) * 0x9E3779B97F4A7C15u;
+        h = (h ^ (h >> 32) ^ (uint64_t)a->tokens[i].number) * 0xBF58476D1CE4E5B9u;
+    }
+    p.hash = h ^ (h >> 31);
+    return p;
+}
+
+static int modes_as_recorded(PyObject *recorder)
+{
+    return mode_is(grad_enabled, SLOT(recorder, at.grad)) &&
+           mode_is(autocast_enabled, SLOT(recorder, at.autocast)) &&
+           mode_is(default_dtype, SLOT(recorder, at.floats));
+}
+
+/* The result of a function's call that was met before; NULL without an error when it was not. */
+static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
+                               PyObject *names)
+{
+    KnownCalls *known = (KnownCalls *)SLOT(recorder, at.known);
+    Arguments a;
+    if (!known || !Py_IS_TYPE(known, &KnownCallsType) || !known->pattern_used || !has_columns(recorder) ||
+        !modes_as_recorded(recorder) || tokenise_all(&a, recorder, args, n, names) <= 0)
+        return NULL;
+    Pattern wanted = pattern_of(recorder, func, &a);
+    known = (KnownCalls *)SLOT(recorder, at.known); /* new constants may have run anything */
+    if (!Py_IS_TYPE(known, &KnownCallsType) || !known->pattern_used)
+        return NULL;
+    PyObject *entry = pattern_place(known->patterns, known->pattern_room, &wanted)->entry;
+    if (!entry)
+        return NULL;
+    Py_INCREF(entry);
+    PyObject *result = record(recorder, entry, a.ids, a.inputs);
+    Py_DECREF(entry);
+    return result;
+}
+
+static int pattern_grow(KnownCalls *k)
+{
+    Py_ssize_t room = k->pattern_room ? 2 * k->pattern_room : 32;
+    Pattern *patterns = PyMem_Calloc(room, sizeof(Pattern));
+    if (!patterns) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < k->pattern_room; i++)
+        if (k->patterns[i].func)
+            *pattern_place(patterns, room, &k->patterns[i]) = k->patterns[i];
+    PyMem_Free(k->patterns);
+    k->patterns = patterns;
+    k->pattern_room = room;
+    return 0;
+}
+
+/* remember(recorder, func, args, kwargs, entry): such calls are settled from now on. */
+static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *recorder, *func, *given, *kwargs, *entry;
+    Arguments a;
+    if (!PyArg_ParseTuple(args, "OOO!O!O", &recorder, &func, &PyTuple_Type, &given, &PyDict_Type, &kwargs, &entry))
+        return NULL;
+    KnownCalls *k = (KnownCalls *)SLOT(recorder, at.known);
+    if (!k || !Py_IS_TYPE(k, &KnownCallsType) || k->pattern_used >= MAX_PATTERNS || !has_columns(recorder))
+        Py_RETURN_NONE;
+    int known = tokenise_all(&a, recorder, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), kwargs);
+    if (known < 0)
+        return NULL;
+    if (!known)
+        Py_RETURN_NONE;
+    if (4 * k->pattern_used >= 3 * k->pattern_room && pattern_grow(k) < 0)
+        return NULL;
+    Pattern p = pattern_of(recorder, func, &a), *place = pattern_place(k->patterns, k->pattern_room, &p);
+    if (place->func)
+        Py_RETURN_NONE;
+    if (!(p.tokens = PyMem_Malloc(a.n * sizeof(Token))))
+        return PyErr_NoMemory();
+    for (int i = 0; i < a.n; i++) {
+        p.tokens[i] = a.tokens[i];
+        Py_INCREF(p.tokens[i].object);
+    }
+    Py_INCREF(func);
+    p.entry = Py_NewRef(entry);
+    *place = p;
+    k->pattern_used++;
+    Py_RETURN_NONE;
+}
+
+/* settled(recorder, func, args, kwargs): the result of a call that was met before, else None. */
+static PyObject *settled(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 4 || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "settled(recorder, func, args, kwargs)");
+        return NULL;
+    }
+    PyObject *result = call_function(args[0], args[1], &PyTuple_GET_ITEM(args[2], 0), PyTuple_GET_SIZE(args[2]),
+                                     args[3]);
+    return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
+/* Value.__torch_function__(func, types, args=(), kwargs=None) */
+static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
+{
+    if (current && !kwnames && (n == 3 || n == 4) && PyTuple_CheckExact(args[2]) &&
+        (n == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
+        PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
+        PyObject *result = call_function(current, args[0], &PyTuple_GET_ITEM(args[2], 0),
+                                         PyTuple_GET_SIZE(args[2]), names);
+        if (result || PyErr_Occurred())
+            return result;
+    }
+    return PyObject_Vectorcall(slow_torch_function, args, n, kwnames);
+}
+
+/* Whether nobody but Value has a say in a call with this argument. */
+static int ours_alone(PyObject *x)
+{
+    PyTypeObject *t = Py_TYPE(x);
+    return t == Value || t == Tensor || t == Parameter || x == Py_None;
+}
+
+/* torch.overrides.handle_torch_function(public_api, relevant_args, *args, **kwargs) */
+static PyObject *handle_torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n,
+                                       PyObject *kwnames)
+{
+    int ours = current && n >= 2 && PyTuple_CheckExact(args[1]) && mode_is(modes_enabled, Py_False);
+    for (Py_ssize_t i = 0; ours && i < PyTuple_GET_SIZE(args[1]); i++)
+        ours = ours_alone(PyTuple_GET_ITEM(args[1], i));
+    if (ours) {
+        PyObject *result = call_function(current, args[0], args + 2, n - 2, kwnames);
+        if (result || PyErr_Occurred())
+            return result;
+    }
+    return PyObject_Vectorcall(slow_handle, args, n, kwnames);
+}
+
 /* --- Method: a method with a fast path and the Python function behind it ------------------------------------ */
 
 typedef struct {
@@ -606,9 +904,10 @@ static int takes_nothing(PyObject *f)
 
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *value, *entry, *columns, *tensor;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOO", &value, &entry, &columns, &tensor, &plain_new, &build_result,
-                          &slow_constant, &strided, &grad_enabled, &autocast_enabled))
+    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype,
+                          &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
+                          &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -621,21 +920,25 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         slot(columns, "inputs", &at.inputs) || slot(columns, "count", &at.count) ||
         slot(columns, "met", &at.known) || slot(columns, "mode", &at.mode) ||
         slot(columns, "grad", &at.grad) || slot(columns, "autocast", &at.autocast) ||
+        slot(columns, "floats", &at.floats) ||
         slot(columns, "constants", &at.constants) || slot(columns, "owners", &at.owners) ||
         slot(columns, "constant_entries", &at.entries) || slot(columns, "payload", &at.payload) ||
         slot(columns, "unchecked", &at.unchecked))
         return NULL;
     if (!((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
-        !((PyTypeObject *)value)->tp_weaklistoffset) {
+        !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) || !((PyTypeObject *)value)->tp_weaklistoffset) {
         PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
         return NULL;
     }
-    PyObject *kept[] = {value, tensor, columns, plain_new, build_result, slow_constant, strided,
-                        grad_enabled, autocast_enabled};
+    PyObject *kept[] = {value, tensor, parameter, dtype, columns, plain_new, build_result, slow_constant,
+                        strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
+                        slow_torch_function, slow_handle};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
         Py_INCREF(kept[i]); /* for as long as the process lives */
     Value = (PyTypeObject *)value;
     Tensor = (PyTypeObject *)tensor;
+    Parameter = (PyTypeObject *)parameter;
+    Dtype = (PyTypeObject *)dtype;
     Recorder = (PyTypeObject *)columns;
     plain_dealloc = Value->tp_dealloc;
     plain_clear = Value->tp_clear;
@@ -668,6 +971,12 @@ static PyMethodDef functions[] = {
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
+    {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
+    {"settled", (PyCFunction)(void (*)(void))settled, METH_FASTCALL, "settled(recorder, func, args, kwargs)"},
+    {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
+     "Value.__torch_function__: calls that were met before, else Python's."},
+    {"handle_torch_function", (PyCFunction)(void (*)(void))handle_torch_function, METH_FASTCALL | METH_KEYWORDS,
+     "torch.overrides.handle_torch_function: calls that were met before, else torch's."},
     {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_fast", .m_doc = "The hot path of recording.", .m_size = -1,
@@ -679,7 +988,7 @@ PyMODINIT_FUNC PyInit__fast(void)
     if (!module || !(s_shape = PyUnicode_InternFromString("shape")) ||
         !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
         !(s_layout = PyUnicode_InternFromString("layout")) ||
-        !(s_version = PyUnicode_InternFromString("_version")) ||
+        !(s_version = PyUnicode_InternFromString("_version")) || !(s_base = PyUnicode_InternFromString("_base")) ||
         PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &KnownCallsType) < 0 ||
         PyModule_AddType(module, &MethodType) < 0) {
         Py_XDECREF(module);

@@ -105,9 +105,7 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     if entry.aliased:
         again = functools.partial(call_function, recorder, func, args, kwargs)
         link_views(entry, result, arguments, again, (func, args, kwargs))
-    elif len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
-        recorder.met.add(func, recorder.mode, (args[0]._type, args[1]._type), entry)
-    elif not arguments.shared:
+    else:
         remember_call(recorder, func, args, kwargs, entry)
     return result
 

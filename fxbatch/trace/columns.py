@@ -50,8 +50,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "autocast", "constant_entries", "constants", "count", "grad", "inputs", "met", "mode", "owners",
-        "payload", "sigs", "unchecked",
+        "autocast", "constant_entries", "constants", "count", "floats", "grad", "inputs", "met", "mode",
+        "owners", "payload", "sigs", "unchecked",
     )  # fmt: skip
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
@@ -59,6 +59,7 @@ class Columns:
     met: Any  # KnownCalls
     mode: int  # number of torch's modes, part of the key of a known call
     grad: bool
+    floats: torch.dtype  # torch's default dtype
     autocast: bool | None  # what any_autocast() must say; None never is: then each call takes the slow path
     constants: dict[int, tuple[Value, torch.Tensor, int | None]]
     unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet

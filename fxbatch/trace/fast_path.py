@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.torch_private import any_autocast
+from fxbatch.torch_private import any_autocast, function_modes_enabled, handle_torch_function
 from fxbatch.trace.columns import Columns, Switch, _fast
 from fxbatch.trace.modules import settle_call, traced_call
 from fxbatch.trace.record import Recorder
@@ -35,6 +35,7 @@ def use_extension(on: bool) -> None:
         _fast.recycle(on)
     for name, (func, method, slow) in BINARY.items():
         setattr(Value, name, _fast.Method(func, slow) if on else method)
+    setattr(Value, "__torch_function__", _fast.torch_function if on else _TORCH_FUNCTION)
 
 
 def module_call_method() -> Any:
@@ -42,15 +43,23 @@ def module_call_method() -> Any:
     return _MODULE_CALL if Switch.on else traced_call
 
 
+def handle_torch_function_method() -> Any:
+    """What torch's Python functions call, while some thread traces, when they meet a subclass of Tensor."""
+    return _fast.handle_torch_function if Switch.on else handle_torch_function
+
+
 def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
     assert entry.signature.result is not None
     return entry.signature.result.fill(output=outputs)
 
 
+_TORCH_FUNCTION = Value.__dict__["__torch_function__"]
+
 if extension_available():
     _fast.setup(
-        Value, Entry, Columns, torch.Tensor, plain_new, _build_result, Recorder.constant, torch.strided,
-        torch.is_grad_enabled, any_autocast,
+        Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, plain_new, _build_result,
+        Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
+        function_modes_enabled, Value.__torch_function__, handle_torch_function,
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, settle_call)
     use_extension(True)

@@ -16,7 +16,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import tree_leaves, tree_map
-from fxbatch.trace.fast_path import module_call_method
+from fxbatch.trace.fast_path import handle_torch_function_method, module_call_method
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
@@ -44,7 +44,9 @@ def patched() -> Iterator[None]:
 
 
 def _install() -> None:
-    for owner, name, new in ((_Module, "__call__", module_call_method()), *_PATCHES):
+    handle = handle_torch_function_method()
+    handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
+    for owner, name, new in ((_Module, "__call__", module_call_method()), *handles, *_PATCHES):
         _saved.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, new)
 
@@ -151,6 +153,7 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
 
 
 _Module = torch.nn.Module
+_HANDLING = (torch.nn.functional, torch.functional, torch._tensor)
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (_Module, "__setattr__", _traced_setattr),
     *(

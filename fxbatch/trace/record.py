@@ -87,7 +87,8 @@ class Recorder(Columns):
         casts: tuple[tuple[str, torch.dtype], ...] = ()
         if self.autocast is None:
             casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
-        key = (self.grad, casts, torch.get_default_dtype())
+        self.floats = torch.get_default_dtype()
+        key = (self.grad, casts, self.floats)
         if key != self._mode_key:
             self._mode_key = key
             if key not in self._by_mode:

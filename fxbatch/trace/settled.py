@@ -1,5 +1,7 @@
 """Calls of functions that were met before, by a key that costs little: the way around `Arguments`.
 
+The C extension settles what it has met in this minibatch; the rest, and all without it, is settled here.
+
 In: a function with arguments that are Values, constants that are known already, plain data, and lists of Values.
 Out: the row recorded, or None: then the call goes the long way, which remembers it here.
 
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.values import Value
 
 if TYPE_CHECKING:
@@ -25,20 +28,38 @@ _PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device})
 
 def settled_call(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call that was met before; None where it is new."""
+    if Switch.on:
+        result = _fast.settled(recorder, func, args, kwargs)
+        if result is not None:
+            return result
     found = _key(recorder, func, args, kwargs)
     if found is None:
         return None
     entry = recorder.functions.get(found[0])
-    return None if entry is None else recorder.emit(entry, found[1])
+    if entry is None:
+        return None
+    _remember_here(recorder, func, args, kwargs, entry)
+    return recorder.emit(entry, found[1])
 
 
 def remember_call(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
 ) -> None:
     """Calls like this one are recorded as `entry` from now on."""
+    _remember_here(recorder, func, args, kwargs, entry)
     found = _key(recorder, func, args, kwargs)
     if found is not None:
         recorder.functions[found[0]] = entry
+
+
+def _remember_here(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
+) -> None:
+    """What the fast paths of this minibatch look at: operators of two Values, and functions in C."""
+    if len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
+        recorder.met.add(func, recorder.mode, (args[0]._type, args[1]._type), entry)
+    if Switch.on:
+        _fast.remember(recorder, func, args, kwargs, entry)
 
 
 def _key(
