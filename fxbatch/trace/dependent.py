@@ -101,6 +101,8 @@ def _indices(recorder: Recorder, index: Any) -> Any:
         return tuple(real.nonzero(as_tuple=True))
     if type(index) is Value:
         index = recorder.read([index])[0]
+    if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _MASKS:
+        return bool(index)  # a new dimension of length one or zero
     if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _POSITIONS:
         return int(index)
     return index

@@ -308,6 +308,19 @@ def test_very_deep() -> None:
     assert_equal(forward, list(zip(vectors(4, 4), (3000, 1000), strict=True)), linear())
 
 
+def test_a_mask_of_one_element() -> None:
+    """It makes a dimension of length one or zero; asking for its value again and again recursed for ever."""
+
+    def forward(self: Any, x: Any) -> Any:
+        y = self.a(x)
+        mask = y.sum() > 0
+        return torch.masked_select(y.sum(), mask).sum() + y[mask].sum(), y[None, mask].shape
+
+    assert_equal(
+        forward, [torch.full((4,), k, requires_grad=True) for k in (-2.0, 3.0, 5.0)], linear(), out="list"
+    )
+
+
 def test_shapes_that_pytorch_foretells_wrongly_are_an_error() -> None:
     """On fake tensors the losses of one row are [1], on real ones []; a result of the other shape is never given."""
     target = torch.tensor([2, -1, -1, -1])
