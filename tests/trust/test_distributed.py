@@ -32,16 +32,27 @@ def torchrun(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo backend")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "equal_gradients",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("accumulation", "unused", "join", "sharded")),
-    ],
-)
-def test_two_processes(case: str) -> None:
-    assert "equal" in torchrun(str(Path(__file__).with_name("distributed_worker.py")), case)
+def two_processes(*cases: str) -> None:
+    """All cases in the same two processes: starting them takes longer than most."""
+    out = torchrun(str(Path(__file__).with_name("distributed_worker.py")), *cases)
+    assert out.split("\n")[:-1] == [f"{case}: equal" for case in cases], out
+
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo backend")
+
+
+def test_data_parallel() -> None:
+    two_processes("equal_gradients", "accumulation", "join")
+
+
+@pytest.mark.slow
+def test_data_parallel_in_full() -> None:
+    two_processes("autograd", "unused", "balanced", "checkpoints")
+
+
+@pytest.mark.slow
+def test_fully_sharded() -> None:
+    two_processes("sharded", "sharded_submodule")
 
 
 @pytest.mark.slow
