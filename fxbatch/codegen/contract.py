@@ -65,6 +65,20 @@ class OperationGraphs:
     def needs_backward(self) -> bool:
         return self.backward is not None or self.parameters is not None
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether backward gives the gradient of one output, as it is, to each group, and nothing else."""
+        if self.backward is None or self.parameters is not None or self.extra_types:
+            return False
+        if len(self.grad_outputs) != 1 or not self.grad_groups:
+            return False
+        given = list(self.backward.graph.nodes)[1]  # after n
+        wanted = (self.signature.outputs[self.grad_outputs[0]],)
+        alike = all(
+            tuple(self.signature.inputs[m] for m in self.layout.groups[g]) == wanted for g in self.grad_groups
+        )
+        return alike and all(x is given for x in self.backward.graph.output_node().args[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Unbatched:

@@ -5,6 +5,9 @@ use); the gradient of a value is then gathered from the rows of its uses: a view
 has one use and the rows are consecutive, an index when it has at most one (row 0 of each arena is zero), a
 sum over bags else. This needs no atomics and is deterministic on every device.
 
+A step whose operation hands its output's gradient on as it is (an addition) isn't run where each of its outputs
+has at most one use: the gradient of what it read IS the row of that use, through chains of any length.
+
     >>> gradients = plan_gradients(phases, requests, types)       # doctest: +SKIP
 """
 
@@ -30,6 +33,9 @@ class PhaseGradients:
     grad_groups: Sequence[tuple[int, ...]]  # groups whose gradients the operation's backward gives
     grad_outputs: Sequence[tuple[int, ...]]  # outputs whose gradients it takes
     arena_ids: np.ndarray  # int64 [plan.arenas]: number of each arena among the run's types
+    hands_on: Sequence[
+        bool
+    ] = ()  # whether all its grad groups get the gradient of its one grad output as it is
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,12 @@ class GradientPlan:
 
     `read_*[p]` are over (step, grad output) pairs of phase p; start is a row (view) or a position in
     `indices`; `bag[p]` the position in `bags` of a sum's offsets. `write_start[p]` is over (step, grad group)
-    pairs: first row of its block. `capacity` counts rows an arena, the zero row included.
+    pairs: first row of its block. `capacity` counts rows an arena, the zero row included. Steps in `passed[p]`
+    are not run: they have no pairs.
     """
 
     capacity: np.ndarray  # int64 [types]
+    passed: list[np.ndarray]  # bool a step
     read_kind: list[np.ndarray]
     read_start: list[np.ndarray]
     read_stop: list[np.ndarray]
@@ -59,7 +67,11 @@ def plan_gradients(
     types: int,
 ) -> GradientPlan:
     """requests: (type id, value ids) of each differentiable result tensor that got a gradient."""
-    written = [_written_gathers(phase) for phase in phases]
+    count = max(phase.program.values for phase in phases)
+    made = [_Made(*value_of_rows(phase.program, phase.plan)) for phase in phases]
+    reading = [_read_gathers(phase) for phase in phases]
+    passed = _find_passed(phases, made, reading, [v for _, v in requests], count)
+    written = [read.choose(~skip) for read, skip in zip(reading, passed, strict=True)]
     arena = np.concatenate([np.array([t for t, _ in requests], dtype=np.int64)] + [w.arena for w in written])
     rows = np.concatenate(
         [np.array([len(v) for _, v in requests], dtype=np.int64)] + [w.rows for w in written]
@@ -68,8 +80,9 @@ def plan_gradients(
     start += 1  # row 0 is zero
     values = np.concatenate([v for _, v in requests] + [w.entries for w in written])
     use_row = np.repeat(start - offsets(rows)[:-1], rows) + np.arange(len(values))
+    if any(skip.any() for skip in passed):
+        values, use_row = _follow(phases, made, reading, passed, values, use_row, count)
 
-    count = max(phase.program.values for phase in phases)
     uses = np.bincount(values, minlength=count)
     first_use = offsets(uses)
     row_by_value = use_row[np.argsort(values, kind="stable")]
@@ -78,8 +91,8 @@ def plan_gradients(
     index_parts: list[np.ndarray] = []
     bag_parts: list[np.ndarray] = []
     index_base = bag_base = 0
-    for phase in phases:
-        reads = _read_blocks(phase, uses, first_use, row_by_value)
+    for phase, block, skip in zip(phases, made, passed, strict=True):
+        reads = _read_blocks(phase, block, ~skip, uses, first_use, row_by_value)
         index_parts.append(reads.indices)
         bag_parts.append(reads.bags)
         indexed = reads.kind >= GRADIENT_INDEX
@@ -93,6 +106,7 @@ def plan_gradients(
     bounds = offsets(np.array([len(requests)] + [len(w.rows) for w in written], dtype=np.int64))
     return GradientPlan(
         capacity=total + 1,
+        passed=passed,
         read_kind=read_kind,
         read_start=read_start,
         read_stop=read_stop,
@@ -106,10 +120,21 @@ def plan_gradients(
 
 
 @dataclass(frozen=True)
-class _Written:
+class _Gathers:
+    """Gathers whose gradients backward gives."""
+
+    step: np.ndarray  # of each gather
     arena: np.ndarray
     rows: np.ndarray
-    entries: np.ndarray
+    entries: np.ndarray  # of all gathers
+
+    def choose(self, steps: np.ndarray) -> _Gathers:
+        """The gathers of some steps (bool a step)."""
+        if steps.all():
+            return self
+        kept = steps[self.step]
+        entries = self.entries[np.repeat(kept, self.rows)]
+        return _Gathers(self.step[kept], self.arena[kept], self.rows[kept], entries)
 
 
 def _flat(choices: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +151,87 @@ def _pick(choices: Sequence[tuple[int, ...]], step_signature: np.ndarray, base: 
     return np.repeat(base, counts) + flat[np.repeat(first[step_signature], counts) + within]
 
 
-def _written_gathers(phase: PhaseGradients) -> _Written:
+def _read_gathers(phase: PhaseGradients) -> _Gathers:
     plan = phase.plan
+    steps = np.arange(len(plan.step_signature))
     gathers = _pick(phase.grad_groups, plan.step_signature, plan.first_gather[:-1])
+    step = np.repeat(
+        steps, np.array([len(g) for g in phase.grad_groups], dtype=np.int64)[plan.step_signature]
+    )
     rows = plan.gather_rows[gathers]
-    begin = plan.entry_offsets[gathers]
-    spread = np.repeat(begin - offsets(rows)[:-1], rows) + np.arange(int(rows.sum()))
-    return _Written(phase.arena_ids[plan.gather_arena[gathers]], rows, plan.entries[spread])
+    entries = _spread(plan.entries, plan.entry_offsets[gathers], rows)
+    return _Gathers(step, phase.arena_ids[plan.gather_arena[gathers]], rows, entries)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The values of all blocks, row by row."""
+
+    first: np.ndarray  # position of each block
+    value: np.ndarray
+
+
+def _find_passed(
+    phases: Sequence[PhaseGradients],
+    made: Sequence[_Made],
+    reading: Sequence[_Gathers],
+    requested: list[np.ndarray],
+    count: int,
+) -> list[np.ndarray]:
+    """bool a step: whether it hands gradients on and each of its outputs has at most one use."""
+    if not any(any(phase.hands_on) for phase in phases):
+        return [np.zeros(len(phase.plan.step_signature), dtype=bool) for phase in phases]
+    shared = np.bincount(np.concatenate(requested + [r.entries for r in reading]), minlength=count) > 1
+    passed = []
+    for phase, block in zip(phases, made, strict=True):
+        plan = phase.plan
+        found = np.array(phase.hands_on, dtype=bool)[plan.step_signature]
+        blocks = _handed_on(phase, np.flatnonzero(found))
+        before = offsets(shared[block.value].astype(np.int64))
+        found[found] = before[block.first[blocks + 1]] == before[block.first[blocks]]
+        passed.append(found)
+    return passed
+
+
+def _handed_on(phase: PhaseGradients, steps: np.ndarray) -> np.ndarray:
+    """The block whose gradient each of the steps hands on."""
+    output = np.array([o[0] if o else 0 for o in phase.grad_outputs], dtype=np.int64)
+    return phase.plan.first_block[steps] + output[phase.plan.step_signature[steps]]
+
+
+def _follow(
+    phases: Sequence[PhaseGradients],
+    made: Sequence[_Made],
+    reading: Sequence[_Gathers],
+    passed: Sequence[np.ndarray],
+    values: np.ndarray,
+    use_row: np.ndarray,
+    count: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The uses, those by passed steps added: their rows are those of the one use of what the step made."""
+    read, through = [], []
+    for phase, block, reads, skip in zip(phases, made, reading, passed, strict=True):
+        chosen = reads.choose(skip)
+        read.append(chosen.entries)
+        through.append(_spread(block.value, block.first[_handed_on(phase, chosen.step)], chosen.rows))
+    used, source = np.concatenate(read), np.concatenate(through)
+    row = np.zeros(count, dtype=np.int64)  # what nothing uses has the gradient zero
+    row[values] = use_row
+    following = np.full(count, -1, dtype=np.int64)
+    following[used] = source
+    while True:  # each round doubles the length of the chains that have been followed
+        further = following[source]
+        chained = further >= 0
+        if not chained.any():
+            break
+        source = np.where(chained, further, source)
+        following[used] = source
+    return np.concatenate([values, used]), np.concatenate([use_row, row[source]])
+
+
+def _spread(column: np.ndarray, start: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """column[start : start + size] of each piece, one after another."""
+    return column[np.repeat(start - offsets(size)[:-1], size) + np.arange(int(size.sum()))]
 
 
 @dataclass(frozen=True)
@@ -162,11 +261,17 @@ def value_of_rows(program: Program, plan: Plan) -> tuple[np.ndarray, np.ndarray]
 
 
 def _read_blocks(
-    phase: PhaseGradients, uses: np.ndarray, first_use: np.ndarray, row_by_value: np.ndarray
+    phase: PhaseGradients,
+    made: _Made,
+    chosen: np.ndarray,
+    uses: np.ndarray,
+    first_use: np.ndarray,
+    row_by_value: np.ndarray,
 ) -> _Reads:
     plan = phase.plan
-    first, value = value_of_rows(phase.program, plan)
-    blocks = _pick(phase.grad_outputs, plan.step_signature, plan.first_block[:-1])
+    first, value = made.first, made.value
+    steps = np.flatnonzero(chosen)
+    blocks = _pick(phase.grad_outputs, plan.step_signature[steps], plan.first_block[steps])
     none = np.zeros(0, dtype=np.int64)
     if not len(blocks):
         return _Reads(none, none, none, none, none, none)

@@ -95,7 +95,8 @@ class Backward:
                 groups.append(compiled.grad_groups if compiled.needs_gradient else ())
                 outputs.append(compiled.grad_outputs if compiled.needs_gradient else ())
         ids = np.array([self.run.type_ids[t] for t in phase.plan.arenas], dtype=np.int64)
-        return PhaseGradients(phase.program, phase.plan, groups, outputs, ids)
+        hands_on = [c is not None and c.hands_on for c in phase.compiled]
+        return PhaseGradients(phase.program, phase.plan, groups, outputs, ids, hands_on)
 
     def _allocate(self, plan: GradientPlan) -> list[torch.Tensor]:
         kinds: list[TensorType] = list(self.run.type_ids)
@@ -118,15 +119,15 @@ class Backward:
         blocks = lay_out_blocks(run, phase)
         gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
         signature, rows, at = (x.tolist() for x in (plan.step_signature, plan.step_rows, plan.step_offset))
-        reads = offsets(
-            np.array([len(described.grad_outputs[s]) for s in signature], dtype=np.int64)
-        ).tolist()
-        writes = offsets(
-            np.array([len(described.grad_groups[s]) for s in signature], dtype=np.int64)
-        ).tolist()
+        skip = self.plan.passed[p]
+        reads = _offsets_of(described.grad_outputs, plan.step_signature, skip)
+        writes = _offsets_of(described.grad_groups, plan.step_signature, skip)
+        passed = skip.tolist()
         read = _Reader(self, p, phase)
         write_arena, write_start = self.plan.write_arena[p].tolist(), self.plan.write_start[p].tolist()
         for k in range(len(plan) - 1, -1, -1):
+            if passed[k]:
+                continue
             s, n = signature[k], rows[k]
             compiled = phase.compiled[s]
             assert compiled is not None
@@ -284,7 +285,7 @@ class _Reader:
         described = backward.described[p].grad_outputs
         self.arena = [
             int(backward.run.type_ids[phase.program.signatures[s].outputs[j]])
-            for s in phase.plan.step_signature.tolist()
+            for s in phase.plan.step_signature[~plan.passed[p]].tolist()
             for j in described[s]
         ]
         self.plan = plan
@@ -307,6 +308,14 @@ class _Reader:
         if kind == GRADIENT_SUM:
             return sum_bags(arena, index, self.bags[device][self.bag[i] : self.bag[i] + n])
         return torch.index_select(arena, 0, index)
+
+
+def _offsets_of(
+    choices: Sequence[tuple[int, ...]], step_signature: np.ndarray, skip: np.ndarray
+) -> list[int]:
+    """Where the pairs of each step begin among all pairs; a skipped step has none."""
+    counts = np.array([len(c) for c in choices], dtype=np.int64)[step_signature]
+    return offsets(np.where(skip, 0, counts)).tolist()
 
 
 def sum_bags(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ class CompiledOperation:
     grad_groups: tuple[int, ...] = ()
     grad_outputs: tuple[int, ...] = ()
     grad_shared: tuple[int, ...] = ()
+    hands_on: bool = False  # each input's gradient is the output's gradient as it is
     parameter_inputs: tuple[Ref, ...] = ()
     kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
     saved_types: tuple[TensorType, ...] = ()
@@ -116,6 +117,7 @@ def compile_operation(
         grad_groups=built.grad_groups,
         grad_outputs=built.grad_outputs,
         grad_shared=built.grad_shared,
+        hands_on=built.hands_on,
         parameter_inputs=built.parameter_inputs,
         kept_groups=tuple(kept),
         saved_types=built.saved_types,
