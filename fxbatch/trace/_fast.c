@@ -886,6 +886,95 @@ static PyTypeObject MethodType = {
     .tp_members = method_members,
 };
 
+/* --- Attributes of modules ------------------------------------------------------------------------------------
+
+   A parameter, buffer or submodule is found by nn.Module.__getattr__, in Python, after the ordinary look-up has
+   failed and made an exception. While some thread traces, classes of modules that are met find them here, in the
+   same order; what is not found goes the ordinary way, which raises what it always raises. */
+
+#define MAX_QUICK 256
+static PyTypeObject *Module, *quick[MAX_QUICK];
+static int quick_types, quick_on;
+static getattrofunc plain_getattro;
+static PyObject *plain_getattr, *plain_getattribute;
+static PyObject *s_getattr, *s_getattribute, *s_tables[3];
+
+static PyObject *quick_getattro(PyObject *self, PyObject *name)
+{
+    PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);
+    PyObject *dict = place ? *place : NULL, *found = NULL;
+    if (dict && !(found = PyDict_GetItemWithError(dict, name)) && !PyErr_Occurred())
+        for (int i = 0; i < 3 && !found; i++) {
+            PyObject *table = PyDict_GetItemWithError(dict, s_tables[i]);
+            if (!table || !(PyDict_CheckExact(table) || PyODict_CheckExact(table)))
+                break;
+            found = PyDict_GetItemWithError(table, name);
+            if (!found && PyErr_Occurred())
+                break;
+        }
+    if (found)
+        return Py_NewRef(found);
+    return PyErr_Occurred() ? NULL : plain_getattro(self, name);
+}
+
+/* quicken(type): while types may be quickened, those that find attributes as nn.Module does. */
+static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    PyTypeObject *type = (PyTypeObject *)object;
+    if (quick_on && quick_types < MAX_QUICK && PyType_Check(object) && type->tp_getattro == plain_getattro &&
+        PyType_IsSubtype(type, Module) && _PyType_Lookup(type, s_getattr) == plain_getattr &&
+        _PyType_Lookup(type, s_getattribute) == plain_getattribute) {
+        quick[quick_types++] = (PyTypeObject *)Py_NewRef(object);
+        type->tp_getattro = quick_getattro;
+    }
+    Py_RETURN_NONE;
+}
+
+/* quicken_modules(on): whether types may be quickened; those that were go back when it ends. */
+static PyObject *quicken_modules(PyObject *Py_UNUSED(module), PyObject *on)
+{
+    quick_on = on == Py_True;
+    while (!quick_on && quick_types) {
+        PyTypeObject *type = quick[--quick_types];
+        if (type->tp_getattro == quick_getattro)
+            type->tp_getattro = plain_getattro;
+        Py_DECREF(type);
+    }
+    Py_RETURN_NONE;
+}
+
+/* swap(((owner, name, new), ...)): put attributes of classes and Python modules; what was there, in reverse.
+   The classes' methods are none that have a slot, or such that are Python functions before and after. */
+static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *entries)
+{
+    if (!PyTuple_Check(entries)) {
+        PyErr_SetString(PyExc_TypeError, "swap(tuple of (owner, name, new))");
+        return NULL;
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(entries);
+    PyObject *before = PyTuple_New(n), *owner = NULL, *name, *new, *changed = NULL;
+    for (Py_ssize_t i = 0; before && i < n; i++) {
+        PyObject *old = NULL, *dict = NULL;
+        if (PyArg_ParseTuple(PyTuple_GET_ITEM(entries, i), "OUO", &owner, &name, &new))
+            dict = PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_dict : PyModule_GetDict(owner);
+        if (changed && changed != owner)
+            PyType_Modified((PyTypeObject *)changed);
+        changed = dict && PyType_Check(owner) ? owner : NULL;
+        old = dict ? Py_XNewRef(PyDict_GetItemWithError(dict, name)) : NULL;
+        PyObject *row = old && PyDict_SetItem(dict, name, new) == 0 ? PyTuple_Pack(3, owner, name, old) : NULL;
+        if (dict && !old && !PyErr_Occurred())
+            PyErr_SetObject(PyExc_AttributeError, name);
+        Py_XDECREF(old);
+        if (row)
+            PyTuple_SET_ITEM(before, n - 1 - i, row);
+        else
+            Py_CLEAR(before);
+    }
+    if (changed)
+        PyType_Modified((PyTypeObject *)changed);
+    return before;
+}
+
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -904,8 +993,8 @@ static int takes_nothing(PyObject *f)
 
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype,
+    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
                           &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
                           &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle))
         return NULL;
@@ -930,7 +1019,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
         return NULL;
     }
-    PyObject *kept[] = {value, tensor, parameter, dtype, columns, plain_new, build_result, slow_constant,
+    PyObject *kept[] = {value, tensor, parameter, dtype, nn_module, columns, plain_new, build_result, slow_constant,
                         strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
                         slow_torch_function, slow_handle};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
@@ -939,6 +1028,10 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     Tensor = (PyTypeObject *)tensor;
     Parameter = (PyTypeObject *)parameter;
     Dtype = (PyTypeObject *)dtype;
+    Module = (PyTypeObject *)nn_module;
+    plain_getattro = Module->tp_getattro;
+    plain_getattr = Py_XNewRef(_PyType_Lookup(Module, s_getattr));
+    plain_getattribute = Py_XNewRef(_PyType_Lookup(Module, s_getattribute));
     Recorder = (PyTypeObject *)columns;
     plain_dealloc = Value->tp_dealloc;
     plain_clear = Value->tp_clear;
@@ -971,6 +1064,9 @@ static PyMethodDef functions[] = {
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
+    {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
+    {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
+    {"swap", swap, METH_O, "Put attributes ((owner, name, new), ...); gives what was there."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
     {"settled", (PyCFunction)(void (*)(void))settled, METH_FASTCALL, "settled(recorder, func, args, kwargs)"},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
@@ -989,6 +1085,11 @@ PyMODINIT_FUNC PyInit__fast(void)
         !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
         !(s_layout = PyUnicode_InternFromString("layout")) ||
         !(s_version = PyUnicode_InternFromString("_version")) || !(s_base = PyUnicode_InternFromString("_base")) ||
+        !(s_getattr = PyUnicode_InternFromString("__getattr__")) ||
+        !(s_getattribute = PyUnicode_InternFromString("__getattribute__")) ||
+        !(s_tables[0] = PyUnicode_InternFromString("_parameters")) ||
+        !(s_tables[1] = PyUnicode_InternFromString("_buffers")) ||
+        !(s_tables[2] = PyUnicode_InternFromString("_modules")) ||
         PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &KnownCallsType) < 0 ||
         PyModule_AddType(module, &MethodType) < 0) {
         Py_XDECREF(module);

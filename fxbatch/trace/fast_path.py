@@ -35,7 +35,7 @@ def use_extension(on: bool) -> None:
         _fast.recycle(on)
     for name, (func, method, slow) in BINARY.items():
         setattr(Value, name, _fast.Method(func, slow) if on else method)
-    setattr(Value, "__torch_function__", _fast.torch_function if on else _TORCH_FUNCTION)
+    Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
 
 
 def module_call_method() -> Any:
@@ -53,12 +53,34 @@ def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
     return entry.signature.result.fill(output=outputs)
 
 
+Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there
+
+
+def put_attributes(entries: Entries) -> Entries:
+    """Set attributes of classes and modules; what was there, last first. In C the caches of a class are
+    invalidated once, not once an attribute."""
+    if Switch.on:
+        return _fast.swap(entries)
+    before = tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries))
+    for owner, name, new in entries:
+        setattr(owner, name, new)
+    return before
+
+
+def quicken_modules(on: bool) -> None:
+    """Whether classes of modules that are met may look up their parameters and submodules in C; off: none does
+    any more."""
+    if extension_available():
+        _fast.quicken_modules(on and Switch.on and _TORCHS_OWN)
+
+
+_TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.__name__
 _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
 
 if extension_available():
     _fast.setup(
-        Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, plain_new, _build_result,
-        Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
+        Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.nn.Module, plain_new,
+        _build_result, Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
         function_modes_enabled, Value.__torch_function__, handle_torch_function,
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, settle_call)

@@ -22,6 +22,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bindings import must_not_switch
+from fxbatch.trace.columns import quicken
 from fxbatch.trace.location import user_line
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
@@ -94,6 +95,8 @@ def record_minibatch(
     recorder = Recorder(table, roots, len(instances))
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     with patched():
+        for root in roots:
+            quicken(type(root))
         run.all()
     _refuse_foreign_values(recorder, run.results)
     recorder.finish()

@@ -23,6 +23,7 @@ from fxbatch.signature import structural_twin
 from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.columns import quicken
 from fxbatch.trace.fake import BodyError, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
 from fxbatch.trace.location import at_line, user_line
@@ -123,6 +124,7 @@ def call_module(
     recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module call that the fast path did not settle."""
+    quicken(type(module))
     recorder.sync_modes()
     if any(module is r for r in recorder.roots):
         return module_call(module, *args, **kwargs)
@@ -197,6 +199,14 @@ def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
         raise TraceError(
             f"{name} is a TorchScript module, whose code can't be recorded: use the module that it was made "
             f"from{at_line()}"
+        )
+    if any(
+        c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed")
+        for c in type(module).__mro__
+    ):
+        raise TraceError(
+            f"{name} was given to fully_shard by itself: its parameters are whole only while it runs, and what it "
+            f"does runs later, batched; call fully_shard on the root module alone{at_line()}"
         )
     if module._backward_hooks or module._backward_pre_hooks:
         raise TraceError(

@@ -16,14 +16,20 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import tree_leaves, tree_map
-from fxbatch.trace.fast_path import handle_torch_function_method, module_call_method
+from fxbatch.trace.fast_path import (
+    Entries,
+    handle_torch_function_method,
+    module_call_method,
+    put_attributes,
+    quicken_modules,
+)
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
 
 _lock = threading.Lock()
 _users = 0
-_saved: list[tuple[Any, str, Any]] = []
+_saved: list[Entries] = []  # what was there before, last first
 
 
 @contextlib.contextmanager
@@ -46,15 +52,14 @@ def patched() -> Iterator[None]:
 def _install() -> None:
     handle = handle_torch_function_method()
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    for owner, name, new in ((_Module, "__call__", module_call_method()), *handles, *_PATCHES):
-        _saved.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, new)
+    _saved.append(put_attributes(((_Module, "__call__", module_call_method()), *_PATCHES, *handles)))
+    quicken_modules(True)
 
 
 def _remove() -> None:
+    quicken_modules(False)
     while _saved:
-        owner, name, old = _saved.pop()
-        setattr(owner, name, old)
+        put_attributes(_saved.pop())
 
 
 class CustomFunction:
