@@ -115,7 +115,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(empty: Path) -> None:
 def test_compare_prints_both_curves(capsys: Captured) -> None:
     assert main(["demo", "--epochs", "0", "--compare", "4", *SMALL]) == 0
     out = capsys.readouterr().out
-    rows = re.findall(r"^(\d+) +(\d+\.\d+) +(\d+\.\d+) +\d\.\de-?\+?\d+", out, re.MULTILINE)
+    rows = re.findall(r"^(\d+) +(\d+\.\d+) +(\d+\.\d+) +\d+\.\d+ +\d\.\de-?\+?\d+", out, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
     assert "agree to float32 rounding" in out
     assert float(rows[0][1]) != float(rows[3][1])
