@@ -56,6 +56,7 @@ class GradientPlan:
     bag: list[np.ndarray]
     write_arena: list[np.ndarray]
     write_start: list[np.ndarray]
+    write_rows: list[np.ndarray]
     request_start: list[int]
     indices: np.ndarray  # int64
     bags: np.ndarray  # int64: offsets of bags, relative to their first index
@@ -113,6 +114,7 @@ def plan_gradients(
         bag=bag,
         write_arena=[w.arena for w in written],
         write_start=[start[bounds[i + 1] : bounds[i + 2]] for i in range(len(phases))],
+        write_rows=[w.rows for w in written],
         request_start=start[: len(requests)].tolist(),
         indices=np.concatenate(index_parts),
         bags=np.concatenate(bag_parts),

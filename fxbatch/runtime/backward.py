@@ -16,6 +16,7 @@ from fxbatch.ir import TensorType, offsets
 from fxbatch.passes.find_needs import find_wanted
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.passes.plan_gradients import (
+    GRADIENT_INDEX,
     GRADIENT_SUM,
     GRADIENT_VIEW,
     NOTHING,
@@ -28,6 +29,7 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources
 from fxbatch.runtime.phase import OperationRows, Phase
+from fxbatch.runtime.pieces import Kept, split, split_blocks, split_extra, split_kept
 from fxbatch.runtime.run import Run, kernel_modes
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
@@ -124,7 +126,10 @@ class Backward:
         writes = _offsets_of(described.grad_groups, plan.step_signature, skip)
         passed = skip.tolist()
         read = _Reader(self, p, phase)
-        write_arena, write_start = self.plan.write_arena[p].tolist(), self.plan.write_start[p].tolist()
+        given = self.plan
+        written = split_blocks(self.arenas, given.write_arena[p], given.write_start[p], given.write_rows[p])
+        pieces = phase.pieces if phase.whole else split_kept(run, phase)  # memory moves between phases
+        extra = split_extra(run, phase)
         for k in range(len(plan) - 1, -1, -1):
             if passed[k]:
                 continue
@@ -132,31 +137,17 @@ class Backward:
             compiled = phase.compiled[s]
             assert compiled is not None
             if reads[k] == reads[k + 1]:
-                self._no_gradient(compiled, at[k], n)
+                for tensor in extra[k]:
+                    tensor.zero_()
                 continue
             if is_constant(compiled.signature):
                 self._give_constants(phase, s, at[k], n, read(reads[k], n))
                 continue
             grads = [read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
-            group_grads = [
-                self.arenas[write_arena[w]][
-                    write_start[w] : write_start[w] + n * len(compiled.layout.groups[g])
-                ]
-                for w, g in zip(range(writes[k], writes[k + 1]), compiled.grad_groups, strict=True)
-            ]
             self._step(
-                phase, k, compiled, n, at[k], grads, group_grads,
-                sources[gather[k] : gather[k + 1]], blocks[block[k] : block[k + 1]],
+                phase, k, compiled, n, grads, written[writes[k] : writes[k + 1]],
+                sources[gather[k] : gather[k + 1]], blocks[block[k] : block[k + 1]], *pieces[k], extra[k],
             )  # fmt: skip
-
-    def _extra(self, compiled: CompiledOperation, at: int, n: int) -> list[torch.Tensor]:
-        """The rows of a step in the buffers that the parameter graph reads."""
-        rows = self.run.rows_of[compiled]
-        return [buffer.reserve(rows.rows)[at : at + n] for buffer in rows.extra]
-
-    def _no_gradient(self, compiled: CompiledOperation, at: int, n: int) -> None:
-        for tensor in self._extra(compiled, at, n):
-            tensor.zero_()
 
     def _step(
         self,
@@ -164,14 +155,14 @@ class Backward:
         k: int,
         compiled: CompiledOperation,
         n: int,
-        at: int,
         grads: list[torch.Tensor | None],
         group_grads: list[torch.Tensor],
         sources: list[tuple[int, torch.Tensor, Any]],
         outs: list[torch.Tensor],
+        kept: list[Kept],
+        saved: list[torch.Tensor],
+        extra: list[torch.Tensor],
     ) -> None:
-        rows = self.run.rows_of[compiled]
-        extra = self._extra(compiled, at, n)
         self.blocks.setdefault(compiled, [])
         if all(g is None for g in grads):
             for tensor in (*group_grads, *extra):
@@ -203,8 +194,6 @@ class Backward:
             else t.view(n, len(compiled.layout.groups[g]), *t.shape[1:])
             for g, t in zip(compiled.grad_groups, group_grads, strict=True)
         ]
-        kept = [rows.kept_rows(i, at, at + n) for i in range(len(rows.kept))]
-        saved = [b.tensor[at : at + n] for b in rows.saved]  # type: ignore[index]  # filled by forward
         compiled.backward(
             n, filled, sources, outs, kept, saved, shared, wide, extra, self.run.engine.workspace()
         )
@@ -289,7 +278,7 @@ class _Reader:
             for j in described[s]
         ]
         self.plan = plan
-        self.indices: dict[torch.device, torch.Tensor] = {}
+        self.indices: dict[torch.device, dict[int, torch.Tensor]] = {}  # by read, all made at once
         self.bags: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, i: int, n: int) -> torch.Tensor | None:
@@ -299,15 +288,22 @@ class _Reader:
         arena = self.arenas[self.arena[i]]
         start, stop = self.start[i], self.stop[i]
         if kind == GRADIENT_VIEW:
-            return arena[start:stop]
+            return arena.narrow(0, start, stop - start)
         device = arena.device
         if device not in self.indices:
-            self.indices[device] = to_device(self.plan.indices, device)
+            self.indices[device] = self._split_indices(device)
             self.bags[device] = to_device(self.plan.bags, device)
-        index = self.indices[device][start:stop]
+        index = self.indices[device][i]
         if kind == GRADIENT_SUM:
             return sum_bags(arena, index, self.bags[device][self.bag[i] : self.bag[i] + n])
         return torch.index_select(arena, 0, index)
+
+    def _split_indices(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """The indices of each read that has some: they are one after another."""
+        reads = [i for i, kind in enumerate(self.kind) if kind in (GRADIENT_INDEX, GRADIENT_SUM)]
+        sizes = [self.stop[i] - self.start[i] for i in reads]
+        pieces = split(to_device(self.plan.indices, device), self.start[reads[0]], sizes)
+        return dict(zip(reads, pieces, strict=True))
 
 
 def _offsets_of(

@@ -16,6 +16,7 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.pieces import split_blocks, split_kept
 
 if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
@@ -53,9 +54,8 @@ def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
     """Per output block of the plan its rows in the arena."""
     plan = phase.plan
     arenas = [run.arenas[run.type_ids[t]].tensor for t in plan.arenas]
-    rows = np.repeat(plan.step_rows, np.diff(plan.first_block)).tolist()
-    columns = zip(plan.block_arena.tolist(), plan.block_start.tolist(), rows, strict=True)
-    return [arenas[a].narrow(0, start, n) for a, start, n in columns]
+    rows = np.repeat(plan.step_rows, np.diff(plan.first_block))
+    return split_blocks(arenas, plan.block_arena, plan.block_start, rows)
 
 
 def execute_forward(run: Run, phase: Phase) -> None:
@@ -68,6 +68,7 @@ def execute_forward(run: Run, phase: Phase) -> None:
     if phase.whole:
         _read_in_place(run, phase, sources)
     _reserve_rows(run, phase)
+    phase.pieces = split_kept(run, phase)
     workspace = run.engine.workspace()
     workspace.enter_run(run.shared)
     gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
@@ -81,8 +82,7 @@ def execute_forward(run: Run, phase: Phase) -> None:
         if compiled.forward is not None:
             rows = run.rows_of[compiled]
             run.launches += 1
-            kept = [rows.kept_rows(i, at, at + n) for i in range(len(rows.kept))]
-            saved = [b.tensor[at : at + n] for b in rows.saved]  # type: ignore[index]  # reserved above
+            kept, saved = phase.pieces[k]
             compiled.forward(
                 n,
                 sources[gather[k] : gather[k + 1]],

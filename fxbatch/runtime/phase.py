@@ -12,6 +12,7 @@ from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.find_needs import Needs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.pieces import Kept
 
 if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
@@ -28,6 +29,7 @@ class Phase:
     compiled: list[CompiledOperation | None]  # one a signature, None where the program has no call of it
     whole: bool = False  # the only phase of its minibatch
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
+    pieces: list[tuple[list[Kept], list[torch.Tensor]]] = field(default_factory=list)  # of its last run
 
 
 class OperationRows:

@@ -31,8 +31,27 @@ if TYPE_CHECKING:
 Renumber = Callable[[np.ndarray], np.ndarray]
 
 
+class GrowingArray:
+    """Numbers of values, phase after phase, without copying those of the phases before."""
+
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self._room = np.empty(0, dtype=dtype)
+
+    def put(self, start: int, numbers: np.ndarray) -> np.ndarray:
+        """Write `numbers` from `start` on; all numbers up to their end."""
+        stop = start + len(numbers)
+        if stop > len(self._room):
+            grown = np.empty(max(stop, 2 * len(self._room)), dtype=self._room.dtype)
+            grown[:start] = self._room[:start]
+            self._room = grown
+        self._room[start:stop] = numbers
+        return self._room[:stop]
+
+
 class Run:
     """One minibatch: arenas, the phases run so far, and where each value is."""
+
+    released = True  # until it is made: a fault in between leaves nothing to release
 
     def __init__(self, engine: Engine, *, grad: bool) -> None:
         self.engine = engine
@@ -45,12 +64,13 @@ class Run:
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.value_needs = np.zeros(0, dtype=bool)
-        self.released = False
+        self._types, self._needs = GrowingArray(np.int64), GrowingArray(np.bool_)
         self.launches = 0
         self._compiled: dict[
             tuple[Signature, tuple[tuple[bool, ...], tuple[bool, ...]]], CompiledOperation
         ] = {}  # found in earlier phases
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
+        self.released = False
 
     def __del__(self) -> None:
         self.release()
@@ -65,6 +85,8 @@ class Run:
         for rows in self.rows_of.values():
             rows.release()
         self.rows_of.clear()
+        for phase in self.phases:
+            phase.pieces = []
         self.phases.clear()
 
     # -- types and shared operands ------------------------------------------------------------------
@@ -175,10 +197,8 @@ class Run:
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
         types = self.type_numbers(program)
         self.value_row = plan.row_of_value
-        made = program.type_of_value[program.known :]
-        self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
-        carried = needs.outputs[flat_outputs(program)]
-        self.value_needs = np.concatenate([self.value_needs[: program.known], carried])
+        self.value_type = self._types.put(program.known, types[program.type_of_value[program.known :]])
+        self.value_needs = self._needs.put(program.known, needs.outputs[flat_outputs(program)])
 
     # -- reading values -----------------------------------------------------------------------------
 
