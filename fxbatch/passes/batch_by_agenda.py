@@ -13,10 +13,11 @@ import numpy as np
 
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.frontier import Frontier, constant_steps, cost_of, schedule_from_steps
+from fxbatch.passes.native import Native
 
 
 def batch_by_agenda(program: Program) -> Schedule:
-    """The agenda schedule; about 0.3 us a call for wide programs, 0.6 us for narrow and small ones."""
+    """The agenda schedule; about 0.1 us a call, without the extension in C up to 0.6 us."""
     return agenda_schedule(Frontier(program))
 
 
@@ -24,7 +25,10 @@ def agenda_schedule(frontier: Frontier) -> Schedule:
     """The agenda schedule of a program whose frontier is known already."""
     if not frontier.calls:
         return Schedule(np.zeros(0, np.int64), np.zeros(1, np.int64), "agenda")
-    run = _agenda_by_lists if frontier.narrow else _agenda_by_arrays
+    if Native.loops is not None:
+        run = _agenda_in_c
+    else:
+        run = _agenda_by_lists if frontier.narrow else _agenda_by_arrays
     step_of_call, steps = run(frontier)
     return schedule_from_steps(step_of_call, steps, "agenda")
 
@@ -34,6 +38,18 @@ def _remaining(frontier: Frontier) -> tuple[list[int], list[int]]:
     sig, signatures = frontier.program.sig, len(frontier.program.signatures)
     total = np.bincount(sig, weights=frontier.depth, minlength=signatures).astype(np.int64)
     return total.tolist(), np.bincount(sig, minlength=signatures).tolist()
+
+
+def _agenda_in_c(frontier: Frontier) -> tuple[np.ndarray, int]:
+    program = frontier.program
+    total, count = (np.array(column, dtype=np.int64) for column in _remaining(frontier))
+    cost = np.array([cost_of(s) for s in program.signatures], dtype=np.int64)
+    step_of_call = np.zeros(frontier.calls, dtype=np.int64)
+    steps = constant_steps(frontier, step_of_call)
+    indegree = frontier.indegree.copy()
+    indegree[frontier.constant] = -1  # they have their steps
+    columns = (program.sig, frontier.depth, frontier.reader_offsets, frontier.readers, cost)
+    return step_of_call, Native.loops.agenda(*columns, indegree, total, count, step_of_call, steps)
 
 
 def _agenda_by_arrays(frontier: Frontier) -> tuple[np.ndarray, int]:

@@ -7,6 +7,7 @@ check_schedule(program, schedule)    # AssertionError unless it is one
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import torch
@@ -101,3 +102,57 @@ def lower_bound_by_hand(program: Program) -> int:
             longest.append(here + (int(program.sig[call]) == s))
         total += max(longest)
     return total
+
+
+def fewest_steps(program: Program, states: int = 200_000) -> int:
+    """Steps of the best schedule of all, by A* over which calls have run; AssertionError after so many states.
+
+    Only steps of all ready calls of a signature are tried: running a call earlier never makes others wait.
+    """
+    before = [sum(1 << p for p in set(parents)) for parents in sources(program)]
+    sig = program.sig.tolist()
+    levels = _chains_by_hand(program)
+    done = sum(1 << c for c in range(len(sig)) if is_constant(program, c))
+    first = len({sig[c] for c in range(len(sig)) if is_constant(program, c)})
+    everything = (1 << len(sig)) - 1
+
+    def bound(state: int) -> int:
+        return sum(sum(bool(calls & ~state) for calls in chains) for chains in levels)
+
+    best = {done: first}
+    queue = [(first + bound(done), -first, done)]
+    while queue:
+        _, steps, state = heapq.heappop(queue)
+        if state == everything:
+            return -steps
+        if best[state] < -steps:
+            continue
+        assert len(best) < states, f"no best schedule found among {states} states"
+        ready: dict[int, int] = {}
+        for c, s in enumerate(sig):
+            if not state >> c & 1 and before[c] & ~state == 0:
+                ready[s] = ready.get(s, 0) | 1 << c
+        for calls in ready.values():
+            after = state | calls
+            if best.get(after, len(sig) + 1) > 1 - steps:
+                best[after] = 1 - steps
+                heapq.heappush(queue, (1 - steps + bound(after), steps - 1, after))
+    raise AssertionError("no schedule at all")
+
+
+def _chains_by_hand(program: Program) -> list[list[int]]:
+    """A signature that is no constant: bits of the calls that head 1, 2, ... calls of it on a path, or more."""
+    sig, parents = program.sig.tolist(), sources(program)
+    readers: list[list[int]] = [[] for _ in sig]
+    for c, before in enumerate(parents):
+        for p in before:
+            readers[p].append(c)
+    found = []
+    for s in sorted(set(sig)):
+        chain = [0] * len(sig)
+        for c in reversed(range(len(sig))):
+            chain[c] = max((chain[r] for r in readers[c]), default=0) + (sig[c] == s)
+        mine = [c for c in range(len(sig)) if sig[c] == s and not is_constant(program, c)]
+        longest = max((chain[c] for c in mine), default=0)
+        found.append([sum(1 << c for c in mine if chain[c] > n) for n in range(longest)])
+    return found

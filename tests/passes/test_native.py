@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given
 
 from fxbatch.ir import Layout, Plan, Program
+from fxbatch.passes import search_steps as search_module
+from fxbatch.passes.batch_by_lookahead import _components
 from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
@@ -19,6 +22,7 @@ from fxbatch.passes.lower_bound import chain_below, height, lower_bound, own_cha
 from fxbatch.passes.native import Native
 from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.policies import POLICIES
+from fxbatch.passes.search_steps import cut_component, search_steps
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
 pytestmark = pytest.mark.skipif(Native.loops is None, reason="fxbatch was installed without its C extension")
@@ -73,12 +77,46 @@ def _same(program: Program) -> None:
 
 @given(programs())
 def test_random_programs(program: Program) -> None:
-    _same(program)
+    with greedy():
+        _same(program)
+
+
+@given(programs(max_calls=60))
+def test_searches_of_every_width_are_the_same(program: Program) -> None:
+    _same_searches(program)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_searches_of_lattices_are_the_same(seed: int) -> None:
+    _same_searches(lattice_program(random.Random(seed), [9, 30, 14, 5]))
+
+
+def _same_searches(program: Program) -> None:
+    frontier = Frontier(program)
+    for part in _components(program):
+        component = cut_component(frontier, np.array(part), chain_below(frontier))
+        for width in (1, 2, 7):
+            (step, steps), (native_step, native_steps) = both(
+                lambda component=component, width=width: search_steps(component, width)
+            )
+            assert steps == native_steps
+            np.testing.assert_array_equal(step, native_step)
+
+
+@contextlib.contextmanager
+def greedy() -> Iterator[None]:
+    """Searches of width 1, which is what Python takes."""
+    widest, search_module.WIDEST = search_module.WIDEST, 1
+    try:
+        yield
+    finally:
+        search_module.WIDEST = widest
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_workloads(number: int) -> None:
-    _same(_workloads()[number])
+    with greedy():
+        _same(_workloads()[number])
 
 
 def test_grouped_and_peaks() -> None:
@@ -101,6 +139,9 @@ def test_wrong_columns_are_errors() -> None:
         loops.source_calls(np.zeros(1, np.int32), np.ones(1, np.int64), np.array([1]), two)
     with pytest.raises(IndexError):
         loops.group(np.array([-1]), two, np.zeros(1, dtype=np.int64))
+    with pytest.raises(IndexError):  # a reader that is recorded before what it reads
+        component = np.zeros(2, np.int32), np.zeros(2, np.int32), np.array([0, 1, 2]), np.array([1, 0])
+        loops.search(*component, two + 1, two, np.array([0, 1]), two, 1)
     with pytest.raises(TypeError, match="items of 8 bytes, not 4"):
         loops.longest_before(two, two, np.zeros(2, dtype=np.int64)[::1])
     with pytest.raises(TypeError, match="3 arrays"):

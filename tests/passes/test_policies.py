@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 from fxbatch.errors import OptionError
@@ -17,9 +18,11 @@ from fxbatch.passes.batch_by_agenda import batch_by_agenda
 from fxbatch.passes.batch_by_depth import batch_by_depth, depths
 from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
 from fxbatch.passes.frontier import Frontier, stable_argsort
-from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.lower_bound import chain_below, lower_bound
+from fxbatch.passes.native import Native
 from fxbatch.passes.policies import CANDIDATES, POLICIES, SCHEDULES, BestPolicy, make_policy
-from tests.passes.reference import check_schedule, depths_by_hand, lower_bound_by_hand
+from fxbatch.passes.search_steps import cut_component, search_steps
+from tests.passes.reference import check_schedule, depths_by_hand, fewest_steps, lower_bound_by_hand
 from tests.programs import (
     ProgramBuilder,
     bilstm_program,
@@ -58,10 +61,6 @@ def test_lists_and_arrays_agree(program: Program) -> None:
         return
     a, b = agenda_module._agenda_by_lists(frontier), agenda_module._agenda_by_arrays(frontier)
     assert (a[1], a[0].tolist()) == (b[1], b[0].tolist())
-    critical = lookahead_module._Critical
-    c = lookahead_module._lookahead_by_lists(frontier, critical(frontier))
-    d = lookahead_module._lookahead_by_arrays(frontier, critical(frontier))
-    assert (c[1], c[0].tolist()) == (d[1], d[0].tolist())
     counted = np.ones(len(program), dtype=bool)
     by_edges = bound_module._chain_by_edges(counted, frontier.source, frontier.target)
     by_arrays = bound_module._chain_by_arrays(frontier, frontier.source, frontier.target, counted)
@@ -71,6 +70,32 @@ def test_lists_and_arrays_agree(program: Program) -> None:
 @given(programs())
 def test_lookahead_is_never_worse_than_agenda(program: Program) -> None:
     assert len(batch_by_lookahead(program)) <= len(batch_by_agenda(program))
+
+
+@given(programs(max_calls=15))
+def test_best_schedules_are_between_the_bound_and_lookahead(program: Program) -> None:
+    fewest = fewest_steps(program)
+    assert lower_bound_by_hand(program) <= fewest <= len(batch_by_lookahead(program))
+
+
+@pytest.mark.skipif(Native.loops is None, reason="wide searches are for the C extension")
+@pytest.mark.parametrize("seed", range(6))
+def test_lookahead_finds_the_best_schedule_of_two_lattices_that_no_schedule_reaches_the_bound_of(
+    seed: int,
+) -> None:
+    program = lattice_program(random.Random(seed), [10, 9])
+    assert len(batch_by_lookahead(program)) == fewest_steps(program)
+
+
+def test_the_bound_is_out_of_reach_where_two_signatures_follow_each_other_in_both_orders() -> None:
+    """f(g(x)) and g(f(x)): two signatures, one call of each on a path, and yet three steps."""
+    build = ProgramBuilder(2)
+    a, b = (build.constant(torch.zeros(4), instance=i) for i in range(2))
+    fg = build.call("f", build.call("g", a), instance=0)
+    gf = build.call("g", build.call("f", b, instance=1), instance=1)
+    program = build.program(fg, gf)
+    assert lower_bound(program) == 3
+    assert fewest_steps(program) == len(batch_by_lookahead(program)) == 4
 
 
 @pytest.mark.parametrize("instances", [1, 2, 16, 64])
@@ -86,6 +111,21 @@ def test_lookahead_reaches_the_lower_bound_on_trees_and_taggers(instances: int) 
 def test_one_lattice_is_at_most_a_twentieth_above_the_lower_bound(seed: int) -> None:
     program = lattice_program(random.Random(seed), [20])
     assert len(batch_by_lookahead(program)) <= 1.05 * lower_bound(program)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lattices_of_different_lengths_take_few_steps_more_than_a_wide_search_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    program = lattice_program(rng, [rng.randrange(5, 30) for _ in range(32)])
+    frontier = Frontier(program)
+    (part,) = (part for part in lookahead_module._components(program) if len(part) > 1)
+    component = cut_component(frontier, np.array(part), chain_below(frontier))
+    _, greedy = search_steps(component, 1)
+    _, wide = search_steps(component, 16)
+    others = lower_bound(program) - component.bound
+    check_schedule(program, batch_by_lookahead(program))
+    assert len(batch_by_lookahead(program)) <= others + greedy
+    assert wide <= 0.95 * greedy
 
 
 def test_wide_programs_are_scheduled_by_arrays_and_reach_the_bound() -> None:
