@@ -1,6 +1,7 @@
 """A product that is only added is one kernel with the addition.
 
 add(x, mul(a, b))                        =>  addcmul(x, a, b)
+add(x, tanh_backward(mul(a, b), y))      =>  addcmul(x, tanh_backward(a, y), b)
 add(addmm(b, x, w), mm(h, u))            =>  addmm(addmm(b, x, w), h, u)       (written over itself)
 add(addmm(b, x, w), addmm(c, h, u))      =>  addmm(addmm(add(b, c), x, w), h, u)
 """
@@ -16,11 +17,12 @@ from fxbatch.codegen.clean import apply_rules
 from fxbatch.codegen.sizes import add_call, dtype, shape
 
 aten = torch.ops.aten
+_DERIVATIVES = (aten.tanh_backward.default, aten.sigmoid_backward.default)
 
 
 def rewrite_products(graph: fx.Graph) -> bool:
     """Returns whether anything changed."""
-    return apply_rules(graph, {aten.add.Tensor: (_two_products, _addcmul)})
+    return apply_rules(graph, {aten.add.Tensor: (_two_products, _addcmul, _addcmul_of_derivative)})
 
 
 def _addcmul(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -36,6 +38,28 @@ def _addcmul(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
             continue
         if shape(product) == shape(node) and shape(rest) == shape(node):
             return add_call(graph, aten.addcmul.default, operands)
+    return None
+
+
+def _addcmul_of_derivative(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A derivative is linear in the gradient that it takes: a factor of that may as well come last."""
+    if node.kwargs or not dtype(node).is_floating_point:
+        return None
+    for derivative, rest in (node.args[::-1], node.args):
+        if not isinstance(derivative, fx.Node) or not isinstance(rest, fx.Node):
+            continue
+        if derivative.target not in _DERIVATIVES or len(derivative.users) > 1:
+            continue
+        product: Any = derivative.args[0]
+        if product.target is not aten.mul.Tensor or len(product.users) > 1:
+            continue
+        if not all(isinstance(x, fx.Node) for x in product.args):
+            continue
+        operands = (rest, derivative, product, *product.args)
+        if any(dtype(x) != dtype(node) or shape(x) != shape(node) for x in operands):
+            continue
+        inner = add_call(graph, derivative.target, (product.args[0], *derivative.args[1:]))
+        return add_call(graph, aten.addcmul.default, (rest, inner, product.args[1]))
     return None
 
 

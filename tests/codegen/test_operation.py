@@ -291,8 +291,37 @@ def test_tree_cell_is_few_kernels() -> None:
         assert isinstance(graphs, OperationGraphs)
         assert graphs.layout == ir.Layout(((0, 2), (1,), (3,)))
         assert emit_kernel(graphs.forward).launches == 8
-        assert graphs.backward is not None and emit_kernel(graphs.backward).launches <= 13
+        assert graphs.backward is not None and emit_kernel(graphs.backward).launches <= 12
         assert graphs.parameters is not None and emit_kernel(graphs.parameters).launches == 2
+
+
+def test_rows_are_looked_up_into_given_memory_and_the_table_s_gradient_is_not_copied() -> None:
+    graphs, shared = build(nn.Embedding(10, 4), [IDX(3)])
+    assert isinstance(graphs, OperationGraphs) and graphs.parameters is not None
+    kernel = emit_kernel(graphs.forward)
+    assert kernel.launches == 1 and "out=o0" in kernel.source
+    rows, out = torch.tensor([3, 9, 3]), torch.empty(3, 4)
+    with torch.no_grad():
+        (found,) = kernel(3, (rows, *shared), (out,), Workspace())
+        assert found is out and torch.equal(out, shared[0][rows])
+        given = torch.full((10, 4), 7.0)
+        parameters, grads = emit_kernel(graphs.parameters), torch.ones(3, 4)
+        (made,) = parameters(3, (rows, grads, *shared), (None,), Workspace())
+        (written,) = parameters(3, (rows, grads, *shared), (given,), Workspace())
+    assert written is given and torch.equal(made, given)
+    assert made[:, 0].tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 1]
+
+
+def test_additions_hand_their_gradient_on() -> None:
+    for body, hands_on in (
+        (lambda a, b: a + b, True),
+        (lambda a, b: a + (b + a), False),
+        (lambda a, b: a - b, False),
+        (lambda a, b: a + b.sum(), False),
+    ):
+        graphs, _ = build(body, [r(6)] * 2)
+        assert isinstance(graphs, OperationGraphs)
+        assert graphs.hands_on is hands_on
 
 
 def test_sparse_embedding_keeps_its_sparse_gradient() -> None:

@@ -13,6 +13,7 @@ from torch import fx
 from fxbatch.codegen.clean import clean
 from fxbatch.codegen.rewrite_gates import rewrite_gates
 from fxbatch.codegen.rewrite_linear import rewrite_linear
+from fxbatch.codegen.rewrite_lookups import rewrite_lookups
 from fxbatch.codegen.rewrite_products import rewrite_products
 from fxbatch.codegen.rewrite_slices import rewrite_slices
 from fxbatch.codegen.sizes import add_call
@@ -173,6 +174,30 @@ def neutral_numbers(d: Draft) -> Any:
     return d.call(aten.add.Tensor, d.call(aten.mul.Tensor, x, 1), zeros)
 
 
+def added_derivative(d: Draft) -> Any:
+    x, a, b, y = (d.x(name, 3) for name in "xaby")
+    return d.call(aten.add.Tensor, x, d.call(aten.tanh_backward.default, d.call(aten.mul.Tensor, a, b), y))
+
+
+def derivative_of_a_factor_without_rows(d: Draft) -> Any:
+    x, a, y, b = d.x("x", 3), d.x("a", 3), d.x("y", 3), d.w("b", 3)
+    return d.call(aten.add.Tensor, x, d.call(aten.tanh_backward.default, d.call(aten.mul.Tensor, a, b), y))
+
+
+def derivative_read_twice(d: Draft) -> Any:
+    x, a, b, y = (d.x(name, 3) for name in "xaby")
+    derivative = d.call(aten.tanh_backward.default, d.call(aten.mul.Tensor, a, b), y)
+    return d.call(aten.add.Tensor, x, derivative), derivative
+
+
+def look_up(d: Draft) -> Any:
+    return d.call(aten.embedding.default, d.w("table", 9, 3), d.x("i", dtype=torch.int64))
+
+
+def look_up_many(d: Draft) -> Any:
+    return d.call(aten.embedding.default, d.w("table", 9, 3), d.x("i", 2, 4, dtype=torch.int64), 5)
+
+
 CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
     (rewrite_linear, product_and_bias, ["add(mm(x, w), b)"], ["addmm(b, x, w)"]),
     (
@@ -187,6 +212,19 @@ CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
         two_linear,
         ["add(addmm(b, x, w), addmm(c, h, u))"],
         ["addmm(addmm(add(b, c), x, w), h, u)"],
+    ),
+    (
+        rewrite_products,
+        added_derivative,
+        ["add(x, tanh_backward(mul(a, b), y))"],
+        ["addcmul(x, tanh_backward(a, y), b)"],
+    ),
+    (rewrite_lookups, look_up, ["embedding(table, i)"], ["index_select(table, 0, i)"]),
+    (
+        rewrite_lookups,
+        look_up_many,
+        ["embedding(table, i, 5)"],
+        ["reshape(index_select(table, 0, reshape(i, [mul(n, 8)])), [n, 2, 4, 3])"],
     ),
     (
         rewrite_gates,
@@ -226,6 +264,9 @@ UNCHANGED: list[tuple[Callable[[fx.Graph], Any], Build]] = [
     (rewrite_linear, product_used_twice),
     (rewrite_linear, bias_of_rows),
     (rewrite_products, added_broadcast),
+    (rewrite_products, derivative_of_a_factor_without_rows),
+    (rewrite_products, derivative_read_twice),
+    (rewrite_lookups, added_product),
     (rewrite_gates, gates_apart),
     (rewrite_gates, crossed_slices),
     (clean, cast_away_and_back),
