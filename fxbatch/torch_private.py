@@ -229,6 +229,8 @@ def is_pytree_node(kind: type) -> bool:
 
 def swap_function_modes(modes: list[Any]) -> list[Any]:
     """Replace this thread's torch function modes by `modes`; returns what was there, bottom first."""
+    if not modes and not _len_torch_function_stack():
+        return []
     before = [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
     if before != modes:
         for _ in before:
@@ -236,6 +238,11 @@ def swap_function_modes(modes: list[Any]) -> list[Any]:
         for mode in modes:
             _push_on_torch_function_stack(mode)
     return before
+
+
+def function_modes() -> list[Any]:
+    """This thread's torch function modes, bottom first."""
+    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
 
 
 # The cheap form for hot paths: a C function, no Python frame.
@@ -260,6 +267,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "any_autocast",
+    "function_modes",
     "function_modes_enabled",
     "handle_torch_function",
     "module_call",

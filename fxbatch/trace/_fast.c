@@ -837,9 +837,12 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
 {
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    if (current && !kwnames && n >= 2) {
-        PyObject *result = m->owner ? call_known(current, m->owner, args, n, 0)
-                                    : call_known(current, args[0], args + 1, n - 1, 1);
+    if (current && n >= (kwnames ? 1 : 2)) {
+        PyObject *result = kwnames    ? NULL
+                           : m->owner ? call_known(current, m->owner, args, n, 0)
+                                      : call_known(current, args[0], args + 1, n - 1, 1);
+        if (!result && !m->owner && !PyErr_Occurred())
+            result = call_function(current, args[0], args + 1, n - 1, kwnames);
         if (result || PyErr_Occurred())
             return result;
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -19,17 +19,31 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
 
 
+_LIBRARIES = ("contextlib", "functools", "copy", "threading", "greenlet")
+_files: dict[CodeType, str] = {}  # the file of the user's code, "" for other code: at most _MOST
+_MOST = 4096
+
+
+def _user_file(frame: FrameType) -> str:
+    """The name of the file of a frame of the user's code, "" for other frames."""
+    code = frame.f_code
+    found = _files.get(code)
+    if found is None:
+        name = code.co_filename
+        module = frame.f_globals.get("__name__", "")
+        others = name.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES)
+        if len(_files) >= _MOST:
+            _files.clear()
+        found = _files[code] = "" if others else os.path.basename(name)
+    return found
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code, None when there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, *_SKIPPED)):
-            module = frame.f_globals.get("__name__", "")
-            if not module.startswith(("contextlib", "functools", "copy", "threading", "greenlet")):
-                return frame
+    while frame is not None and not _user_file(frame):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def user_line() -> str:
@@ -37,7 +51,7 @@ def user_line() -> str:
     frame = user_frame()
     if frame is None:
         return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_user_file(frame)}:{frame.f_lineno}"
 
 
 def at_line() -> str:

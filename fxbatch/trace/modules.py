@@ -23,7 +23,7 @@ from fxbatch.signature import structural_twin
 from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.columns import quicken
+from fxbatch.trace.columns import Switch, _fast, quicken
 from fxbatch.trace.fake import BodyError, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
 from fxbatch.trace.location import at_line, user_line
@@ -189,6 +189,8 @@ def _call(
         )
     elif method is None and not kwargs and len(arguments.values) == len(args):
         recorder.met.add(module, recorder.mode, tuple(v._type for v in arguments.values), entry)
+    elif method is None and Switch.on:
+        _fast.remember(recorder, module, args, kwargs, entry)
     return result
 
 

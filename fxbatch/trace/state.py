@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.torch_private import any_autocast, set_grad_enabled, swap_function_modes
+from fxbatch.torch_private import any_autocast, function_modes, set_grad_enabled, swap_function_modes
 from fxbatch.trace.columns import set_current
 from fxbatch.trace.location import at_line
 
@@ -67,8 +67,7 @@ class ThreadModes:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_state() if any_autocast() else None
-        self.functions = swap_function_modes([])
-        swap_function_modes(self.functions)
+        self.functions = function_modes()
         self.recorder = state.recorder
 
     def restore(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace import columns, settled
+from fxbatch.trace import columns, modules, settled
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -226,3 +226,66 @@ def test_values_of_other_minibatches_are_refused_by_functions(recorded_by: str) 
 
     with pytest.raises(TraceError, match="another minibatch"):
         record(mixes, [torch.ones(3)], table).pending_program([])
+
+
+def test_modules_with_structured_arguments_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell called with its state as a tuple, with None, by keyword: looked at closely once a minibatch."""
+    if not columns.Switch.on:
+        pytest.skip("without the C extension")
+    cell, closely = nn.LSTMCell(3, 3), []
+    python = modules.call_module
+    monkeypatch.setattr(modules, "call_module", lambda *a: closely.append(a[1]) or python(*a))
+
+    def forward(xs: list[torch.Tensor]) -> Any:
+        state: Any = None
+        for x in xs:
+            state = cell(x, state)
+        return cell(input=xs[0], hx=state)
+
+    recording = record(forward, [[torch.ones(3)] * 4] * 5)
+    assert len(closely) == 3  # without a state, with one, by keyword
+    assert len(recording.pending_program(recording.output_ids())) == 1 + 5 * 5
+
+
+def test_structured_arguments_of_modules_are_told_apart(recorded_by: str) -> None:
+    """Numbers, order and keywords of a module's arguments; and hooks that come while it is known."""
+
+    class Scale(nn.Module):
+        def forward(self, pair: Any, times: float = 1, minus: Any = None) -> Any:
+            a, b = pair
+            return (a - 2 * b) * times - (0 if minus is None else minus)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+            self.hooked = False
+
+        @fxbatch.autobatch(out="list")
+        def forward(self, x: torch.Tensor) -> Any:
+            y, out = x + 1, []
+            for _ in range(2):
+                out += [
+                    self.scale((x, y)),
+                    self.scale((y, x)),
+                    self.scale([x, y], 1.0),
+                    self.scale((x, y), 2),
+                ]
+                out += [
+                    self.scale((x, y), minus=y),
+                    self.scale((x, y), minus=x),
+                    self.scale(pair=(y, y), times=True),
+                ]
+            if self.hooked:
+                handle = self.scale.register_forward_hook(lambda m, args, result: result * 10)
+                out.append(self.scale((x, y)))
+                handle.remove()
+            return out
+
+    model, xs = Model(), [torch.randn(3) for _ in range(3)]
+    for model.hooked in (False, True):
+        with fxbatch.disabled():
+            expected = model(xs)
+        for got, want in zip(model(xs), expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b)
