@@ -170,6 +170,7 @@ class _Run:
         self.results: list[Any] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
+        self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
         self.next = 0  # the next instance to start
         self.running = 0  # the instance whose code runs now
         self.failed: BaseException | None = None
@@ -206,28 +207,24 @@ class _Run:
 
     def _phase(self) -> None:
         """Run what is pending as one batch and let the parked instances go on, in order."""
-        parked, self.parked = sorted(self.parked, key=_instance), []
-        wanted = list(dict.fromkeys(v._value for p in parked for v in p.values))
+        self.resuming = sorted(self.parked, key=_instance)
+        self.parked = []
+        wanted = list(dict.fromkeys(v._value for p in self.resuming for v in p.values))
         base = self.recorder.base
         calls = self.recorder.pending
-        try:
-            self.execution.run(self.recorder.pending_program([]))
-            numbers = [w - base for w in wanted]
-            answers = dict(zip(wanted, self.execution.read(numbers), strict=True))
-        except BaseException:
-            self.parked = parked
-            raise
-        self.statistics.phase(calls, [p.instance for p in parked])
-        for k, p in enumerate(parked):
+        self.execution.run(self.recorder.pending_program([]))
+        numbers = [w - base for w in wanted]
+        answers = dict(zip(wanted, self.execution.read(numbers), strict=True))
+        self.statistics.phase(calls, [p.instance for p in self.resuming])
+        for p in self.resuming:
             p.answer = [answers[v._value] for v in p.values]
             self.running = p.instance
             self.recorder.begin(p.instance)
             p.modes.restore()
             p.greenlet.switch()
             self.modes.restore()
-            if self.failed is not None:
-                self.parked = self.parked + parked[k + 1 :]
-                self._raise()
+            self._raise()
+        self.resuming = []
         self._start()
 
     def _raise(self) -> None:
@@ -238,8 +235,7 @@ class _Run:
     def _close(self) -> None:
         """Close all parked instances: their `finally` blocks run, nothing else."""
         self.closing = True
-        parked, self.parked = sorted(self.parked, key=_instance), []
-        for p in parked:
+        for p in sorted((*self.resuming, *self.parked), key=_instance):
             if not p.greenlet.dead:
                 p.modes.restore()
                 p.greenlet.throw(greenlet.GreenletExit)

@@ -27,39 +27,54 @@ from fxbatch.trace.location import at_line
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
 
-_lock = threading.Lock()
-_users = 0
-_saved: list[Entries] = []  # what was there before, last first
+_lock = threading.RLock()  # re-entrant: a use that was forgotten may be ended by the collector, anywhere
+_uses: set[int] = set()  # ids of the uses under way
+_saved: list[Entries] = []  # what was there before, while something is patched
+
+
+class _Use:
+    """One use of the patch, ended once: at the latest when nobody holds it any more, for an interrupt may
+    strike the clean-up itself."""
+
+    def begin(self) -> None:
+        with _lock:
+            _uses.add(id(self))
+            if not _saved:
+                _install()
+
+    def end(self) -> None:
+        with _lock:
+            _uses.discard(id(self))
+            if not _uses and _saved:
+                _remove()
+
+    __del__ = end
 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """Patch torch while inside; nested and concurrent uses share one patch."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _install()
+    use = _Use()
     try:
+        use.begin()
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _remove()
+        use.end()
 
 
 def _install() -> None:
     handle = handle_torch_function_method()
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    _saved.append(put_attributes(((_Module, "__call__", module_call_method()), *_PATCHES, *handles)))
+    entries = ((_Module, "__call__", module_call_method()), *_PATCHES, *handles)
+    _saved.append(tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries)))
+    put_attributes(entries)
     quicken_modules(True)
 
 
 def _remove() -> None:
     quicken_modules(False)
-    while _saved:
-        put_attributes(_saved.pop())
+    put_attributes(_saved[0])
+    _saved.clear()
 
 
 class CustomFunction:

@@ -81,7 +81,7 @@ def waiting_model() -> nn.Module:
 def assert_clean() -> None:
     """Nothing of a failed call is left: patches, recorder, modes, greenlets."""
     assert current_recorder() is None
-    assert patch._users == 0 and not patch._saved
+    assert not patch._uses and not patch._saved
     assert "traced" not in nn.Module.__call__.__qualname__
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     gc.collect()
