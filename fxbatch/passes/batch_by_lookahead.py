@@ -34,7 +34,7 @@ def batch_by_lookahead(program: Program) -> Schedule:
     """The lookahead schedule; 0.02 us a call where no signatures wait for each other in turn, else up to 0.7."""
     if not len(program):
         return Schedule(np.zeros(0, np.int64), np.zeros(1, np.int64), "lookahead")
-    parts = _components(program)
+    parts = signature_components(program)
     before, length = own_chains(program)
     several = [part for part in parts if len(part) > 1]
     if not several:
@@ -60,7 +60,7 @@ def batch_by_lookahead(program: Program) -> Schedule:
     return _in_turn(program, parts, before, length)
 
 
-def _components(program: Program) -> list[list[int]]:
+def signature_components(program: Program) -> list[list[int]]:
     """The strongly connected components of the signature graph, each sorted: constants, then as they feed."""
     graph = signature_graph(program)
     condensed = nx.condensation(graph)

@@ -104,30 +104,38 @@ def lower_bound_by_hand(program: Program) -> int:
     return total
 
 
-def fewest_steps(program: Program, states: int = 200_000) -> int:
-    """Steps of the best schedule of all, by A* over which calls have run; AssertionError after so many states.
+def fewest_steps(program: Program) -> int:
+    """Steps of the best schedule of all, constants included."""
+    constants = [is_constant(program, c) for c in range(len(program))]
+    number = {c: n for n, c in enumerate(c for c, constant in enumerate(constants) if not constant)}
+    parents = [[number[p] for p in before if p in number] for before in sources(program)]
+    kept = [parents[c] for c in number]
+    steps, exact = best_steps([int(program.sig[c]) for c in number], kept, 200_000)
+    assert exact, "too many states"
+    return steps + len({int(s) for s, constant in zip(program.sig, constants, strict=True) if constant})
+
+
+def best_steps(sig: list[int], parents: list[list[int]], states: int) -> tuple[int, bool]:
+    """Steps of the best schedule of calls with these signatures and sources, by A* over which calls have run; and
+    whether that is so: after so many states it is what any schedule has at least.
 
     Only steps of all ready calls of a signature are tried: running a call earlier never makes others wait.
     """
-    before = [sum(1 << p for p in set(parents)) for parents in sources(program)]
-    sig = program.sig.tolist()
-    levels = _chains_by_hand(program)
-    done = sum(1 << c for c in range(len(sig)) if is_constant(program, c))
-    first = len({sig[c] for c in range(len(sig)) if is_constant(program, c)})
+    before = [sum(1 << p for p in set(found)) for found in parents]
+    chains = _chains_by_hand(sig, parents)
     everything = (1 << len(sig)) - 1
 
     def bound(state: int) -> int:
-        return sum(sum(bool(calls & ~state) for calls in chains) for chains in levels)
+        return sum(bool(calls & ~state) for calls in chains)
 
-    best = {done: first}
-    queue = [(first + bound(done), -first, done)]
-    while queue:
-        _, steps, state = heapq.heappop(queue)
-        if state == everything:
-            return -steps
+    best = {0: 0}
+    queue = [(bound(0), 0, 0)]
+    while True:
+        least, steps, state = heapq.heappop(queue)
+        if state == everything or len(best) > states:
+            return least, state == everything
         if best[state] < -steps:
             continue
-        assert len(best) < states, f"no best schedule found among {states} states"
         ready: dict[int, int] = {}
         for c, s in enumerate(sig):
             if not state >> c & 1 and before[c] & ~state == 0:
@@ -137,12 +145,10 @@ def fewest_steps(program: Program, states: int = 200_000) -> int:
             if best.get(after, len(sig) + 1) > 1 - steps:
                 best[after] = 1 - steps
                 heapq.heappush(queue, (1 - steps + bound(after), steps - 1, after))
-    raise AssertionError("no schedule at all")
 
 
-def _chains_by_hand(program: Program) -> list[list[int]]:
-    """A signature that is no constant: bits of the calls that head 1, 2, ... calls of it on a path, or more."""
-    sig, parents = program.sig.tolist(), sources(program)
+def _chains_by_hand(sig: list[int], parents: list[list[int]]) -> list[int]:
+    """A signature and number n up to its longest chain: bits of the calls that head n calls of it on a path."""
     readers: list[list[int]] = [[] for _ in sig]
     for c, before in enumerate(parents):
         for p in before:
@@ -152,7 +158,7 @@ def _chains_by_hand(program: Program) -> list[list[int]]:
         chain = [0] * len(sig)
         for c in reversed(range(len(sig))):
             chain[c] = max((chain[r] for r in readers[c]), default=0) + (sig[c] == s)
-        mine = [c for c in range(len(sig)) if sig[c] == s and not is_constant(program, c)]
-        longest = max((chain[c] for c in mine), default=0)
-        found.append([sum(1 << c for c in mine if chain[c] > n) for n in range(longest)])
+        mine = [c for c in range(len(sig)) if sig[c] == s]
+        longest = max(chain[c] for c in mine)
+        found += [sum(1 << c for c in mine if chain[c] > n) for n in range(longest)]
     return found

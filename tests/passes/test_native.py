@@ -14,7 +14,7 @@ from hypothesis import given
 
 from fxbatch.ir import Layout, Plan, Program
 from fxbatch.passes import search_steps as search_module
-from fxbatch.passes.batch_by_lookahead import _components
+from fxbatch.passes.batch_by_lookahead import signature_components
 from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
@@ -93,7 +93,7 @@ def test_searches_of_lattices_are_the_same(seed: int) -> None:
 
 def _same_searches(program: Program) -> None:
     frontier = Frontier(program)
-    for part in _components(program):
+    for part in signature_components(program):
         component = cut_component(frontier, np.array(part), chain_below(frontier))
         for width in (1, 2, 7):
             (step, steps), (native_step, native_steps) = both(

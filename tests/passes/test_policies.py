@@ -118,7 +118,7 @@ def test_lattices_of_different_lengths_take_few_steps_more_than_a_wide_search_fi
     rng = random.Random(seed)
     program = lattice_program(rng, [rng.randrange(5, 30) for _ in range(32)])
     frontier = Frontier(program)
-    (part,) = (part for part in lookahead_module._components(program) if len(part) > 1)
+    (part,) = (part for part in lookahead_module.signature_components(program) if len(part) > 1)
     component = cut_component(frontier, np.array(part), chain_below(frontier))
     _, greedy = search_steps(component, 1)
     _, wide = search_steps(component, 16)
