@@ -212,7 +212,7 @@ class Engine:
         """Run the last phase and assemble the results."""
         found = Results(recording.results)
         values = found.values
-        program = recording.pending_program(values)
+        program = recording.recorder.final_program(values)
         return self.assemble(run, found, run.finish(program, values), out)
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:

@@ -80,7 +80,7 @@ class ReadyMinibatch:
         run = engine.execution() if run is None else run
         found = Results(recording.results)
         values = found.values
-        program = recording.pending_program(values)
+        program = recording.recorder.final_program(values)
         phase = None
         renumber: Renumber = lambda ids: ids  # noqa: E731
         if len(program) and isinstance(run, Run):

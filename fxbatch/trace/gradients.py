@@ -25,6 +25,12 @@ class GradientFlags:
         self.phase_done = 0
         self.calls_done = 0  # calls of the pending part that have flags
         self.inputs_done = 0
+        self.leaves: frozenset[int] = frozenset()  # constants that require gradients and were let go
+
+    def keep_leaves(self, recorder: Recorder) -> None:
+        """Note which constants require gradients: the recorder is about to let them go."""
+        constants = recorder.constants.values()
+        self.leaves |= frozenset(kept._value for kept, t, _ in constants if t.requires_grad)
 
     def phase(self, sig: np.ndarray, inputs: np.ndarray) -> None:
         """Keep the columns of a phase that has become a program."""
@@ -38,9 +44,8 @@ class GradientFlags:
         return bool(self.flags[number])
 
     def _extend(self, recorder: Recorder) -> None:
-        leaves = {
-            kept.id for kept, t, _ in recorder.constants.values() if t.requires_grad
-        }  # only looked up, never iterated over
+        self.keep_leaves(recorder)
+        leaves = {number - recorder.base for number in self.leaves}  # only looked up
         while self.phase_done < len(self.phases):
             sig, inputs = self.phases[self.phase_done]
             # Numbers that were put back into their operation have left the inputs: start of the phase anew.

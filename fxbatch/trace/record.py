@@ -348,6 +348,15 @@ class Recorder(Columns):
         self._mark_run(sig)
         return program
 
+    def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
+        """The last `pending_program` of a recording that is finished: constants and numbers are let go, which
+        hold the recorder as it holds them, so that their memory is free at once and not at the next collection
+        of garbage."""
+        program = self.pending_program(outputs)
+        self.gradients.keep_leaves(self)
+        self.constants, self.numbers = {}, {}
+        return program
+
     def _types_of_known(self) -> np.ndarray | None:
         """int32 [known]: worked out when a second phase asks, from the calls of the phases before."""
         for sig in self._untyped:

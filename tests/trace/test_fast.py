@@ -212,3 +212,45 @@ def test_known_calls() -> None:
     assert known.find(owners[0], 0, many[:-1]) is None
     known.clear()
     assert known.find(owners[0], 0, ()) is None
+
+
+def test_what_an_instance_brings_is_free_when_its_call_is_over() -> None:
+    """Constants, lifted numbers and their Values wait for no collection of garbage."""
+    import fxbatch
+
+    model = nn.Linear(3, 3)
+
+    @fxbatch.autobatch
+    def call(x: torch.Tensor) -> torch.Tensor:
+        own = torch.ones(3)
+        own_refs.append(weakref.ref(own))
+        return model(x) * 2 + own.sum() * model(own) * 0.5
+
+    own_refs: list[Any] = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            call([torch.ones(3)] * 2)
+            gc.collect()
+            own_refs.clear()
+            gc.disable()
+            try:
+                result = call([torch.ones(3)] * 2)
+                del result
+                assert [ref() for ref in own_refs] == [None, None]
+            finally:
+                gc.enable()
+
+
+def test_requires_grad_of_a_value_that_outlives_its_call() -> None:
+    """What constants require is known after they were let go."""
+    import fxbatch
+
+    kept: list[Any] = []
+
+    @fxbatch.autobatch
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept.append((torch.tanh(x), torch.tanh(y)))
+        return kept[-1][0] + kept[-1][1]
+
+    call([torch.ones(2, 2, requires_grad=True)] * 2, [torch.ones(2, 2)] * 2)
+    assert [(a.requires_grad, b.requires_grad) for a, b in kept] == [(True, False)] * 2
