@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from benchmarks.compare import compare_runs
 from benchmarks.docs_page import DocsError, update_file
 from benchmarks.driver import run_tasks
 from benchmarks.registry import TASKS
-from benchmarks.report import number_text, read_run, seconds_text, tables_of, write_report
+from benchmarks.report import number_text, read_run, seconds_text, tables_of, write_report, write_results
 from benchmarks.results import CaseResult, ResultsError, RunResult, Table
 from benchmarks.task import Settings, Task
 
@@ -40,6 +40,7 @@ examples:
   python -m benchmarks --quick                    every task at small size, in under three minutes
   python -m benchmarks --task figures --threads 2
   python -m benchmarks --task looks-table-1 --device cuda
+  python -m benchmarks --resume bench-results/2026-01-31T120000
   python -m benchmarks --compare bench-results/2026-01-31T120000
   python -m benchmarks --report results.json      the report of a stored run again, without running
 """
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="threads of torch's CPU operations (default: 2, or 1 on one core)")
     add("--repeats", type=int, help="timed rounds of a case (default: 7, quick: 3)")
     add("--warmup", type=int, help="untimed rounds before them (default: 2, quick: 1)")
-    add("--budget", type=float, help="seconds of timing a case; three rounds are always timed (default: 60)")
+    add("--budget", type=float, help="seconds a case; one round is always timed (default: 15, quick: 2)")
     add("--seed", type=int, default=0, help="of models and made-up data (default: %(default)s)")
     add(
         "--data",
@@ -85,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="compare with a stored run: its results.json or its folder",
+    )
+    add(
+        "--resume",
+        metavar="FILE",
+        type=Path,
+        help="go on with a run that ended half way: its results.json or its folder",
     )
     add("--docs", metavar="FILE", type=Path, help="put the tables into this page, between its markers")
     add("--report", metavar="FILE", type=Path, help="make the report of a stored run, and run nothing")
@@ -122,10 +129,7 @@ def run(options: argparse.Namespace, *, command: str) -> int:
         result = _stored(options.report)
         folder = options.output or options.report.resolve().parent
     else:
-        tasks, settings = choose_tasks(options.task), settings_of(options)
-        quiet = options.json == Path("-")
-        result = _run(tasks, settings, command, Console(stderr=True, highlight=False), quiet)
-        folder = options.output or Path("bench-results") / result.date[:19].replace(":", "")
+        result, folder = _measure(options, command)
     files = write_report(result, folder, earlier=earlier)
     _write_json(result, options.json)
     if options.docs is not None:
@@ -139,6 +143,35 @@ def run(options: argparse.Namespace, *, command: str) -> int:
     for failure in result.failures:
         Console(stderr=True, highlight=False).print(f"FAILED {failure}", markup=False, style="bold red")
     return 1 if result.failures else 0
+
+
+def _measure(options: argparse.Namespace, command: str) -> tuple[RunResult, Path]:
+    """The run and its folder, in which results.json is written anew after each task."""
+    tasks, settings = choose_tasks(options.task), settings_of(options)
+    before = _stored(options.resume) if options.resume else None
+    folder = options.output or (options.resume and _folder_of(options.resume))
+    notices = Console(stderr=True, highlight=False)
+
+    def folder_of(result: RunResult) -> Path:
+        return folder or Path("bench-results") / result.date[:19].replace(":", "")
+
+    def keep(result: RunResult) -> None:
+        kept[:] = [write_results(result, folder_of(result))]
+
+    kept: list[Path] = []
+    try:
+        result = _run(tasks, settings, command, notices, options.json == Path("-"), keep, before)
+    except ValueError as error:
+        raise UsageError(f"{options.resume}: can't go on with this run: {error}") from error
+    except KeyboardInterrupt:
+        if kept:
+            notices.print(f"the finished tasks are in {kept[0]}; --resume takes it", markup=False)
+        raise
+    return result, folder_of(result)
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.resolve().parent
 
 
 def _stored(path: Path) -> RunResult:
@@ -186,7 +219,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         threads=options.threads or min(2, os.cpu_count() or 1),
         repeats=options.repeats or (3 if quick else 7),
         warmup=options.warmup if options.warmup is not None else (1 if quick else 2),
-        budget=options.budget if options.budget is not None else (2.0 if quick else 60.0),
+        budget=options.budget if options.budget is not None else (2.0 if quick else 15.0),
         seed=options.seed,
         data=options.data,
         peers=not options.no_peers,
@@ -227,7 +260,15 @@ class Bar:
         self.progress.console.print(f"  {what}: skipped: {reason}", markup=False, style="dim")
 
 
-def _run(tasks: list[Task], settings: Settings, command: str, notices: Console, quiet: bool) -> RunResult:
+def _run(
+    tasks: list[Task],
+    settings: Settings,
+    command: str,
+    notices: Console,
+    quiet: bool,
+    keep: Callable[[RunResult], None],
+    before: RunResult | None,
+) -> RunResult:
     said = f"{settings.threads} threads, {settings.device}, {settings.repeats} repeats"
     notices.print(f"{said} after {settings.warmup} untimed", markup=False)
     columns = (
@@ -235,7 +276,8 @@ def _run(tasks: list[Task], settings: Settings, command: str, notices: Console, 
         TimeElapsedColumn(), TextColumn("{task.fields[case]}"),
     )  # fmt: skip
     with Progress(*columns, console=notices, transient=True, disable=quiet) as progress:
-        return run_tasks(tasks, settings, command=command, watcher=Bar(progress, len(tasks)))
+        bar = Bar(progress, len(tasks))
+        return run_tasks(tasks, settings, command=command, watcher=bar, keep=keep, before=before)
 
 
 def _write_json(result: RunResult, path: Path | None) -> None:

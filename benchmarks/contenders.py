@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -62,6 +62,8 @@ def undecorated(model: nn.Module, method: str) -> Callable[..., Any]:
     return found
 
 
+# What `sampled_loop` is called in reports: it says how it was timed.
+SAMPLED = "one by one, embedding in the loop (2 instances, scaled by words)"
 Gradients = Callable[[], dict[str, Tensor | None]]
 Looks = Sequence[tuple[nn.Embedding, Sequence[Tensor]]]  # embeddings and what a minibatch looks up in them
 
@@ -104,6 +106,25 @@ class Training:
         """The undecorated loss in a loop, as `fxbatch.disabled()` runs it."""
         fn = undecorated(self.model, self.method)
         return self.contender(name, lambda batch: torch.stack([fn(self.model, x) for x in batch]).sum())
+
+    def sampled_loop(
+        self, words: Callable[[Any], int], one: Callable[[Training], Contender], name: str = SAMPLED
+    ) -> list[Contender]:
+        """`loop` on the first two instances of a minibatch, its seconds times the words of all over theirs.
+
+        A dense gradient of the whole embedding table for every word takes minutes for a whole minibatch.
+        words(instance): the lookups in the table. one(training): whom the loop's outcome is compared with;
+        nothing else is done with it. Both are a group of their own.
+        """
+        few = Batches(lambda number: self.batches[number][:2])
+
+        def factor(number: int) -> float:
+            whole = self.batches[number]
+            return sum(map(words, whole)) / sum(map(words, whole[:2]))
+
+        small = replace(self, batches=few)
+        loop = replace(small.loop(name), limit=1, group=name, factor=factor)
+        return [loop, replace(one(small), name=f"{name}: looked up once", limit=0, group=name)]
 
     def looked_up(self, looks: Callable[[Sequence[Any]], Looks], name: str = "one by one") -> Contender:
         """The undecorated loss in a loop, what `looks` says looked up once a minibatch."""

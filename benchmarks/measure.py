@@ -59,6 +59,8 @@ class Contender:
     where they can't be compared (a limit that does less work).
     prepare(round): make that round's minibatch, outside the timing.
     limit: at most so many runs are timed and none to warm up, where one takes very long; the check ran it.
+    With 0 it is checked alone.
+    factor(round): what a run's seconds are times, for one that does a part of the work; its name says so.
     group: contenders of one group get the same minibatches, and their outcomes are compared.
     """
 
@@ -68,6 +70,7 @@ class Contender:
     prepare: Callable[[int], None] | None = None
     limit: int | None = None
     group: str = ""
+    factor: Callable[[int], float] | None = None
 
 
 @dataclass
@@ -79,6 +82,10 @@ class _Samples:
     resident: int = 0
 
 
+# Warm-up ends when it and the check before it have taken this share of a case's budget.
+WARMUP_SHARE = 1 / 3
+
+
 def measure(
     contenders: Sequence[Contender],
     *,
@@ -87,32 +94,53 @@ def measure(
     device: torch.device,
     slow: Sequence[str] = (),
     budget: float = float("inf"),
+    spent: float = 0.0,
     on_run: Callable[[str], None] = lambda name: None,
+    on_error: Callable[[str, Exception], None] | None = None,
 ) -> tuple[dict[str, Entry], list[Ratio]]:
     """Time the contenders in turn, `repeats` rounds after `warmup` untimed ones.
 
-    slow: the contenders that the others' ratios are taken to. budget: seconds after which no new round is
-    begun (three rounds are always timed where `repeats` allows, so that there are quartiles).
+    slow: the contenders that the others' ratios are taken to. budget: seconds of the case, of which `spent`
+    went before (a check that ran everybody once); a round that would not end within it is not begun, but one
+    round is always timed. on_error: told who raised what, who then takes no further part; None raises.
     The garbage collector is run before each run, and not during it.
     """
+    begin = time.perf_counter() - spent
     samples = {c.name: _Samples() for c in contenders}
+    raised: dict[str, None] = {}
+
+    def turn(contender: Contender, number: int, *, timed: bool) -> None:
+        if contender.name in raised:
+            return
+        on_run(contender.name)
+        try:
+            found = _run_once(contender, device, number)
+        except Exception as error:
+            if on_error is None:
+                raise
+            raised[contender.name] = None
+            on_error(contender.name, error)
+            return
+        if timed:
+            _add(samples[contender.name], *found)
+
     for number in range(warmup):
+        if time.perf_counter() - begin > budget * WARMUP_SHARE:
+            break
         for contender in contenders:
             if contender.limit is None:
-                on_run(contender.name)
-                _run_once(contender, device, number + 1)
-    begin = time.perf_counter()
+                turn(contender, number + 1, timed=False)
+    longest = 0.0
     for done in range(repeats):
-        if done >= min(3, repeats) and time.perf_counter() - begin > budget:
+        start = time.perf_counter()
+        if done and start - begin + longest > budget:
             break
         # Every second round goes the other way round: who follows whom should not matter.
-        turn = contenders if done % 2 == 0 else contenders[::-1]
-        for contender in turn:
-            if contender.limit is not None and done >= contender.limit:
-                continue
-            on_run(contender.name)
-            _add(samples[contender.name], *_run_once(contender, device, warmup + done + 1))
-    entries = {name: _entry(s) for name, s in samples.items()}
+        for contender in contenders if done % 2 == 0 else contenders[::-1]:
+            if contender.limit is None or done < contender.limit:
+                turn(contender, warmup + done + 1, timed=True)
+        longest = max(longest, time.perf_counter() - start)
+    entries = {name: _entry(s) for name, s in samples.items() if s.wall and name not in raised}
     return entries, pair_ratios(entries, slow)
 
 
@@ -141,7 +169,11 @@ def _run_once(
         if enabled:
             gc.enable()
     seconds = None if events is None else events[0].elapsed_time(events[1]) / 1000
-    return wall, cpu, seconds, clock.phases
+    if contender.factor is None:
+        return wall, cpu, seconds, clock.phases
+    whole = contender.factor(number)
+    phases = {name: whole * part for name, part in clock.phases.items()}
+    return whole * wall, whole * cpu, None if seconds is None else whole * seconds, phases
 
 
 def _events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:

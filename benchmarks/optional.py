@@ -23,10 +23,12 @@ Options = tuple[list[Contender], dict[str, str]]
 COMPILED, DGL, DYNET, PYG = "by hand, torch.compile", "DGL", "DyNet", "PyTorch Geometric"
 
 
-def tree_options(work: Training | Inference, model: TreeLSTM, settings: Settings) -> Options:
-    """DGL, DyNet (training on a CPU) and hand-batched levels under torch.compile."""
+def tree_options(
+    work: Training | Inference, model: TreeLSTM, settings: Settings, *, compiled: bool = True
+) -> Options:
+    """DGL, DyNet (training on a CPU) and, with `compiled`, hand-batched levels under torch.compile."""
     makers: dict[str, Callable[[], Contender]] = {}
-    if settings.compiled:
+    if settings.compiled and compiled:
         makers[COMPILED] = lambda: work.by_hand(COMPILED, CompiledLevels(model))
     if settings.peers:
         makers[DGL] = lambda: work.by_hand(DGL, find_peer("dgl").DGLTreeLSTM(model))

@@ -23,8 +23,9 @@ Cell = str | int | float | None
 
 def write_report(run: RunResult, folder: Path, *, earlier: RunResult | None = None) -> list[Path]:
     """Write results.json, report.md, report.html and the plots into `folder`; the files written."""
-    (folder / "plots").mkdir(parents=True, exist_ok=True)
-    files = {"results.json": json.dumps(run.to_json(), indent=1) + "\n"}
+    written = [write_results(run, folder)]
+    (folder / "plots").mkdir(exist_ok=True)
+    files: dict[str, str] = {}
     drawn: dict[str, str] = {}
     for task in run.tasks:
         for plot in task.plots:
@@ -36,7 +37,16 @@ def write_report(run: RunResult, folder: Path, *, earlier: RunResult | None = No
     files["report.html"] = to_html(run, earlier=earlier, plots=drawn)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in files]
+    return [*written, *(folder / name for name in files)]
+
+
+def write_results(run: RunResult, folder: Path) -> Path:
+    """Write results.json into `folder`, whole or not at all; the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, unfinished = folder / "results.json", folder / "results.json.part"
+    unfinished.write_text(json.dumps(run.to_json(), indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    return path
 
 
 def plot_name(task: TaskResult, title: str) -> str:
@@ -85,7 +95,7 @@ def case_table(cases: list[CaseResult]) -> Table:
     """All cases of a task, one row a competitor: time, throughput, processor time, ratios."""
     slow = list(dict.fromkeys(r.slow for case in cases for r in case.ratios))
     on_device = any(e.device is not None for case in cases for e in case.entries.values())
-    columns = ["case", "competitor", "time a run (quartiles)", "a second", "CPU time"]
+    columns = ["case", "competitor", "time a run (quartiles)", "runs", "a second", "CPU time"]
     columns += ["device time"] if on_device else []
     columns += [f"faster than {name}" for name in slow]
     rows: list[list[Cell]] = []
@@ -94,7 +104,8 @@ def case_table(cases: list[CaseResult]) -> Table:
             spread = entry.wall
             time = f"{seconds_text(spread.median)} ({seconds_text(spread.low)} - {seconds_text(spread.high)})"
             rate = f"{number_text(case.count / spread.median if spread.median else None)} {case.unit}s"
-            row: list[Cell] = [case.name if i == 0 else "", name, time, rate, seconds_text(entry.cpu.median)]
+            row: list[Cell] = [case.name if i == 0 else "", name, time, len(spread.samples), rate]
+            row.append(seconds_text(entry.cpu.median))
             if on_device:
                 row.append(seconds_text(entry.device.median) if entry.device else None)
             found = [case.ratio(base, name) for base in slow]

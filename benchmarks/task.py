@@ -27,14 +27,14 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for. quick: every task at small size; budget: seconds of timing a case."""
+    """What the user asked for. quick: every task at small size; budget: seconds a case."""
 
     quick: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     threads: int = 1
     repeats: int = 7
     warmup: int = 2
-    budget: float = 60.0
+    budget: float = 15.0
     seed: int = 0
     data: Path | None = None
     peers: bool = True

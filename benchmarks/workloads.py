@@ -29,13 +29,13 @@ from fxbatch.errors import DataError
 
 
 @functools.lru_cache(maxsize=4)
-def _sst(data: Path | None, seed: int, device: torch.device) -> tuple[list[Node], int, str]:
-    """Encoded training trees, how many words, where they come from."""
+def _sst(data: Path | None, part: str, seed: int, device: torch.device) -> tuple[list[Node], int, str]:
+    """Encoded trees of a part, how many words, where they come from."""
     folder = locate("sst", data)
     if folder is None:
-        raw, source = generate_treebank(seed)["train"], "generated"
+        raw, source = generate_treebank(seed)[part], "generated"
     else:
-        raw, source = read_trees(file_in(folder, "train.txt")), "SST"
+        raw, source = read_trees(file_in(folder, f"{part}.txt")), "SST"
     vocabulary = Vocabulary.build((leaf.word or "" for tree in raw for leaf in tree.leaves()), device=device)
     return [vocabulary.encode_tree(tree) for tree in raw], len(vocabulary), source
 
@@ -44,7 +44,8 @@ def sst_trees(
     settings: Settings, *, hidden: int, batch: int, embedding: int = 300, bare: bool = False
 ) -> tuple[TreeLSTM, Batches[Node], str]:
     """The all-node Tree-LSTM and minibatches of the treebank, in the order of the file."""
-    trees, words, source = _sst(settings.data, settings.seed, settings.device)
+    part = settings.size("train", "dev")
+    trees, words, source = _sst(settings.data, part, settings.seed, settings.device)
     torch.manual_seed(settings.seed)
     model = (BareTreeLSTM if bare else TreeLSTM)(words, embedding=embedding, hidden=hidden)
     return model.to(settings.device), Batches.of(trees, batch), source
@@ -111,7 +112,8 @@ def made_up_sentences(settings: Settings, *, length: int, batch: int) -> Batches
 @functools.lru_cache(maxsize=2)
 def _ewt(data: Path | None, limit: int | None, device: torch.device) -> tuple[list[Sentence], int, int]:
     folder = _folder("ud_ewt", data)
-    raw = read_conllu(file_in(folder, "en_ewt-ud-train.conllu"))[:limit]
+    part = "train" if limit is None else "dev"  # a few sentences: the smaller file has them
+    raw = read_conllu(file_in(folder, f"en_ewt-ud-{part}.conllu"))[:limit]
     words = Vocabulary.build((t.form for s in raw for t in s.tokens), min_count=2, device=device)
     tags = Vocabulary.build((t.upos for s in raw for t in s.tokens), device=device)
     return [encode_sentence(sentence, words, tags) for sentence in raw], len(words), len(tags)
@@ -157,6 +159,11 @@ def spelled_looks(model: char_tagger.CharTagger, batch: Sequence[char_tagger.Sen
         (model.embed, [word.id for word in words if word.id is not None]),
         (model.character, [letter for word in words if word.id is None for letter in word.characters]),
     ]
+
+
+def spelled_lookups(sentence: char_tagger.Sentence) -> int:
+    """How many words and letters of a sentence are looked up."""
+    return sum(1 if word.id is not None else len(word.characters) for word in sentence.words)
 
 
 def parser_looks(model: parser.Parser, batch: Sequence[parser.Sentence]) -> Looks:

@@ -124,6 +124,24 @@ def projective(heads: Sequence[int]) -> bool:
     return not crossing and list(heads).count(0) == 1
 
 
+class Classifier(nn.Module):
+    """Scores of actions from the vectors of the places that are looked at: one hidden layer."""
+
+    def __init__(self, places: int, width: int, hidden: int, actions: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(places * width, hidden)
+        self.out = nn.Linear(hidden, actions)
+
+    def forward(self, *places: Tensor) -> Tensor:
+        """Scores `[..., actions]` from vectors `[..., width]`, one a place."""
+        return self.score(torch.cat(places, -1))
+
+    def score(self, row: Tensor) -> Tensor:
+        """The same from one row `[..., places * width]`."""
+        scores: Tensor = self.out(torch.tanh(self.hidden(row)))
+        return scores
+
+
 class Parser(nn.Module):
     """Vectors of words from BiLSTMs; scores of actions from the top three of the stack and the next word."""
 
@@ -151,9 +169,7 @@ class Parser(nn.Module):
         self.missing = nn.Embedding(1, 2 * hidden)  # a place of the stack where there is no word
         self.left_to_right = nn.ModuleList(nn.LSTMCell(width, hidden) for width in widths)
         self.right_to_left = nn.ModuleList(nn.LSTMCell(width, hidden) for width in widths)
-        self.classify = nn.Sequential(
-            nn.Linear(8 * hidden, classifier), nn.Tanh(), nn.Linear(classifier, 1 + 2 * relations)
-        )
+        self.classify = Classifier(4, 2 * hidden, classifier, 1 + 2 * relations)
         kinds = [(SHIFT, 0)] + [(side, r) for side in (LEFT, RIGHT) for r in range(relations)]
         self.actions = [(i, side, relation) for i, (side, relation) in enumerate(kinds)]
         self.places = {side: [i for i, s, _ in self.actions if s == side] for side in (SHIFT, LEFT, RIGHT)}
@@ -180,7 +196,8 @@ class Parser(nn.Module):
     def scores(self, vectors: Sequence[Tensor], state: Configuration) -> Tensor:
         """Scores `[1 + 2 * relations]` of SHIFT, then LEFT and RIGHT with each relation."""
         places = ([-1, -1, -1] + state.stack)[-3:] + [state.buffer]
-        return self.classify(torch.cat([vectors[place] for place in places]))
+        scores: Tensor = self.classify(*[vectors[place] for place in places])
+        return scores
 
     @fxbatch.autobatch(out="list")
     def forward(self, sentence: Sentence) -> Parse:
@@ -201,16 +218,19 @@ class Parser(nn.Module):
         words = len(sentence.words)
         gold = [head - 1 if head else words for head in sentence.heads]
         state = Configuration(words)
-        total = torch.zeros((), device=self.first.device, dtype=self.missing.weight.dtype)
+        mistakes: list[tuple[Tensor, int, int]] = []
         while not state.done:
             scores = self.scores(vectors, state)
             numbers = scores.tolist()
             right, wrong = self.judge(state, gold, sentence.relations, numbers)
             margin = numbers[right] - numbers[wrong] if wrong is not None else 2.0
             if margin < 1:
-                total = total + (1 - scores[right] + scores[wrong])
+                mistakes.append((scores, right, wrong))
             explore = margin < 0 or (margin < 1 and chance.random() < 0.1)
             state.take(*self.actions[wrong if explore and wrong is not None else right][1:])
+        total = torch.zeros((), device=self.first.device, dtype=self.missing.weight.dtype)
+        for scores, right, wrong in mistakes:
+            total = total + (1 - scores[right] + scores[wrong])
         return total
 
     def judge(

@@ -64,7 +64,7 @@ class BatchedParser(nn.Module):
             places += [missing] * (3 - len(stack)) + [first[i] + word for word in stack]
             places.append(first[i] + states[i].buffer)
         rows = table.index_select(0, torch.tensor(places, device=table.device))
-        return self.model.classify(rows.view(len(live), -1))
+        return self.model.classify.score(rows.view(len(live), -1))
 
     def loss(self, sentences: Sequence[Sentence]) -> Tensor:
         """The sum of the hinge losses: no dimensions."""

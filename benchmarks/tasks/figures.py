@@ -14,7 +14,7 @@ from benchmarks.competitors.block_molecules import BlockMolecules
 from benchmarks.competitors.level_trees import LevelTreeLSTM
 from benchmarks.competitors.limit import tree_limit
 from benchmarks.competitors.packed_lstm import PackedTagger
-from benchmarks.contenders import Batches, Inference, Training
+from benchmarks.contenders import SAMPLED, Batches, Inference, Training
 from benchmarks.measure import Clock, Contender
 from benchmarks.models import Node, TreeLSTM
 from benchmarks.optional import molecule_options, tagger_options, tree_options
@@ -58,7 +58,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         model, batches, source = sst_trees(settings, hidden=hidden, batch=batch, embedding=wide)
         name = f"Tree-LSTM on {source}, hidden {hidden}, batch {batch}"
         yield from tree_cases(name, model, batches, settings, batch)
-    for batch in settings.size((64, 256), (4,)):
+    for batch in settings.size((64, 256), ()):
         leaves = settings.size(20, 5)
         model, batches = made_up_trees(settings, leaves=leaves, hidden=wide, batch=batch, embedding=wide)
         name = f"Tree-LSTM, {leaves} leaves, hidden {wide}, batch {batch}"
@@ -79,22 +79,31 @@ def tree_cases(
     hand = LevelTreeLSTM(model)
     train, infer = Training(model, batches), Inference(model, batches)
     hidden = model.cell.gates.in_features // 2
-    more, skipped = tree_options(train, model, settings)
-    # A dense gradient of the whole table for each word: half a minute. One round says enough.
+    # Compiling takes most of a minute: where the size is the usual one.
+    more, skipped = tree_options(train, model, settings, compiled=batch == 64)
     one = train.one_by_one(ONE)
     one = replace(one, limit=5) if batch >= 64 else one
-    contenders = [replace(train.loop(LOOP), limit=1), one, train.by_hand(HAND, hand)]
+    loop = (
+        [train.loop(LOOP)] if batch < 3 else train.sampled_loop(leaves_of, lambda work: work.one_by_one(ONE))
+    )
+    contenders = [*loop, one, train.by_hand(HAND, hand)]
     yield Case(
         f"{name}, training", {"hidden": hidden, "batch": batch, "mode": "training"}, "tree", batch,
-        [*contenders, train.batched(OURS), *more], slow=(LOOP, ONE, HAND), reference=ONE, skipped=skipped,
-        numbers=lambda: counted(model, "loss", batches[0]),
+        [*contenders, train.batched(OURS), *more], slow=(LOOP, SAMPLED, ONE, HAND), reference=ONE,
+        skipped=skipped,
+        numbers=None if settings.quick else lambda: counted(model, "loss", batches[0]),
     )  # fmt: skip
-    more, skipped = tree_options(infer, model, settings)
+    more, skipped = tree_options(infer, model, settings, compiled=batch == 64)
     contenders = [infer.loop(LOOP), infer.one_by_one(ONE), infer.by_hand(HAND, hand), infer.batched(OURS)]
     yield Case(
         f"{name}, inference", {"hidden": hidden, "batch": batch, "mode": "inference"}, "tree", batch,
         [*contenders, *more], slow=(LOOP, ONE, HAND), reference=ONE, skipped=skipped,
     )  # fmt: skip
+
+
+def leaves_of(tree: Node) -> int:
+    """How many words a tree looks up."""
+    return (tree.nodes + 1) // 2
 
 
 def tagger_case(settings: Settings) -> Case:
@@ -124,7 +133,7 @@ def molecule_case(settings: Settings) -> Case:
         {"hidden": hidden, "batch": batch, "mode": "training"}, "molecule", batch,
         [one, train.contender(HAND, lambda molecules: hand(molecules).sum()), train.batched(OURS), *more],
         slow=(ONE, HAND), reference=ONE, skipped=skipped,
-        numbers=lambda: counted(model, "forward", batches[0]),
+        numbers=None if settings.quick else lambda: counted(model, "forward", batches[0]),
     )  # fmt: skip
 
 

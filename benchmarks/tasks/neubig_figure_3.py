@@ -26,7 +26,7 @@ LARGEST_ONE_BY_ONE = 64
 
 def cases(settings: Settings) -> Iterator[Case]:
     hidden, embedding = settings.size(150, 8), settings.size(300, 8)
-    for batch in settings.size((1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4)):
+    for batch in settings.size((1, 2, 4, 8, 16, 32, 64, 128, 256), (4,)):
         model, batches, source = sst_trees(settings, hidden=hidden, batch=batch, embedding=embedding)
         train = Training(model, batches)
         contenders = [

@@ -33,7 +33,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         trees = max(1, calls // CALLS_A_TREE)
         leaves = LEAVES if calls >= CALLS_A_TREE else 2
         yield scale_case(settings, f"{calls:,} calls", trees, leaves, hidden=16)
-    for batch in settings.size(tuple(2**k for k in range(13)), (1, 4)):
+    for batch in settings.size(tuple(2**k for k in range(13)), (4,)):
         model, batches = made_up_trees(
             settings, leaves=LEAVES, hidden=settings.size(150, 8), batch=batch, embedding=64
         )

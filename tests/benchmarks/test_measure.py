@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.correctness import CorrectnessError, check_outcome
-from benchmarks.driver import Nobody, check_case, run_case, run_tasks
+from benchmarks.driver import OUTSIDE, Nobody, check_case, run_case, run_tasks
 from benchmarks.measure import Clock, Contender, measure, pair_ratios, seconds_of
-from benchmarks.results import CaseResult, Entry, ResultsError, Spread
+from benchmarks.results import CaseResult, Entry, ResultsError, RunResult, Spread
 from benchmarks.task import Case, Settings, Skip, Task
 
 CPU = torch.device("cpu")
@@ -68,8 +69,40 @@ def test_limit_and_budget_end_the_rounds() -> None:
     log: list[tuple[str, int]] = []
     entries, _ = measure([named("a", log), named("b", log, limit=2)], repeats=5, warmup=0, device=CPU)
     assert (len(entries["a"].wall.samples), len(entries["b"].wall.samples)) == (5, 2)
-    entries, _ = measure([named("a", log, 0.02)], repeats=50, warmup=0, device=CPU, budget=0.1)
-    assert 3 <= len(entries["a"].wall.samples) <= 10
+    entries, _ = measure([named("a", log, 0.02)], repeats=100, warmup=0, device=CPU, budget=1.0)
+    assert 1 < len(entries["a"].wall.samples) <= 50
+
+
+def test_a_budget_that_is_spent_leaves_one_round_and_no_warm_up() -> None:
+    log: list[tuple[str, int]] = []
+    entries, _ = measure([named("a", log)], repeats=5, warmup=3, device=CPU, budget=1.0, spent=2.0)
+    assert (log, len(entries["a"].wall.samples)) == ([("a", 4)], 1)
+
+
+def test_who_raises_while_timed_is_told_and_left_out() -> None:
+    log: list[tuple[str, int]] = []
+    told: list[tuple[str, str]] = []
+
+    def breaks(clock: Clock) -> None:
+        if clock.round == 2:
+            raise RuntimeError("no more")
+
+    entries, ratios = measure(
+        [named("a", log), Contender("b", breaks)], repeats=3, warmup=0, device=CPU, slow=("b",),
+        on_error=lambda name, error: told.append((name, str(error))),
+    )  # fmt: skip
+    assert told == [("b", "no more")]
+    assert (list(entries), ratios, len(entries["a"].wall.samples)) == (["a"], [], 3)
+    with pytest.raises(RuntimeError, match="no more"):
+        measure([Contender("b", breaks)], repeats=3, warmup=0, device=CPU)
+
+
+def test_a_part_of_the_work_is_scaled_and_checked_alone_is_not_timed() -> None:
+    log: list[tuple[str, int]] = []
+    part = named("part", log, 0.01, factor=lambda number: 10.0)
+    entries, _ = measure([part, named("checked", log, limit=0)], repeats=2, warmup=0, device=CPU)
+    assert list(entries) == ["part"]
+    assert 0.1 <= entries["part"].wall.median < 1.0
 
 
 def test_phases_are_timed() -> None:
@@ -164,6 +197,50 @@ def test_a_skipped_task_says_why_and_the_others_run() -> None:
     result = run_tasks([Task("x", "X", "", no_data), Task("y", "Y", "", one)], SETTINGS, command="test")
     assert [task.skipped for task in result.tasks] == ["no data here", ""]
     assert [len(task.cases) for task in result.tasks] == [1, 1]
+
+
+def test_an_error_outside_the_cases_does_not_lose_them_nor_the_other_tasks() -> None:
+    def half(settings: Settings):
+        yield Case("first", {}, "tree", 1, [contender("a", 1.0)])
+        raise ValueError("no second")
+
+    def no_table(found, settings):
+        raise KeyError("a column")
+
+    kept: list[list[str]] = []
+    tasks = [Task("x", "X", "", half), Task("y", "Y", "", half, tables=no_table)]
+    run = run_tasks(
+        tasks, SETTINGS, command="test", keep=lambda run: kept.append([t.name for t in run.tasks])
+    )
+    assert kept == [["x"], ["x", "y"]]
+    assert [[case.name for case in task.cases] for task in run.tasks] == [["first", OUTSIDE]] * 2
+    assert [failure.partition(" (")[0] for failure in run.failures] == [
+        "x, outside its cases: cases: ValueError: no second",
+        "y, outside its cases: cases: ValueError: no second",
+        "y, outside its cases: tables and plots: KeyError: 'a column'",
+    ]
+    assert RunResult.from_json(run.to_json()).failures == run.failures
+
+
+def test_a_run_is_gone_on_with_after_its_last_good_task() -> None:
+    ran: list[str] = []
+
+    def task(name: str, *, broken: bool = False) -> Task:
+        def cases(settings: Settings):
+            ran.append(name)
+            yield Case("c", {}, "tree", 1, [contender("a", 1.0)])
+            if broken:
+                raise ValueError("broken")
+
+        return Task(name, name, "", cases)
+
+    before = run_tasks([task("x"), task("y", broken=True)], SETTINGS, command="test")
+    run = run_tasks([task("x"), task("y"), task("z")], SETTINGS, command="test", before=before)
+    assert ran == ["x", "y", "y", "z"]
+    assert ([t.name for t in run.tasks], run.failures) == (["x", "y", "z"], [])
+    assert run.seconds > before.seconds
+    with pytest.raises(ValueError, match="settings differ: seed was 0, is 1"):
+        run_tasks([task("x")], replace(SETTINGS, seed=1), command="test", before=before)
 
 
 def test_threads_are_pinned_and_put_back() -> None:
