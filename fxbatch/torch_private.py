@@ -59,12 +59,14 @@ def compile_symbolic(
     dynamic: Sequence[Sequence[bool]],
     rows: int,
     patches: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool], str]:
     """`function(n, *tensors)` through Inductor for any number of rows n, without Dynamo and its guards.
 
     dynamic: per tensor and dimension, if it is as long as n. rows: n in `tensors`. patches: Inductor's
-    options. Returns (run, fits, file): `run([n, *tensors])` empties the list it is given; `fits(n)` says
-    whether what was compiled assumes nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
+    options. decompositions: taken before Inductor's own. Returns (run, fits, file): `run([n, *tensors])`
+    empties the list it is given; `fits(n)` says whether what was compiled assumes nothing that isn't so for n;
+    file: the emitted wrapper, "" if unknown.
     Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
     """
     import torch._inductor.config
@@ -86,7 +88,8 @@ def compile_symbolic(
     n: Any = found[0] if found else rows
     inner = torch._inductor.config.patch(**{"size_asserts": False, **patches})
     with torch.no_grad(), mode, enable_python_dispatcher(), tracing(TracingContext(mode)), inner:
-        module = make_fx(function, decomposition_table=select_decomp_table())(n, *fakes)
+        table = {**select_decomp_table(), **decompositions}
+        module = make_fx(function, decomposition_table=table)(n, *fakes)
         compiled: Any = compile_fx_inner(module, [n, *fakes])
     symbol = n.node.expr if isinstance(n, torch.SymInt) else None
 

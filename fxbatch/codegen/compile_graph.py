@@ -8,8 +8,9 @@ written straight to the memory that the caller gives (arena rows), as the compil
     print(compiled.recompilations, compiled.seconds)
 
 `inductor` is called without Dynamo: an operation graph is ATen already, its one dynamic size is n, and what
-Dynamo's guards check is in the signature. docs/compiled.md has the measurements. Any other backend goes
-through torch.compile itself.
+Dynamo's guards check is in the signature. It compiles what is between the products (`cut_at_products`), unless it
+was told to tune them (`max_autotune`). docs/compiled.md has the measurements. Any other backend goes through
+torch.compile itself.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.codegen.cut_at_products import Cut, Region, Uncuttable, cut_at_products
+from fxbatch.codegen.fast_pointwise import FAST_POINTWISE
 from fxbatch.codegen.kernel_calls import is_view
 from fxbatch.codegen.kernels import Form, Kernel, Workspace, no_rows, result_forms
 from fxbatch.codegen.sizes import Shape, is_tensor, shape
+from fxbatch.codegen.staged import emit_staged
 from fxbatch.errors import CompileWarning
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
 
 aten = torch.ops.aten
 Backend = str | Callable[..., Any]
+Run = Callable[[list[Any], Workspace], Any]
 RECOMPILE_LIMIT = 8
 _ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10, torch.complex128: 1e-10}
@@ -81,7 +86,9 @@ class CompiledGraph:
     """`compiled(n, ins, outs, workspace) -> list of results`, as a Kernel; counted."""
 
     name: str
+    graph: fx.GraphModule  # (n, *ins) -> results
     module: fx.GraphModule  # (n, *outs, *ins) -> (), results written to outs; or (n, *ins) -> results
+    cut: Cut | None  # the graph in stages; None: it is compiled whole
     kernel: Kernel  # the uncompiled one: the fallback, and the reference of the check
     options: CompileOptions
     forms: tuple[Form, ...]
@@ -93,8 +100,8 @@ class CompiledGraph:
     seconds: float = 0.0
     files: list[str] = field(default_factory=list)
     gave_up: bool = False
-    _entries: list[tuple[Callable[[list[Any]], Any], Callable[[int], bool]]] = field(default_factory=list)
-    _by_rows: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _entries: list[tuple[Run, Callable[[int], bool]]] = field(default_factory=list)
+    _by_rows: dict[int, Run] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -125,18 +132,18 @@ class CompiledGraph:
             return self.kernel(n, ins, outs, workspace)
         rows = self.row_inputs
         own = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
-        if self.returning:
-            found = run([n, *own, *ins[rows:]])
+        if self.returning and self.cut is None:
+            found = run([n, *own, *ins[rows:]], workspace)
             return [y if x is None else x.copy_(y) for x, y in zip(outs, found, strict=True)]
         made = [x if x is not None else self._allocate(i, n) for i, x in enumerate(outs)]
-        run([n, *made, *own, *ins[rows:]])
+        run([n, *made, *own, *ins[rows:]], workspace)
         return made
 
     def _allocate(self, i: int, n: int) -> torch.Tensor:
         _, dtype, device, _ = self.forms[i]
         return torch.empty([a * n + b for a, b in self.sizes[i]], dtype=dtype, device=device)
 
-    def _find(self, n: int, ins: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any] | None:
+    def _find(self, n: int, ins: Sequence[torch.Tensor]) -> Run | None:
         """The compiled code that fits n rows; compiles again while the limit allows, else None."""
         found = next((run for run, fits in self._entries if fits(n)), None)
         if found is None and not self.gave_up:
@@ -157,25 +164,56 @@ class CompiledGraph:
         self.gave_up = True
         warn_uncompiled(self.name, reason)
 
-    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> Run:
         """Compile for n rows and all numbers of rows that are like it. Raises what the backend raises."""
         start = time.perf_counter()
-        samples, dynamic = self._samples(n, shared)
+        run: Run
         with torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own use of torch.jit
-            if self.options.backend == "inductor":
-                patches = {"fallback_random": self.random, **self.options.patches()}
-                patches.setdefault("assert_indirect_indexing", False)
-                run, fits, file = compile_symbolic(self.module, samples, dynamic, n, patches)
-                self.files += [file] if file else []
-            else:
+            if self.options.backend != "inductor":
                 run, fits = self._through_dynamo(), lambda count: True
+            elif self.cut is not None:
+                run, fits = self._in_stages(self.cut, n, shared)
+            else:
+                whole, fits = self._through_inductor(self.module, *self._samples(n, shared), n)
+                run = lambda args, workspace: whole(args)  # noqa: E731
         self.compilations += 1
         self._entries.append((run, fits))
         self.seconds += time.perf_counter() - start
         return run
 
-    def _through_dynamo(self) -> Callable[[list[Any]], Any]:
+    def _through_inductor(
+        self, module: fx.GraphModule, samples: Sequence[torch.Tensor], dynamic: list[list[bool]], n: int
+    ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
+        patches = {"fallback_random": self.random, **self.options.patches()}
+        patches.setdefault("assert_indirect_indexing", False)
+        run, fits, file = compile_symbolic(module, samples, dynamic, n, patches, FAST_POINTWISE)
+        self.files += [file] if file else []
+        uses_rows = any(map(any, dynamic)) or next(iter(module.graph.nodes)).users
+        return run, fits if uses_rows else lambda count: True
+
+    def _in_stages(
+        self, cut: Cut, n: int, shared: Sequence[torch.Tensor]
+    ) -> tuple[Run, Callable[[int], bool]]:
+        """Each region compiled, the products as they are."""
+        places = [x.name for x in self.graph.graph.nodes if x.op == "placeholder"]
+        named = dict(zip(places[len(places) - len(shared) :], shared, strict=True))
+        found = []
+        for region in (x for x in cut.stages if isinstance(x, Region)):
+            samples: list[torch.Tensor] = []
+            dynamic: list[list[bool]] = []
+            for node in [x for x in region.module.graph.nodes if x.op == "placeholder"][1:]:
+                sizes, given = node.meta["sizes"], named.get(node.name)
+                if given is None:
+                    dtype, device = node.meta["kind"]
+                    given = _filled([a * n + b for a, b in sizes], dtype, device, seed=len(samples))
+                samples.append(given)
+                dynamic.append([a != 0 for a, _ in sizes])
+            found.append(self._through_inductor(region.module, samples, dynamic, n))
+        staged = emit_staged(self.graph, cut, [run for run, _ in found])
+        return staged, lambda count: all(fits(count) for _, fits in found)
+
+    def _through_dynamo(self) -> Run:
         """torch.compile with the backend that was asked for; each of its compilations is counted."""
         name = self.options.backend
         backend = find_backend(name) if isinstance(name, str) else name
@@ -188,7 +226,9 @@ class CompiledGraph:
         self.compilations -= 1  # `compile` counts the first too
         compiled = torch.compile(self.module, backend=counting, dynamic=True, fullgraph=True)
         # Parameters as plain tensors: Dynamo compiles again for another class.
-        return lambda args: compiled(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
+        return lambda args, workspace: compiled(
+            *(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        )
 
     def _samples(self, n: int, shared: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[bool]]]:
         """Tensors like those of a call with n rows, and which of their sizes are n."""
@@ -238,12 +278,25 @@ def compile_graph(
         if any(a not in (0, 1) or (a and b) for a, b in shape(node)):
             raise NotCompilable(f"{node.name} has a size that is neither fixed nor the number of rows")
     made = return_results(module) if returning else write_results(module)
-    compiled = CompiledGraph(name, made, kernel, options, forms, sizes, rows, random, returning)
+    cut = _cut(module, options, random=random)
+    compiled = CompiledGraph(name, module, made, cut, kernel, options, forms, sizes, rows, random, returning)
     start = time.perf_counter()
     compiled.compile(_ROWS[0], shared)
     compiled.check(shared)
     compiled.seconds = time.perf_counter() - start  # Dynamo compiles in the first call, not before
     return compiled
+
+
+def _cut(module: fx.GraphModule, options: CompileOptions, *, random: bool) -> Cut | None:
+    """The graph in stages, where Inductor is to leave products alone and the order of draws is no matter."""
+    if options.backend != "inductor" or random or options.patches().get("max_autotune"):
+        return None
+    try:
+        cut = cut_at_products(module)
+        emit_staged(module, cut, [lambda args: None] * len(cut.stages))
+    except Uncuttable:
+        return None
+    return cut
 
 
 def write_results(module: fx.GraphModule) -> fx.GraphModule:

@@ -151,8 +151,8 @@ def test_recompilations_are_bounded_and_the_last_resort_is_the_kernel(
     """Code that fits one number of rows only is compiled again, at most `recompile_limit` times."""
     original = compiling.compile_symbolic
 
-    def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, patches: Any) -> Any:
-        run, _, file = original(function, tensors, dynamic, rows, {**patches})
+    def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, patches: Any, rules: Any) -> Any:
+        run, _, file = original(function, tensors, dynamic, rows, {**patches}, rules)
         return run, lambda count: count == rows, file
 
     monkeypatch.setattr(compiling, "compile_symbolic", narrow)
@@ -193,18 +193,31 @@ def test_compare_finds_a_difference() -> None:
         compiling._compare(torch.ones(3), torch.ones(3) + 1e-3, "result 0")
 
 
+SCRIPT = """
+import torch, fxbatch
+from fxbatch.torch_private import inductor_cache_counts
+linear = torch.nn.Linear(3, 3)
+
+@fxbatch.autobatch(compile=True)
+def forward(x):
+    return torch.tanh(linear(x))
+
+forward(torch.randn(4, 3)).sum().backward()
+print(*inductor_cache_counts())
+"""
+
+
 def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
-    script = (
-        "import torch\nfrom tests.compile.test_compiled_operations import decorated, trees_of\n"
-        "from fxbatch.torch_private import inductor_cache_counts\n"
-        "model = decorated(compile=True)\nmodel(trees_of(3)).sum().backward()\n"
-        "print(*inductor_cache_counts())\n"
-    )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # they would take longer than what is compiled
+        "PYTHONPATH": str(ROOT),
+    }
     counts = []
     for _ in range(2):
         ran = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", SCRIPT],
             env=environment,
             capture_output=True,
             text=True,
@@ -214,4 +227,4 @@ def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         counts.append(tuple(map(int, ran.stdout.split()[-2:])))
     (_, cold), (hits, warm) = counts
-    assert cold >= 10 and warm == 0 and hits >= cold, counts
+    assert cold >= 3 and warm == 0 and hits >= cold, counts
