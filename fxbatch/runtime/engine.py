@@ -69,6 +69,10 @@ class Engine:
         if options.mode == "unrolled" and self.compile_options is not None:
             self.compile_options = None  # an unrolled module runs no kernels of operations
             warn_uncompiled('mode="unrolled"', "pass the unrolled module itself to torch.compile")
+        elif options.backward == "autograd" and self.compile_options is not None:
+            warn_uncompiled(
+                'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
+            )
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
 
@@ -103,8 +107,13 @@ class Engine:
                 self._sticky.clear()
             self._sticky[signature] = inputs
             needs = (inputs, needs[1])
+        unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
         made = self.operations.get(
-            signature, needs, shared, memory=self.options.memory, compile=self.compile_options
+            signature,
+            needs,
+            shared,
+            memory=self.options.memory,
+            compile=None if unused else self.compile_options,
         )
         if made.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")

@@ -176,6 +176,19 @@ def test_unknown_backends_are_refused_with_those_that_are_known() -> None:
         fxbatch.autobatch(compile="indcutor")
 
 
+def test_what_autograd_differentiates_is_not_compiled_and_says_so() -> None:
+    model = decorated(compile="aot_eager", backward="autograd")
+    texts = warned(lambda: compare(model, trees_of(3)))
+    assert len(texts) == 1 and 'backward="autograd" runs uncompiled' in texts[0]
+    found: list[fxbatch.Explanation] = []
+    warned(lambda: found.append(fxbatch.explain(model, trees_of(2))))
+    assert all(row.compile_seconds == 0 and row.compiled == "" for row in found[0].operations)
+    assert all(not operation.compiled for operation in operations_of(model))
+    with torch.no_grad():
+        model(trees_of(3))
+    assert any(operation.compiled for operation in operations_of(model)), "without gradients it is used"
+
+
 def test_options_reach_inductor() -> None:
     given = (("mode", "max-autotune-no-cudagraphs"), ("options", (("epilogue_fusion", False),)), ("x.y", 3))
     patches = CompileOptions("inductor", given).patches()
@@ -211,7 +224,10 @@ def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # they would take longer than what is compiled
+        # Not what is tested, and longer than compiling: header caches, trial programs, worker processes.
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
     counts = []
