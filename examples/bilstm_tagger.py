@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.conllu import Sentence as Tagged
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
@@ -122,15 +124,16 @@ def accuracy(model: Tagger, sentences: Sequence[Sentence], batch_size: int) -> f
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on EWT; the accuracy on its dev sentences after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.bilstm_tagger", description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--hidden", type=positive, default=256)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
+    add_checkpoint(parser)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
@@ -145,9 +148,15 @@ def main(argv: Sequence[str] | None = None) -> float:
     model = build(len(words), len(tags), hidden=args.hidden).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     found = 0.0
+    done = resume(args.checkpoint, args, model, optimizer)
+    if done >= args.epochs:
+        found = accuracy(model, dev, args.batch_size)
     with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
         for epoch in range(1, args.epochs + 1):
             shuffle.shuffle(train)
+            if epoch <= done:
+                continue
+            begin = time.perf_counter()
             batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
             total = 0.0
             for batch in track(batches, description=f"epoch {epoch}"):
@@ -156,10 +165,13 @@ def main(argv: Sequence[str] | None = None) -> float:
                 (loss / len(batch)).backward()
                 optimizer.step()
                 total += loss.item()
+            seconds = time.perf_counter() - begin
+            keep(args.checkpoint, epoch, args, model, optimizer)
             found = accuracy(model, dev, args.batch_size)
-            print(f"epoch {epoch}: loss a sentence {total / len(train):.3f}, dev accuracy {found:.2%}")
+            mean = total / len(train)
+            print(f"epoch {epoch}: loss a sentence {mean:.3f}, dev accuracy {found:.2%}, {seconds:.0f} s")
     return found
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.ner import entities, read_ner
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -179,15 +181,16 @@ def evaluate(
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on WikiNER; entity F1 on Wikigold after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.char_tagger", description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ner/")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
+    parser.add_argument("--batch-size", type=positive, default=64)
     parser.add_argument("--rare", type=int, default=5, help="words seen at most so often are spelled out")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
+    add_checkpoint(parser)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
@@ -195,9 +198,15 @@ def main(argv: Sequence[str] | None = None) -> float:
     model = build(*sizes).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     score = EntityScore()
+    done = resume(args.checkpoint, args, model, optimizer)
+    if done >= args.epochs:
+        score = evaluate(model, dev, names, args.batch_size)
     with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
         for epoch in range(1, args.epochs + 1):
             shuffle.shuffle(train)
+            if epoch <= done:
+                continue
+            begin = time.perf_counter()
             batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
             total = 0.0
             for batch in track(batches, description=f"epoch {epoch}"):
@@ -206,9 +215,12 @@ def main(argv: Sequence[str] | None = None) -> float:
                 (loss / len(batch)).backward()
                 optimizer.step()
                 total += loss.item()
+            seconds = time.perf_counter() - begin
+            keep(args.checkpoint, epoch, args, model, optimizer)
             score = evaluate(model, dev, names, args.batch_size)
             found = f"precision {score.precision:.2%}, recall {score.recall:.2%}, F1 {score.f1:.2%}"
-            print(f"epoch {epoch}: loss a sentence {total / len(train):.3f}, dev {found}")
+            mean = total / len(train)
+            print(f"epoch {epoch}: loss a sentence {mean:.3f}, dev {found}, {seconds:.0f} s")
     return score.f1
 
 
@@ -235,4 +247,4 @@ def load(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 from fxbatch.data.conllu import Sentence, read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -164,12 +165,12 @@ def accuracy(model: ChildSumTreeLSTM, trees: Sequence[Node], batch_size: int) ->
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on EWT; the accuracy on its dev sentences after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.childsum_tree_lstm", description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one tree at a time, undecorated")
     args = parser.parse_args(argv)
@@ -203,4 +204,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

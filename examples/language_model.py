@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -82,13 +83,13 @@ def perplexity(model: LanguageModel, sentences: Sequence[Sentence], batch_size: 
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on the sentences of EWT; dev perplexity after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.language_model", description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=200)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--hidden", type=positive, default=200)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
     args = parser.parse_args(argv)
@@ -122,4 +123,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

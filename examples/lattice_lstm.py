@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,12 @@ def accuracy(model: LatticeLSTM, strings: Sequence[String]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn strings; the share of right tags after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.lattice_lstm", description=main.__doc__)
     parser.add_argument("--data", help="not used: the strings are drawn")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=3200, help="strings an epoch")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=5)
+    parser.add_argument("--limit", type=positive, default=3200, help="strings an epoch")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one string at a time, undecorated")
     args = parser.parse_args(argv)
@@ -209,4 +210,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,6 +20,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,12 +71,12 @@ def target(points: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Fit the function; mean squared error on fresh points after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.mixture_of_experts", description=main.__doc__)
     parser.add_argument("--data", help="not used: the points are drawn")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--limit", type=int, default=8192, help="points to train on")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--limit", type=positive, default=8192, help="points to train on")
+    parser.add_argument("--batch-size", type=positive, default=128)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one point at a time, undecorated")
     args = parser.parse_args(argv)
@@ -106,4 +107,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

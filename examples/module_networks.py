@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 
 KINDS = ("red", "green", "blue", "square", "circle", "triangle")
 SHIFTS = ("left_of", "right_of", "above", "below")
@@ -180,13 +181,13 @@ def accuracy(model: ModuleNetwork, questions: Sequence[Question]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn questions; the share of right answers after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.module_networks", description=main.__doc__)
     parser.add_argument("--data", help="not used: pictures and questions are drawn")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--limit", type=int, default=12800, help="questions an epoch")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--limit", type=positive, default=12800, help="questions an epoch")
+    parser.add_argument("--batch-size", type=positive, default=128)
+    parser.add_argument("--depth", type=positive, default=3)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one question at a time, undecorated")
     args = parser.parse_args(argv)
@@ -213,4 +214,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

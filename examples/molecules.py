@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 from fxbatch.data.molecules import read_molecules
 from fxbatch.data.paths import find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -129,13 +130,13 @@ def example(*, molecules: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Mole
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on 90 % of the molecules; root mean squared error on the rest after each epoch."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.molecules", description=main.__doc__)
     parser.add_argument("--data", help="folder that holds molecules/")
     parser.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--limit", type=int, help="use the first LIMIT molecules")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=20)
+    parser.add_argument("--limit", type=positive, help="use the first LIMIT molecules")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one molecule at a time, undecorated")
     args = parser.parse_args(argv)
@@ -197,4 +198,4 @@ def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tu
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -300,15 +302,16 @@ def attachment(model: Parser, sentences: Sequence[Sentence], batch_size: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     """Train on the projective sentences of EWT; attachment scores on all dev sentences after each epoch."""
-    options = argparse.ArgumentParser(description=main.__doc__)
+    options = argparse.ArgumentParser(prog="python -m examples.parser", description=main.__doc__)
     options.add_argument("--data", help="folder that holds ud_ewt/")
-    options.add_argument("--epochs", type=int, default=3)
-    options.add_argument("--limit", type=int, help="train on the first LIMIT sentences, test on as many")
-    options.add_argument("--batch-size", type=int, default=64)
-    options.add_argument("--hidden", type=int, default=125)
-    options.add_argument("--device", default="cpu")
+    options.add_argument("--epochs", type=positive, default=3)
+    options.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
+    options.add_argument("--batch-size", type=positive, default=64)
+    options.add_argument("--hidden", type=positive, default=125)
+    options.add_argument("--device", type=device, default="cpu")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
+    add_checkpoint(options)
     args = options.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
@@ -316,9 +319,15 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     model = build(*sizes, hidden=args.hidden).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     found = (0.0, 0.0)
+    done = resume(args.checkpoint, args, model, optimizer)
+    if done >= args.epochs:
+        found = attachment(model, dev, args.batch_size)
     with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
         for model.round in range(1, args.epochs + 1):
             shuffle.shuffle(train)
+            if model.round <= done:
+                continue
+            begin = time.perf_counter()
             batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
             total = 0.0
             for batch in track(batches, description=f"epoch {model.round}"):
@@ -327,9 +336,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
                 (loss / len(batch)).backward()
                 optimizer.step()
                 total += loss.item()
+            seconds = time.perf_counter() - begin
+            keep(args.checkpoint, model.round, args, model, optimizer)
             found = attachment(model, dev, args.batch_size)
             scores = f"UAS {found[0]:.2%}, LAS {found[1]:.2%}"
-            print(f"epoch {model.round}: loss a sentence {total / len(train):.3f}, dev {scores}")
+            mean = total / len(train)
+            print(f"epoch {model.round}: loss a sentence {mean:.3f}, dev {scores}, {seconds:.0f} s")
     return found
 
 
@@ -366,4 +378,4 @@ def universal(relation: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

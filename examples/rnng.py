@@ -26,6 +26,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 
 PHRASES = ("S", "NP", "VP", "PP")
 WORDS = (
@@ -171,12 +172,12 @@ def example(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Grammar,
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn trees; perplexity an action on fresh trees after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.rnng", description=main.__doc__)
     parser.add_argument("--data", help="not used: the trees are drawn")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=3200, help="trees an epoch")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=5)
+    parser.add_argument("--limit", type=positive, default=3200, help="trees an epoch")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one tree at a time, undecorated")
     args = parser.parse_args(argv)
@@ -206,4 +207,4 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

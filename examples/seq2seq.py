@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
+from examples.command import device, positive, run
 
 END = 0  # the id that starts and ends an output
 State = tuple[Tensor, Tensor]
@@ -171,13 +172,13 @@ def evaluate(model: Translator, pairs: Sequence[Pair]) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     """Train on drawn pairs; the share of exact translations after each epoch, greedy and beam."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.seq2seq", description=main.__doc__)
     parser.add_argument("--data", help="not used: the pairs are drawn")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--limit", type=int, default=6400, help="pairs an epoch")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=8)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--limit", type=positive, default=6400, help="pairs an epoch")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--longest", type=positive, default=8)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disabled", action="store_true", help="one pair at a time, undecorated")
     args = parser.parse_args(argv)
@@ -210,4 +211,4 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
