@@ -79,6 +79,15 @@ class OperationGraphs:
         )
         return alike and all(x is given for x in self.backward.graph.output_node().args[0])
 
+    @property
+    def extra_given(self) -> tuple[int, ...]:
+        """Where backward only keeps gradients for the parameter graph: which of `grad_outputs` each extra is."""
+        if self.backward is None or self.grad_groups:
+            return ()
+        given = list(self.backward.graph.nodes)[1 : 1 + len(self.grad_outputs)]
+        results = list(self.backward.graph.output_node().args[0])
+        return tuple(given.index(x) for x in results) if all(x in given for x in results) else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Unbatched:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import Plan, Program, offsets
+from fxbatch.passes.frontier import grouped
 from fxbatch.passes.plan_arenas import segmented_starts
 
 NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
@@ -84,9 +85,8 @@ def plan_gradients(
     if any(skip.any() for skip in passed):
         values, use_row = _follow(phases, made, reading, passed, values, use_row, count)
 
-    uses = np.bincount(values, minlength=count)
-    first_use = offsets(uses)
-    row_by_value = use_row[np.argsort(values, kind="stable")]
+    first_use, order = grouped(values, count)
+    uses, row_by_value = np.diff(first_use), use_row[order]
 
     read_kind, read_start, read_stop, bag = [], [], [], []
     index_parts: list[np.ndarray] = []

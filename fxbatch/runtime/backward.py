@@ -29,7 +29,7 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources
 from fxbatch.runtime.phase import OperationRows, Phase
-from fxbatch.runtime.pieces import Kept, split, split_blocks, split_extra, split_kept
+from fxbatch.runtime.pieces import Kept, is_given, split, split_blocks, split_extra, split_kept
 from fxbatch.runtime.run import Run, kernel_modes
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
@@ -61,7 +61,8 @@ class Backward:
             self.arenas = self._allocate(self.plan)
             for (t, values, grad), start in zip(given, self.plan.request_start, strict=True):
                 self.arenas[t][start : start + len(values)].copy_(grad)
-            self.blocks: dict[CompiledOperation, list[torch.Tensor]] = {}
+            # Operations that ran, with the gradients that take the place of their extra rows.
+            self.ran: dict[CompiledOperation, list[torch.Tensor]] = {}
             for p in range(len(run.phases) - 1, -1, -1):
                 self._walk(p)
             self._parameters()
@@ -163,15 +164,18 @@ class Backward:
         saved: list[torch.Tensor],
         extra: list[torch.Tensor],
     ) -> None:
-        self.blocks.setdefault(compiled, [])
-        if all(g is None for g in grads):
-            for tensor in (*group_grads, *extra):
-                tensor.zero_()
-            return
+        self.ran.setdefault(compiled, [])
         filled = [
             torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) if g is None else g
             for g, t in zip(grads, (outs[j] for j in compiled.grad_outputs), strict=True)
         ]
+        if is_given(self.run.rows_of[compiled], n):
+            self.ran[compiled] = [filled[i] for i in compiled.extra_given]
+            return
+        if all(g is None for g in grads):
+            for tensor in (*group_grads, *extra):
+                tensor.zero_()
+            return
         shared = self.run.shared[compiled.signature]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
@@ -222,7 +226,7 @@ class Backward:
     # -- parameter gradients ------------------------------------------------------------------------
 
     def _parameters(self) -> None:
-        for compiled in self.blocks:
+        for compiled in self.ran:
             rows = self.run.rows_of[compiled]
             if compiled.parameters is None:
                 continue
@@ -256,6 +260,8 @@ class Backward:
                 blocks = lay_out_blocks(self.run, phase) if steps else []
                 found += [blocks[int(phase.plan.first_block[k]) + index] for k in steps]
             return found[0] if len(found) == 1 else torch.cat(found)
+        if kind == "extra" and self.ran[compiled]:
+            return self.ran[compiled][index]
         buffer = rows.saved[index] if kind == "saved" else rows.extra[index]
         assert buffer.tensor is not None
         return buffer.tensor[: rows.rows]

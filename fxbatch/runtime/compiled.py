@@ -52,6 +52,7 @@ class CompiledOperation:
     grad_outputs: tuple[int, ...] = ()
     grad_shared: tuple[int, ...] = ()
     hands_on: bool = False  # each input's gradient is the output's gradient as it is
+    extra_given: tuple[int, ...] = ()  # all that backward does is to keep these of the output gradients
     parameter_inputs: tuple[Ref, ...] = ()
     kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
     saved_types: tuple[TensorType, ...] = ()
@@ -118,6 +119,7 @@ def compile_operation(
         grad_outputs=built.grad_outputs,
         grad_shared=built.grad_shared,
         hands_on=built.hands_on,
+        extra_given=built.extra_given,
         parameter_inputs=built.parameter_inputs,
         kept_groups=tuple(kept),
         saved_types=built.saved_types,

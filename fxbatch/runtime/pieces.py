@@ -51,13 +51,18 @@ def split(tensor: torch.Tensor, start: int, sizes: list[int]) -> Sequence[torch.
     return tensor.narrow(0, start, sum(sizes)).split_with_sizes(sizes)
 
 
+def is_given(operation: OperationRows, rows: int) -> bool:
+    """Whether a step of that many rows is the operation's only one, and backward just keeps its gradients."""
+    return bool(operation.compiled.extra_given) and rows == operation.rows
+
+
 def split_extra(run: Run, phase: Phase) -> list[list[torch.Tensor]]:
     """For each step the rows that its backward makes for the gradients of parameters."""
     plan = phase.plan
     out: list[list[torch.Tensor]] = [[]] * len(plan.step_signature)
     for compiled, steps, counts in _by_operation(phase):
         operation = run.rows_of[compiled]
-        if not operation.extra:
+        if not operation.extra or is_given(operation, counts[0]):
             continue
         start = int(plan.step_offset[steps[0]])
         columns = [split(buffer.reserve(operation.rows), start, counts) for buffer in operation.extra]
