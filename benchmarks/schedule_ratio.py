@@ -4,12 +4,14 @@
     python -m benchmarks.schedule_ratio --states 20000     # look longer for best schedules
 
 A schedule at the lower bound is a best one. Elsewhere the best one is searched exhaustively (A*, component by
-component of the signature graph), as far as so many states go; "at least" is what that has shown by then.
+component of the signature graph), as far as so many states go; "at least" is what that has shown by then, or what
+two of the largest instances need by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +44,7 @@ from fxbatch.passes.batch_by_lookahead import signature_components
 from fxbatch.passes.frontier import Frontier
 from fxbatch.passes.lower_bound import chain_below, lower_bound, own_chains
 from fxbatch.passes.policies import CANDIDATES, POLICIES
-from fxbatch.passes.search_steps import cut_component
+from fxbatch.passes.search_steps import Component, cut_component
 from tests.passes.reference import best_steps
 from tests.programs import lattice_program
 
@@ -107,13 +109,32 @@ def best_known(program: Program, states: int) -> tuple[int, bool]:
             total += int(length[part[0]])
             continue
         component = cut_component(frontier, np.array(part), chain)
-        parents: list[list[int]] = [[] for _ in component.calls]
-        source = np.repeat(np.arange(len(component.calls)), np.diff(component.offsets))
-        for before, reader in zip(source.tolist(), component.readers.tolist(), strict=True):
-            parents[reader].append(before)
-        steps, proven = best_steps(component.sig.tolist(), parents, states)
+        steps, proven = best_steps(component.sig.tolist(), _parents(component), states)
+        if not proven:
+            steps = max([steps, *_steps_of_pairs(component, program.instance[component.calls], states)])
         total, exact = total + steps, exact and proven
     return total, exact
+
+
+def _parents(component: Component) -> list[list[int]]:
+    """For each call, the calls that it reads."""
+    parents: list[list[int]] = [[] for _ in component.calls]
+    source = np.repeat(np.arange(len(component.calls)), np.diff(component.offsets))
+    for before, reader in zip(source.tolist(), component.readers.tolist(), strict=True):
+        parents[reader].append(before)
+    return parents
+
+
+def _steps_of_pairs(component: Component, instance: np.ndarray, states: int) -> list[int]:
+    """Steps that pairs of the largest instances need by themselves: with all others it can't be fewer."""
+    largest = np.argsort(-np.bincount(instance), kind="stable")[:4].tolist()
+    parents, sig, found = _parents(component), component.sig.tolist(), []
+    for pair in itertools.combinations(largest, 2):
+        calls = np.flatnonzero(np.isin(instance, pair)).tolist()
+        number = {c: n for n, c in enumerate(calls)}
+        inside = [[number[p] for p in parents[c] if p in number] for c in calls]
+        found.append(best_steps([sig[c] for c in calls], inside, 5 * states)[0])
+    return found
 
 
 def main() -> None:
