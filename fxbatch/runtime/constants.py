@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Signature
-from fxbatch.runtime.devices import move
+from fxbatch.runtime.devices import host_numbers, move
 
 # Tensors without dimensions are read one by one in half the time that stacking them takes.
 _NUMBERS = {
@@ -36,6 +36,6 @@ def fill_constants(
     elif len(items) == 1:
         out[0].copy_(items[0])
     elif out.dim() == 1 and out.device.type == "cpu" and out.dtype in _NUMBERS:
-        out.copy_(torch.from_numpy(np.array(list(map(torch.Tensor.item, items)), dtype=_NUMBERS[out.dtype])))
+        out.copy_(torch.from_numpy(host_numbers(items, _NUMBERS[out.dtype])))
     else:
         torch.stack(list(items), out=out)

@@ -27,6 +27,7 @@ from fxbatch.passes.plan_arenas import SlotTable, plan_arenas, tabulate_slots
 from fxbatch.passes.policies import make_policy
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
+from fxbatch.runtime.cuda_graphs import GraphedPlans, capture_cuda
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options
@@ -73,6 +74,7 @@ class Engine:
             warn_uncompiled(
                 'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
             )
+        self.cuda_graphs = GraphedPlans(capture_cuda) if options.cuda_graphs else None
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
 

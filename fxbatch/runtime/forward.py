@@ -5,11 +5,13 @@ execute_forward(run, phase)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from fxbatch.codegen.workspace import Workspace
 from fxbatch.ir import BROADCAST, INDEX, VIEW
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
@@ -58,24 +60,43 @@ def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
     return split_blocks(arenas, plan.block_arena, plan.block_start, rows)
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the steps of a phase read and write: a source a gather, a view an output block."""
+
+    sources: list[tuple[int, torch.Tensor, Any]]
+    blocks: list[torch.Tensor]
+
+
 def execute_forward(run: Run, phase: Phase) -> None:
     """Run all steps of a phase."""
+    layout = lay_out_forward(run, phase)
+    workspace = run.engine.workspace()
+    workspace.enter_run(run.shared)
+    run_steps(run, phase, layout, workspace, range(len(phase.plan)))
+
+
+def lay_out_forward(run: Run, phase: Phase) -> Layout:
+    """Reserve the memory of a phase, and lay out what its steps take."""
     plan = phase.plan
     for a, kind in enumerate(plan.arenas):
         run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
-    sources = lay_out_sources(run, phase)
-    blocks = lay_out_blocks(run, phase)
+    layout = Layout(lay_out_sources(run, phase), lay_out_blocks(run, phase))
     if phase.whole:
-        _read_in_place(run, phase, sources)
+        _read_in_place(run, phase, layout.sources)
     _reserve_rows(run, phase)
     phase.pieces = split_kept(run, phase)
-    workspace = run.engine.workspace()
-    workspace.enter_run(run.shared)
+    return layout
+
+
+def run_steps(run: Run, phase: Phase, layout: Layout, workspace: Workspace, steps: range) -> None:
+    """Run some consecutive steps of a phase."""
+    plan, sources, blocks = phase.plan, layout.sources, layout.blocks
     gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
-    columns = zip(
-        plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True
+    signatures, sizes, offsets = (
+        x[steps.start : steps.stop].tolist() for x in (plan.step_signature, plan.step_rows, plan.step_offset)
     )
-    for k, (s, n, at) in enumerate(columns):
+    for k, s, n, at in zip(steps, signatures, sizes, offsets, strict=True):
         compiled = phase.compiled[s]
         assert compiled is not None
         outs = blocks[block[k] : block[k + 1]]

@@ -37,7 +37,8 @@ class Options:
     form after every rewrite (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
     operation graphs; compile_options: passed through to it: torch.compile's `mode` and `options`, Inductor's
-    configuration by name, and `recompile_limit`.
+    configuration by name, and `recompile_limit`. cuda_graphs: on CUDA, capture the forward of plans that repeat
+    (without gradients) and replay it.
     """
 
     schedule: str = "lookahead"
@@ -53,6 +54,7 @@ class Options:
     verify: bool = False
     compile: bool | str | Callable[..., Any] = False
     compile_options: tuple[tuple[str, Any], ...] = ()
+    cuda_graphs: bool = False
 
     @staticmethod
     def of(**given: Any) -> Options:
@@ -72,7 +74,7 @@ class Options:
         for name, choices in CHOICES.items():
             if name in given and given[name] not in choices:
                 raise OptionError(f"{name}={given[name]!r}: takes one of {', '.join(map(repr, choices))}")
-        for name in ("deduplicate", "fuse", "split", "return_exceptions", "verify"):
+        for name in ("deduplicate", "fuse", "split", "return_exceptions", "verify", "cuda_graphs"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         if "compile" in given:

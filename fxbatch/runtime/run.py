@@ -150,7 +150,9 @@ class Run:
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
-        execute_forward(self, phase)
+        graphs = self.engine.cuda_graphs
+        if graphs is None or not graphs.run(self, phase):
+            execute_forward(self, phase)
         self._remember(phase.program, phase.plan, phase.needs)
 
     def type_numbers(self, program: Program) -> np.ndarray:

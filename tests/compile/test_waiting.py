@@ -12,7 +12,7 @@ import torch
 
 import fxbatch
 from benchmarks import gpu
-from fxbatch.runtime.devices import count_waits, to_device
+from fxbatch.runtime.devices import count_waits, host_numbers, to_device
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 
 
@@ -44,6 +44,13 @@ def test_what_waits_is_counted() -> None:
         x.sum().item()
         torch.nonzero(x)
     assert waits == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
+
+
+def test_numbers_that_are_on_the_host_are_no_wait() -> None:
+    with count_waits() as waits:
+        found = host_numbers([torch.tensor(3), torch.tensor(5)], np.int64)
+        torch.tensor(2).item()
+    assert found.tolist() == [3, 5] and waits == ["aten._local_scalar_dense.default"]
 
 
 def test_indices_on_the_cpu_are_not_copied() -> None:
