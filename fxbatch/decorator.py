@@ -25,7 +25,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.torch_private import eval_frame_off, eval_frame_on, hide_from_dynamo
-from fxbatch.trace.state import current_recorder
+from fxbatch.trace.state import ThreadModes, current_recorder
 from fxbatch.trace.traces import merge
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -249,9 +249,12 @@ def autobatch(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
         @functools.wraps(function)
         def batched(*args: Any, **kwargs: Any) -> Any:
-            frames = eval_frame_off()
+            frames, modes = eval_frame_off(), ThreadModes()
             try:
                 return state(args, kwargs)
+            except BaseException:
+                modes.restore()  # an interrupt may have struck between a mode's change and its `with`
+                raise
             finally:
                 eval_frame_on(frames)
 

@@ -7,7 +7,9 @@ raised the first time that it is reached. The default run takes a spread of them
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +162,32 @@ def test_faults_in_a_warm_step() -> None:
 
 def test_faults_in_a_cold_step() -> None:
     cold_faults(stride=801)
+
+
+def test_ctrl_c_at_any_moment() -> None:
+    """A timer interrupts the step, wherever it is: in Python, in C, in torch."""
+    expected, made = loop(), warm_model()
+    begin = time.perf_counter()
+    step(made, instances())
+    seconds = time.perf_counter() - begin
+    hits = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for k in range(40):
+            xs = instances()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds * (k + 1) / 40)
+                step(made, xs)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hits += 1
+            assert_clean()
+            made.zero_grad()
+            assert_same(step(made, instances()), expected, f"the step after interrupt {k}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert hits > 5
 
 
 @pytest.mark.slow

@@ -1,4 +1,45 @@
-"""Hard cases of values: where batching by shape, by name or by memory would give something else."""
+"""Hard cases of values: where batching by shape, by name or by memory would give something else.
+
+Which test holds which hard case (`test_every_hard_case_has_its_test` looks that they exist):
+
+    different operations of equal shapes     test_different_operations_of_equal_shapes_at_adjacent_depths
+    `x + 1.1` and `x + 1.2`                  test_numbers_that_differ, test_numbers_that_are_almost_equal
+    different `dim=`                         test_different_dim, test_keepdim_and_defaults_are_told_apart
+    a tied parameter in two roles            test_a_tied_parameter_in_two_roles
+    a shared operand that is a batched row   test_a_shared_operand_that_is_a_row_of_a_batched_result
+    what instances return                    test_what_instances_return, test_results_of_different_structures
+    empty sequences, empty minibatch         test_empty_sequences, test_empty_minibatch
+    one tensor in two instances              test_one_tensor_in_two_instances
+    views, aliases, in-place operations      test_views_of_one_tensor_are_instances, test_views_and_in_place_writes,
+                                             test_a_constant_written_after_it_met_a_value_is_an_error
+    unused outputs                           test_unused_outputs
+    integer arguments that are indices       test_integer_arguments_that_are_indices, test_indices_out_of_range_raise
+    `padding_idx`, sparse embedding          test_padding_idx_and_sparse
+    batch-coupled operations                 test_what_would_mix_instances_does_not,
+                                             test_batch_norm_in_training_is_refused
+    broadcasting of mixed ranks              test_broadcasting_of_mixed_ranks
+    zero-size tensors                        test_tensors_without_elements, test_reductions_of_nothing
+    non-contiguous and expanded inputs       test_strides
+    float64, bf16, complex                   test_dtypes, test_mixed_dtypes_in_one_minibatch, test_complex_gradients
+    very wide, very deep                     test_very_wide, test_very_deep
+    10,000 distinct signatures               test_a_thousand_distinct_signatures, test_ten_thousand_distinct_signatures
+    a forward that raises                    test_a_forward_that_raises
+    endless recursion                        test_endless_recursion_is_an_error
+    Ctrl-C                                   test_an_interrupt_at_the_nth_call_of_the_forward, test_ctrl_c_at_any_moment
+    a model changed between trace and run    test_a_model_changed_between_trace_and_run,
+                                             test_a_model_changed_between_calls
+    re-entrant and nested decorated calls    test_a_model_that_calls_itself,
+                                             test_another_decorated_model_inside_a_forward
+    decorated submodules, either way         test_a_decorated_submodule_in_a_decorated_model,
+                                             test_a_decorated_submodule_in_a_plain_model
+    hooks                                    test_hooks_of_operations_run_once_a_call, test_backward_hooks_are_refused,
+                                             test_parameter_hooks_see_the_whole_gradient
+    `torch.autocast`                         test_autocast, test_autocast_inside_the_forward
+    `torch.func`                             test_torch_func_works_under_autograd_or_is_a_clear_error
+    deepcopy and pickle mid-life             test_deepcopy_in_use, test_pickle_and_state_dict_in_use
+    fork, spawn, threads                     test_processes, test_threads_share_a_model
+    faults anywhere                          test_faults_in_a_warm_step, test_faults_in_a_cold_step
+"""
 
 from __future__ import annotations
 

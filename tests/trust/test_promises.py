@@ -12,6 +12,7 @@ import torch
 import fxbatch
 from tests import models as M
 from tests.oracle import run
+from tests.trust import test_hard_cases
 from tests.trust.programs import model, vectors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,13 @@ def test_every_test_that_a_promise_names_exists() -> None:
         if path or name:
             source = (ROOT / last).read_text()
             assert not name or f"def {name}(" in source, f"{last}::{name}"
+
+
+def test_every_hard_case_has_its_test() -> None:
+    folder = Path(__file__).parent
+    listed = re.findall(r"\btest_\w+", str(test_hard_cases.__doc__))
+    written = re.findall(r"^def (test_\w+)", "\n".join(f.read_text() for f in folder.glob("test_*.py")), re.M)
+    assert len(listed) > 40 and not set(listed) - set(written) - {"test_every_hard_case_has_its_test"}
 
 
 def test_no_loader_runs_code_from_data() -> None:
