@@ -173,10 +173,10 @@ def test_ctrl_c_at_any_moment() -> None:
     hits = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for k in range(40):
+        for k in range(16):
             xs = instances()
             try:
-                signal.setitimer(signal.ITIMER_REAL, seconds * (k + 1) / 40)
+                signal.setitimer(signal.ITIMER_REAL, seconds * (k + 1) / 16)
                 step(made, xs)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
@@ -187,7 +187,7 @@ def test_ctrl_c_at_any_moment() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert hits > 5
+    assert hits > 2
 
 
 @pytest.mark.slow
