@@ -294,7 +294,7 @@ class _Reader:
         arena = self.arenas[self.arena[i]]
         start, stop = self.start[i], self.stop[i]
         if kind == GRADIENT_VIEW:
-            return arena.narrow(0, start, stop - start)
+            return arena[start:stop]
         device = arena.device
         if device not in self.indices:
             self.indices[device] = self._split_indices(device)
