@@ -3,9 +3,11 @@
     python -m benchmarks.gpu                               # trees of 128 leaves, state 1024, batch 1 to 1024
     python -m benchmarks.gpu --device cpu --leaves 5 --state 8 --batch 1 3 --sst-hidden 8 --sst-batch 4
 
-A row a task, batch size and contender (fxbatch; level by level by hand; one by one): wall time, the time that
-the device is busy, kernels launched, the host's share (1 - busy / wall), and fxbatch's ratio. On the CPU the
-same code runs, and operators take the place of kernels. The table is printed last.
+A row a task, batch size and contender (fxbatch; fxbatch with the instances traced before; level by level by
+hand; one by one; the cells' matrix products alone): wall time, the time that the device is busy, kernels launched,
+the host's share (1 - busy / wall), the most memory allocated, and the wall time over fxbatch's. On the CPU the same
+code runs, and operators take the place of kernels. What does not fit into memory has no row. The table is printed
+last.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.competitors.level_trees import LevelTreeLSTM
+import fxbatch
+from benchmarks.competitors.level_trees import LevelTreeLSTM, find_levels
 from benchmarks.contenders import scores_once
 from benchmarks.measure import synchronize
 from benchmarks.models import TreeLSTM, losses_once
@@ -30,7 +33,9 @@ from benchmarks.task import Settings
 from benchmarks.workloads import made_up_trees, sst_trees
 
 Work = Callable[[], Any]
-OURS, HAND, ONE = "fxbatch", "by hand", "one by one"
+OURS, WARM, HAND, ONE = "fxbatch", "fxbatch, warm traces", "by hand", "one by one"
+PRODUCTS = "products alone"
+WARM_UP = 2  # runs before the timed ones: code is made, memory is taken, clocks rise
 LARGEST_ONE_BY_ONE = 8  # its time a tree does not depend on the batch size: larger ones are scaled up
 
 
@@ -44,6 +49,7 @@ class Row:
     wall: float
     busy: float
     launches: float
+    memory: int = 0  # bytes at most, on CUDA
 
     @property
     def host(self) -> float:
@@ -54,8 +60,13 @@ class Row:
 def measure(
     task: str, batch: int, name: str, work: Work, device: torch.device, rounds: int, scale: float
 ) -> Row:
-    """Median wall time of `rounds` runs after one to warm up, then one run under the profiler."""
-    work()
+    """Median wall time of `rounds` runs after some to warm up, then one run under the profiler."""
+    cuda = device.type == "cuda"
+    for _ in range(WARM_UP):
+        work()
+    synchronize(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     walls = []
     for _ in range(rounds):
         gc.collect()
@@ -64,8 +75,9 @@ def measure(
         work()
         synchronize(device)
         walls.append(time.perf_counter() - start)
+    memory = torch.cuda.max_memory_allocated(device) if cuda else 0
     busy, launches = profiled(work, device)
-    row = Row(task, batch, name, statistics.median(walls) * scale, busy * scale, launches * scale)
+    row = Row(task, batch, name, statistics.median(walls) * scale, busy * scale, launches * scale, memory)
     print(f"{task}, batch {batch}, {name}: {row.wall:.4f} s, {row.launches:.0f} launches", flush=True)
     return row
 
@@ -79,8 +91,9 @@ def profiled(work: Work, device: torch.device) -> tuple[float, float]:
         work()
         synchronize(device)
     if cuda:
-        kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(e.time_range.elapsed_us() for e in kernels) / 1e6, len(kernels)
+        events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [e for e in events if not e.name.startswith(("Memcpy", "Memset"))]
+        return sum(e.time_range.elapsed_us() for e in events) / 1e6, len(kernels)
     averages = [e for e in found.key_averages() if e.key.startswith("aten::")]
     return sum(e.self_cpu_time_total for e in averages) / 1e6, sum(e.count for e in averages)
 
@@ -105,6 +118,39 @@ def inference(scores: Callable[[Any], Any], batch: Any) -> Work:
     return work
 
 
+def traced(method: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
+    """The trees with their traces, as a data loader keeps them from the second epoch on."""
+    data = fxbatch.TracedDataset(method, trees)
+    return [data[i] for i in range(len(data))]
+
+
+def products(model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.device) -> Work:
+    """The cells' matrix products of a minibatch, level by level, written to memory that is there already."""
+    levels = find_levels(trees, device)
+    leaf, cell = model.leaf.gates.weight.detach(), model.cell.gates.weight.detach()
+    counts = [len(order) // 2 for _, order in levels.levels[:-1]]
+    shapes = [(len(levels.words), leaf), *((rows, cell) for rows in counts if rows)]
+    ends = [(torch.randn(n, w.shape[1], device=device), torch.empty(n, w.shape[0], device=device), w)
+            for n, w in shapes]  # fmt: skip
+    inner = sum(counts)
+    inputs, gates = (
+        torch.randn(inner, cell.shape[1], device=device),
+        torch.randn(inner, cell.shape[0], device=device),
+    )
+    sums = torch.empty_like(leaf), torch.empty_like(cell)
+
+    def work() -> None:
+        for x, y, weight in ends:
+            torch.mm(x, weight.t(), out=y)
+        if mode == "training":
+            for x, y, weight in ends:
+                torch.mm(y, weight, out=x)
+            torch.mm(ends[0][1].t(), ends[0][0], out=sums[0])
+            torch.mm(gates.t(), inputs, out=sums[1])
+
+    return work
+
+
 def rows_of(
     task: str, model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.device, rounds: int
 ) -> list[Row]:
@@ -113,33 +159,50 @@ def rows_of(
     if mode == "training":
         works = {
             OURS: training(model, model.loss, trees),
+            WARM: training(model, model.loss, traced(model.loss, trees)),
             HAND: training(model, hand.loss, trees),
             ONE: training(model, lambda batch: losses_once(model, batch), few),
         }
     else:
         works = {
             OURS: inference(model, trees),
+            WARM: inference(model, traced(model.forward, trees)),
             HAND: inference(hand, trees),
             ONE: inference(lambda batch: scores_once(model, batch), few),
         }
-    batch = len(trees)
+    works[PRODUCTS] = products(model, trees, mode, device)
+    batch, found = len(trees), []
     scales = {ONE: batch / len(few)}
-    return [
-        measure(f"{task}, {mode}", batch, name, work, device, rounds, scales.get(name, 1.0))
-        for name, work in works.items()
-    ]
+    for name, work in works.items():
+        try:
+            found.append(measure(f"{task}, {mode}", batch, name, work, device, rounds, scales.get(name, 1.0)))
+        except torch.OutOfMemoryError:
+            print(f"{task}, {mode}, batch {batch}, {name}: does not fit into memory", flush=True)
+        model.zero_grad(set_to_none=True)
+    return found
 
 
 def show(rows: Sequence[Row]) -> str:
     """The table, as Markdown."""
-    columns = ("task", "batch", "contender", "wall ms", "device ms", "launches", "host's share", "fxbatch is")
+    columns = (
+        "task",
+        "batch",
+        "contender",
+        "wall ms",
+        "device ms",
+        "launches",
+        "host's share",
+        "peak GB",
+        "over fxbatch",
+    )
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     ours = {(r.task, r.batch): r.wall for r in rows if r.name == OURS}
     for r in rows:
-        ratio = f"{r.wall / ours[r.task, r.batch]:.2f}x"
+        base = ours.get((r.task, r.batch))
+        ratio = f"{r.wall / base:.2f}x" if base else ""
         cells = (
             r.task, str(r.batch), r.name, f"{r.wall * 1e3:.2f}", f"{r.busy * 1e3:.2f}", f"{r.launches:.0f}",
-            f"{r.host:.0%}", ratio,
+            f"{r.host:.0%}", f"{r.memory / 1e9:.2f}" if r.memory else "", ratio,
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

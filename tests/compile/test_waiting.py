@@ -12,6 +12,7 @@ import torch
 
 import fxbatch
 from benchmarks import gpu
+from fxbatch.runtime.constants import stack_distinct
 from fxbatch.runtime.devices import count_waits, host_numbers, to_device
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 
@@ -51,6 +52,15 @@ def test_numbers_that_are_on_the_host_are_no_wait() -> None:
         found = host_numbers([torch.tensor(3), torch.tensor(5)], np.int64)
         torch.tensor(2).item()
     assert found.tolist() == [3, 5] and waits == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("kinds", [1, 4, 30])
+def test_tensors_that_come_again_are_stacked_once(kinds: int) -> None:
+    words = [torch.randn(3) for _ in range(kinds)]
+    items = [words[i * 7 % kinds] for i in range(40)]
+    out = torch.empty(40, 3)
+    stack_distinct(items, out)
+    assert torch.equal(out, torch.stack(items))
 
 
 def test_indices_on_the_cpu_are_not_copied() -> None:
@@ -95,5 +105,5 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]
-    assert len(rows) == 2 * 2 * 3 + 2 * 3, "two batch sizes and two modes of three contenders, and SST"
+    assert len(rows) == 2 * 2 * 5 + 2 * 5, "two batch sizes and two modes of five contenders, and SST"
     assert lines[-1] == rows[-1], "the table is printed last"
