@@ -220,19 +220,16 @@ class Parser(nn.Module):
         words = len(sentence.words)
         gold = [head - 1 if head else words for head in sentence.heads]
         state = Configuration(words)
-        mistakes: list[tuple[Tensor, int, int]] = []
+        total = torch.zeros((), device=self.first.device, dtype=self.missing.weight.dtype)
         while not state.done:
             scores = self.scores(vectors, state)
             numbers = scores.tolist()
             right, wrong = self.judge(state, gold, sentence.relations, numbers)
             margin = numbers[right] - numbers[wrong] if wrong is not None else 2.0
             if margin < 1:
-                mistakes.append((scores, right, wrong))
+                total = total + (1 - scores[right] + scores[wrong])
             explore = margin < 0 or (margin < 1 and chance.random() < 0.1)
             state.take(*self.actions[wrong if explore and wrong is not None else right][1:])
-        total = torch.zeros((), device=self.first.device, dtype=self.missing.weight.dtype)
-        for scores, right, wrong in mistakes:
-            total = total + (1 - scores[right] + scores[wrong])
         return total
 
     def judge(
