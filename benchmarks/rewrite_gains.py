@@ -105,7 +105,7 @@ def step_seconds(loss: Callable[[Any], Tensor], model: nn.Module, batch: Any) ->
 def measure(model: nn.Module, batch_of: Callable[[int], Any], rounds: int) -> list[dict[str, Any]]:
     """A row a variant."""
     fn = undecorated(model, "loss")
-    made = {name: fxbatch.autobatch(**options)(fn) for name, options in VARIANTS}
+    made: dict[str, Any] = {name: fxbatch.autobatch(**options)(fn) for name, options in VARIANTS}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds + 2):
         batch = batch_of(number)
@@ -128,7 +128,7 @@ def measure(model: nn.Module, batch_of: Callable[[int], Any], rounds: int) -> li
 
 def gathers(model: nn.Module, batch: Any) -> dict[str, float]:
     """How many gathers are elided, MB copied with and without that, and MB of the arenas."""
-    phases = compile_minibatch(model.loss, batch).phases  # type: ignore[arg-type]  # a bound method
+    phases = compile_minibatch(model.loss, batch).phases
     found = dict.fromkeys(("gathers", "elided", "copied", "all"), 0.0)
     for phase in phases:
         plan = phase.plan
