@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,11 +117,30 @@ def inductor_cache_counts() -> tuple[int, int]:
     return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
+def while_loop(more: Any, step: Any, carried: tuple[Any, ...]) -> Any:
+    """torch's own loop inside a compiled graph, for comparison. Checked: 2.11.0, 2.13.0."""
+    from torch._higher_order_ops.while_loop import while_loop as found
+
+    return found(more, step, carried)
+
+
 def find_backend(backend: Any) -> Callable[..., Any]:
     """The function behind the name of a torch.compile backend. Checked: 2.11.0, 2.13.0."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)
+
+
+@functools.cache
+def let_dynamo_read_torch() -> None:
+    """Have Dynamo list torch's functions now, before some are patched: it lists them once, by identity.
+
+    Tracing operations imports Dynamo anyway; were `torch.zeros` another function just then, no code compiled
+    later in the process could call it. Checked: 2.11.0, 2.13.0.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
 
 
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
@@ -261,6 +281,8 @@ __all__ = [
     "compile_symbolic",
     "find_backend",
     "inductor_cache_counts",
+    "let_dynamo_read_torch",
+    "while_loop",
     "inductor_mode_options",
     "DataDependentOutputException",
     "DynamicOutputShapeException",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.torch_private import let_dynamo_read_torch, tree_leaves, tree_map
 from fxbatch.trace.fast_path import (
     Entries,
     handle_torch_function_method,
@@ -40,6 +40,7 @@ class _Use:
         with _lock:
             _uses.add(id(self))
             if not _saved:
+                let_dynamo_read_torch()
                 _install()
 
     def end(self) -> None:

@@ -88,6 +88,34 @@ def test_decorating_and_calling_import_no_dynamo() -> None:
     assert ran.stdout.split() == ["False", "False"], ran.stdout + ran.stderr
 
 
+MAKERS = """
+import torch, fxbatch
+linear = torch.nn.Linear(3, 3)
+
+@fxbatch.autobatch
+def forward(x):
+    return torch.tanh(linear(x))
+
+forward(torch.randn(2, 3))
+
+@torch.compile(fullgraph=True, backend="eager")
+def make(x):
+    names = ("zeros", "ones", "empty", "rand", "randn")
+    made = [getattr(torch, name)(3) for name in names] + [torch.full((3,), 2.0), torch.arange(3), torch.eye(3)]
+    return [x + y for y in made], torch.as_tensor(x), torch.linspace(0, 1, 3)
+
+print(len(make(torch.randn(3))[0]))
+"""
+
+
+def test_code_compiled_after_a_first_recording_can_make_tensors() -> None:
+    """Dynamo lists torch's functions once: were that while some are patched, it would know none of these."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MAKERS], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.stdout.split() == ["8"], ran.stderr[-2000:]
+
+
 def unrolled_of(count: int) -> tuple[fxbatch.Minibatch, list[torch.Tensor]]:
     minibatch = fxbatch.compile_minibatch(TreeLSTM(), trees_of(count, count))
     unrolled = minibatch.unrolled
