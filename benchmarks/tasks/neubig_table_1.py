@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks.competitors.batched_parser import BatchedParser
@@ -93,8 +94,12 @@ def cases(settings: Settings) -> Iterator[Case]:
         yield Case(
             name, {"model": name, "batch": batch}, "sentence", batch, contenders, slow=(ONE, SAMPLED, HAND),
             reference=ONE,
-            numbers=(lambda made=made: counted(made.model, "loss", made.batches[0])) if wanted else None,
+            numbers=partial(_count, made) if wanted else None,
         )  # fmt: skip
+
+
+def _count(made: Made) -> dict[str, float]:
+    return counted(made.model, "loss", made.batches[0])
 
 
 def _tagger(settings: Settings) -> Made:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import fxbatch
 from benchmarks.compiled_levels import CompiledLevels
 from benchmarks.contenders import Batches, Inference, Training, decorated, joined, looked_up_once
 from benchmarks.driver import run_tasks
@@ -15,6 +16,7 @@ from benchmarks.models import TreeLSTM, random_trees
 from benchmarks.registry import TASKS
 from benchmarks.report import to_html, to_markdown
 from benchmarks.results import RunResult
+from benchmarks.side_by_side import train_beside
 from benchmarks.stages import NAMES, stage_times, staged
 from benchmarks.task import Settings, Task
 from benchmarks.tasks.neubig_figure_2 import phases_of
@@ -94,6 +96,31 @@ def test_compiled_levels_agree_with_the_loop() -> None:
     train = Training(model, batches)
     wanted = train.loop().outcome()
     found = train.by_hand("compiled", CompiledLevels(model, backend="eager")).outcome()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_models_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    train_beside("Tree-LSTM", Settings(quick=True), 1)
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title == "Tree-LSTM, training"
+    assert [row[:13].strip() for row in rows] == ["fxbatch", "by hand", "one by one"]
+    assert rows[0].endswith(" 1.00 x fxbatch")
+
+
+def test_a_part_of_the_loop_is_scaled_by_words_and_held_against_the_lookup() -> None:
+    model, _ = small()
+    trees = [random_trees(1, leaves=n, words=20, seed=n)[0] for n in (2, 3, 7)]
+    loop, checked = Training(model, Batches(lambda number: trees)).sampled_loop(
+        lambda tree: (tree.nodes + 1) // 2, lambda train: train.one_by_one()
+    )
+    assert (loop.limit, checked.limit, loop.group == checked.group) == (1, 0, True)
+    assert loop.factor is not None
+    assert loop.factor(1) == (2 + 3 + 7) / (2 + 3)
+    found, wanted = loop.outcome(), checked.outcome()  # type: ignore[misc]  # both have one
+    with fxbatch.disabled():
+        expected = model.loss(trees[:2]).sum()
+    torch.testing.assert_close(found["loss"], expected)
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
