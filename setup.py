@@ -5,6 +5,10 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension("fxbatch.trace._fast", ["fxbatch/trace/_fast.c"], optional=True),
-        Extension("fxbatch.passes._loops", ["fxbatch/passes/_loops.c"], optional=True),
+        Extension(
+            "fxbatch.passes._loops",
+            ["fxbatch/passes/_loops.c", "fxbatch/passes/_deduplicate.c"],
+            optional=True,
+        ),
     ]
 )

@@ -843,11 +843,14 @@ static PyObject *search(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_
     return none ? PyLong_FromLongLong(steps) : NULL;
 }
 
+PyObject *merge_equal(PyObject *, PyObject *const *, Py_ssize_t); /* _deduplicate.c */
+
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
     FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
     FUNCTION(group), FUNCTION(arrange), FUNCTION(peak), FUNCTION(count), FUNCTION(own_chains), FUNCTION(advance),
-    FUNCTION(feeding), FUNCTION(place), FUNCTION(gather), FUNCTION(agenda), FUNCTION(search), {NULL}};
+    FUNCTION(feeding), FUNCTION(place), FUNCTION(gather), FUNCTION(agenda), FUNCTION(search),
+    FUNCTION(merge_equal), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};
