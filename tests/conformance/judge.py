@@ -43,12 +43,15 @@ def carried(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def judge(entry: Entry, *, samples: int | None = None, seconds: float = 60.0) -> dict[str, Any]:
-    """Run up to `samples` samples a dtype for up to `seconds`."""
+def judge(
+    entry: Entry, *, samples: int | None = None, seconds: float = 60.0, other: bool = True
+) -> dict[str, Any]:
+    """Run up to `samples` samples a dtype for up to `seconds`; `other`: of the other dtype too."""
     begin = time.monotonic()
     outcomes: list[dict[str, str]] = []
     left_out = 0
-    dtypes = [d for d in (torch.float32, entry.other_dtype()) if d is not None and d in entry.dtypes]
+    second = entry.other_dtype() if other or torch.float32 not in entry.dtypes else None
+    dtypes = [d for d in (torch.float32, second) if d is not None and d in entry.dtypes]
     for dtype in dtypes:
         sets = [entry.calls(dtype, seed) for seed in range(INSTANCES)]
         chosen = _spread(min(len(s) for s in sets), samples)

@@ -15,8 +15,8 @@ NAMES = sorted(entries())[::10]
 def test_a_tenth_of_the_databases(part: int) -> None:
     known = entries()
     faults = []
-    for name in NAMES[part::8]:
-        line = judge(known[name], samples=1, seconds=10)
+    for k, name in enumerate(NAMES[part::8]):
+        line = judge(known[name], samples=1, seconds=10, other=k % 2 == 0)
         if line["bad"]:
             faults.append((name, line["bad"]))
     assert not faults
