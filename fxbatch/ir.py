@@ -69,6 +69,8 @@ class SignatureColumns:
     first_slot: np.ndarray  # int64 [signatures + 1]: where the inputs of a signature begin among all
     first_output: np.ndarray  # int64 [signatures + 1]
     output_types: np.ndarray  # int32 [all outputs]: index into `types`
+    constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
+    random: np.ndarray  # bool [signatures]
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,7 +81,9 @@ def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     arity = np.array([len(s.inputs) for s in signatures], dtype=np.int64)
     width = np.array([len(s.outputs) for s in signatures], dtype=np.int64)
     flat = np.array([ids[t] for s in signatures for t in s.outputs], dtype=np.int32)
-    return SignatureColumns(types, ids, arity, width, offsets(arity), offsets(width), flat)
+    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in signatures], dtype=bool)
+    random = np.array([s.operation.random for s in signatures], dtype=bool)
+    return SignatureColumns(types, ids, arity, width, offsets(arity), offsets(width), flat, constant, random)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +154,16 @@ class Program:
         return np.repeat(np.arange(len(self.sig)), self.width[self.sig])
 
     @functools.cached_property
+    def output_of_value(self) -> np.ndarray:
+        """int64 [values - known]: each value's number among the outputs of all signatures."""
+        width = self.width[self.sig]
+        first = offsets(width)
+        return np.arange(first[-1]) + (self.columns.first_output[self.sig] - first[:-1]).repeat(width)
+
+    @functools.cached_property
     def type_of_value(self) -> np.ndarray:
         """int32 [values]: index into `types`."""
-        flat, start = self.columns.output_types, self.columns.first_output[:-1]
-        width = self.width[self.sig]
-        within = np.arange(int(width.sum())) - np.repeat(offsets(width, 0)[:-1], width)
-        made = flat[np.repeat(start[self.sig], width) + within] if len(flat) else flat
+        made = self.columns.output_types[self.output_of_value]
         if self.known_types is None:
             return made
         return np.concatenate([self.known_types, made])

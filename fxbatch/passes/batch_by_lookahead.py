@@ -19,11 +19,14 @@ chain are ready, which shortens the lower bound of what remains by one. Nothing 
 
 from __future__ import annotations
 
+import weakref
+
 import networkx as nx
 import numpy as np
 
-from fxbatch.ir import CONSTANT_KINDS, Program, Schedule
+from fxbatch.ir import Program, Schedule, SignatureColumns
 from fxbatch.passes.batch_by_agenda import agenda_schedule
+from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, schedule_from_steps
 from fxbatch.passes.lower_bound import chain_below, own_chains, signature_graph
 from fxbatch.passes.native import Native
@@ -62,11 +65,30 @@ def batch_by_lookahead(program: Program) -> Schedule:
 
 def signature_components(program: Program) -> list[list[int]]:
     """The strongly connected components of the signature graph, each sorted: constants, then as they feed."""
+    slots, outs = feeding_pairs(program)
+    key = (slots.tobytes(), outs.tobytes())
+    found = _COMPONENTS.setdefault(program.columns, {})
+    if key not in found:
+        if len(found) >= _KEPT:
+            found.clear()
+        found[key] = _find_components(program)
+    return found[key]
+
+
+_KEPT = 256  # signature graphs whose components are kept, a tuple of signatures
+
+# Programs of one model have few signature graphs, however many minibatches there are.
+_COMPONENTS: weakref.WeakKeyDictionary[SignatureColumns, dict[tuple[bytes, bytes], list[list[int]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _find_components(program: Program) -> list[list[int]]:
     graph = signature_graph(program)
     condensed = nx.condensation(graph)
     members = [sorted(condensed.nodes[node]["members"]) for node in range(len(condensed))]
     ranked = nx.lexicographical_topological_sort(condensed, key=lambda node: members[node][0])
-    constants = [s.operation.kind in CONSTANT_KINDS for s in program.signatures]
+    constants = program.columns.constant.tolist()
     return sorted((members[node] for node in ranked), key=lambda part: not constants[part[0]])
 
 

@@ -20,7 +20,7 @@ from fxbatch.passes.select_calls import select_calls
 
 def eliminate_dead(program: Program) -> Program:
     """The program without dead calls; the same object when there are none."""
-    stays = np.fromiter((s.operation.random for s in program.signatures), bool, len(program.signatures))
+    stays = program.columns.random
     if Native.loops is not None:
         live = np.empty(len(program), dtype=bool)
         columns = (program.sig, program.width, program.arity, program.inputs, program.outputs)

@@ -10,13 +10,15 @@ value that it reads may carry one.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fxbatch.ir import Program, offsets
+from fxbatch.ir import Program, Signature, signature_columns
+from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.native import Native
 
 _DENSE_LIMIT = 1 << 22
@@ -41,27 +43,44 @@ def find_needs(
     """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
     constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
     slots, outs = feeding_pairs(program)
-    first_slot, first_out = program.columns.first_slot, program.columns.first_output
-    slot_needs = np.zeros(int(first_slot[-1]), dtype=bool)
-    out_needs = np.zeros(int(first_out[-1]), dtype=bool)
+    slot_needs = np.zeros(int(program.columns.first_slot[-1]), dtype=bool)
     if known_needs is not None and known_needs.any():
         flat = _flat_slots(program)
         early = program.inputs < program.known
         slot_needs[flat[early][known_needs[program.inputs[early]]]] = True
+    present = count_signatures(program).nonzero()[0].tolist()
+    begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
+    return _spread(
+        program.signatures, slots.tobytes(), outs.tobytes(), tuple(present), begin, slot_needs.tobytes()
+    )
 
-    owner = np.repeat(np.arange(len(program.signatures)), program.arity)
+
+@functools.lru_cache(maxsize=256)
+def _spread(
+    signatures: tuple[Signature, ...],
+    slots_bytes: bytes,
+    outs_bytes: bytes,
+    present: tuple[int, ...],
+    begin: tuple[int, ...],
+    needs_bytes: bytes,
+) -> Needs:
+    """The needs of a signature graph, of which a model has few; `begin` are signatures with gradients of their
+    own, `present` all that are called."""
+    slots, outs = np.frombuffer(slots_bytes, dtype=np.int64), np.frombuffer(outs_bytes, dtype=np.int64)
+    slot_needs = np.frombuffer(needs_bytes, dtype=bool).copy()
+    columns = signature_columns(signatures)
+    first_slot, first_out = columns.first_slot, columns.first_output
+    out_needs = np.zeros(int(first_out[-1]), dtype=bool)
+    owner = np.repeat(np.arange(len(signatures)), columns.arity)
     readers: dict[int, list[int]] = {}
     for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
         readers.setdefault(out, []).append(slot)
-    start = np.flatnonzero(np.bincount(program.sig, minlength=len(program.signatures))).tolist()
-    waiting = [
-        s for s in start
-        if shared_needs[s] or constant_needs.get(s) or slot_needs[first_slot[s] : first_slot[s + 1]].any()
-    ]  # fmt: skip
+    own = set(begin)
+    waiting = [s for s in present if s in own or slot_needs[first_slot[s] : first_slot[s + 1]].any()]
     done = set()
     while waiting:
         s = waiting.pop()
-        signature = program.signatures[s]
+        signature = signatures[s]
         if s in done or not signature.modes.grad:
             continue
         done.add(s)
@@ -75,11 +94,12 @@ def find_needs(
     flags = slot_needs.tolist()
     inputs = tuple(
         tuple(
-            flags[first_slot[s] + i] and program.signatures[s].modes.grad and t.differentiable
+            flags[first_slot[s] + i] and signature.modes.grad and t.differentiable
             for i, t in enumerate(signature.inputs)
         )
-        for s, signature in enumerate(program.signatures)
+        for s, signature in enumerate(signatures)
     )
+    out_needs.setflags(write=False)
     return Needs(inputs, out_needs, (slots, outs))
 
 
@@ -108,10 +128,7 @@ def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarr
 
 def flat_outputs(program: Program) -> np.ndarray:
     """int64 [values - known]: each value's flat (signature, output) number."""
-    width = program.width[program.sig]
-    first = offsets(width)
-    within = np.arange(first[-1]) - np.repeat(first[:-1], width)
-    return np.repeat(program.columns.first_output[program.sig], width) + within
+    return program.output_of_value
 
 
 def _flat_slots(program: Program) -> np.ndarray:

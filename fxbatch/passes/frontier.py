@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fxbatch.ir import CONSTANT_KINDS, Program, Schedule, Signature
+from fxbatch.ir import Program, Schedule, Signature
 from fxbatch.passes.native import Native
 
 # Below this many calls, or this many calls a (depth, signature) group, lists are faster than arrays.
@@ -35,10 +35,7 @@ class Frontier:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.calls = len(program)
-        kinds = np.fromiter(
-            (s.operation.kind in CONSTANT_KINDS for s in program.signatures), bool, len(program.signatures)
-        )
-        self.constant = kinds[program.sig] if self.calls else np.zeros(0, bool)
+        self.constant = program.columns.constant[program.sig]
         source = source_calls(program)
         edge = source >= 0
         if self.calls:

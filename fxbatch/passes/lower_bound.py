@@ -15,7 +15,7 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
-from fxbatch.ir import CONSTANT_KINDS, Program
+from fxbatch.ir import Program
 from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, peaks, source_calls, stable_argsort
 from fxbatch.passes.native import Native
@@ -70,14 +70,12 @@ def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def signature_graph(program: Program) -> nx.DiGraph:
     """Which signature's calls read which other's: numbers of signatures as nodes; constants feed nobody."""
-    signatures = program.signatures
     slots, outs = feeding_pairs(program)
-    reader = np.repeat(np.arange(len(signatures)), program.arity)[slots]
-    source = np.repeat(np.arange(len(signatures)), program.width)[outs]
-    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in signatures], dtype=bool)
-    edges = ~constant[source]
+    numbers = np.arange(len(program.signatures))
+    reader, source = numbers.repeat(program.arity)[slots], numbers.repeat(program.width)[outs]
+    edges = ~program.columns.constant[source]
     graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(signatures)))
+    graph.add_nodes_from(range(len(program.signatures)))
     graph.add_edges_from(sorted(zip(source[edges].tolist(), reader[edges].tolist(), strict=True)))
     return graph
 
