@@ -13,6 +13,8 @@ Candidates are found by hash and confirmed by comparison.
 
 from __future__ import annotations
 
+import dataclasses
+import struct
 from typing import Any
 
 import numpy as np
@@ -20,36 +22,70 @@ import torch
 
 from fxbatch.ir import Program
 from fxbatch.passes.frontier import Frontier, stable_argsort
-from fxbatch.passes.select_calls import select_calls
+from fxbatch.passes.native import Native
+from fxbatch.passes.select_calls import kept_payloads, select_calls
+from fxbatch.torch_private import inside_functorch
 
 # Constants of up to this many elements are compared by value.
 SMALL_CONSTANT = 16
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def deduplicate(program: Program) -> Program:
-    """The program with each computation once; the same object when no two calls are equal.
+def deduplicate(program: Program, *, least: float = 0.0) -> Program:
+    """The program with each computation once; the same object when no two calls are equal, or when not more
+    than the share `least` of its calls would go.
 
-    About 0.3 us a call. Output i of the result stands for output i of the program: two may be one value.
+    About 0.03 us a call. Output i of the result stands for output i of the program: two may be one value.
     """
     if not len(program):
         return program
+    contents = {s: _contents(program, s, payload) for s, payload in program.constants.items()}
+    if Native.loops is not None:
+        return _merge_natively(program, contents, least)
     same = np.arange(len(program))  # the first call equal to each call
-    for s, payload in program.constants.items():
+    for s, content in contents.items():
         mine = np.flatnonzero(program.sig == s)
-        first = _equal_numbers(payload) if program.signatures[s].operation.kind == "number" else None
-        first = _equal_tensors(payload) if first is None else first
-        same[mine] = mine[first]
+        _, begin, inverse = np.unique(content, return_index=True, return_inverse=True)
+        same[mine] = mine[begin[inverse]]
     frontier = Frontier(program)
-    if frontier.narrow:
-        same = _merge_by_call(program, frontier, same)
-    else:
-        same = _merge_by_depth(program, frontier, same)
+    merge = _merge_by_call if frontier.narrow else _merge_by_depth
+    same = merge(program, frontier, same)
     keep = same == np.arange(len(program))
-    if keep.all():
+    if int(keep.sum()) >= len(program) * (1 - least):
         return program
     return select_calls(program, keep, _value_of(program, same))
+
+
+def _merge_natively(program: Program, contents: dict[int, np.ndarray], least: float) -> Program:
+    """One pass in C: the columns of the result are the beginnings of arrays as long as those of the program."""
+    begin = np.full(len(program.signatures), -1, dtype=np.int64)
+    at = 0
+    for s, content in contents.items():
+        begin[s] = at
+        at += len(content)
+    content = np.concatenate([np.empty(0, dtype=np.int64), *contents.values()])
+    merges = np.array([not s.operation.random for s in program.signatures], dtype=bool)
+    columns = (program.sig, program.width, program.arity, program.inputs, program.instance, program.outputs)
+    sig, inputs, instance, outputs = map(
+        np.empty_like, (program.sig, program.inputs, program.instance, program.outputs)
+    )
+    keep = np.empty(len(program), dtype=bool)
+    kept = Native.loops.merge_equal(
+        *columns, merges, begin, content, sig, inputs, instance, outputs, keep, program.values, program.known
+    )
+    if kept >= len(program) * (1 - least):
+        return program
+    sig = sig[:kept].copy()
+    return dataclasses.replace(
+        program,
+        sig=sig,
+        inputs=inputs[: int(program.arity[sig].sum())].copy(),
+        instance=instance[:kept].copy(),
+        outputs=outputs,
+        constants=kept_payloads(program, keep),
+    )
 
 
 def _value_of(program: Program, same: np.ndarray) -> np.ndarray:
@@ -63,6 +99,13 @@ def _value_of(program: Program, same: np.ndarray) -> np.ndarray:
     return value_of
 
 
+def _contents(program: Program, s: int, payload: list[Any]) -> np.ndarray:
+    """int64 [payload]: equal for equal constants of a signature, and for no others."""
+    if program.signatures[s].operation.kind == "number":
+        return _equal_numbers(payload)
+    return _equal_tensors(payload)
+
+
 def _equal_numbers(payload: list[Any]) -> np.ndarray:
     """The position of the first number of the same type and bits (0.0 is not -0.0)."""
     seen: dict[Any, int] = {}
@@ -73,38 +116,53 @@ def _equal_numbers(payload: list[Any]) -> np.ndarray:
     return out
 
 
-def _bits(number: float | complex) -> str:
-    if isinstance(number, complex):
-        return f"{number.real.hex()} {number.imag.hex()}"
-    return float(number).hex() if number == number else "nan"
+def _bits(number: float | complex) -> bytes:
+    return struct.pack("<dd", number.real, number.imag)
 
 
 def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
-    """The position of the first tensor that is the same object, or small and of the same bits."""
-    first: dict[int, int] = {}
-    out = np.array([first.setdefault(id(t), i) for i, t in enumerate(payload)], dtype=np.int64)
-    sample = payload[0] if payload else None
-    if (
-        sample is None
-        or sample.numel() > SMALL_CONSTANT
-        or sample.numel() == 0
-        or sample.device.type != "cpu"
-    ):
-        return out
-    free = [i for i in first.values() if not payload[i].requires_grad]
-    if len(free) < 2 or sample.layout != torch.strided:
-        return out
-    rows = torch.stack([payload[i] for i in free]).reshape(len(free), -1).resolve_conj().resolve_neg()
-    bits = rows.contiguous().view(torch.uint8).numpy().reshape(len(free), -1)
+    """Equal for what is the same object, or small and of the same bits."""
+    if len(payload) < 2 or not _comparable(payload):
+        return np.array(list(map(id, payload)), dtype=np.int64)
+    if any(t.requires_grad for t in payload):
+        return _equal_free_tensors(payload)
+    bits = _bits_of(payload)
     if bits.shape[1] == 8:
-        key: np.ndarray = bits.view(np.int64).reshape(-1)
-    else:
-        key = np.ascontiguousarray(bits).view(np.dtype((np.void, bits.shape[1]))).reshape(-1)
-    _, begin, inverse = np.unique(key, return_index=True, return_inverse=True)
-    equal = np.arange(len(payload))
-    positions = np.array(free)
-    equal[positions] = positions[begin[inverse]]
-    return equal[out]
+        return bits.view(np.int64).reshape(-1)
+    if bits.shape[1] < 8:
+        padded = np.zeros((len(payload), 8), dtype=np.uint8)
+        padded[:, : bits.shape[1]] = bits
+        return padded.view(np.int64).reshape(-1)
+    whole, size = bits.tobytes(), bits.shape[1]
+    seen: dict[bytes, int] = {}
+    rows = (whole[at : at + size] for at in range(0, len(whole), size))
+    return np.array([seen.setdefault(row, i) for i, row in enumerate(rows)], dtype=np.int64)
+
+
+def _equal_free_tensors(payload: list[torch.Tensor]) -> np.ndarray:
+    """Positions of the first equal one: those that require a gradient are equal to themselves alone."""
+    first: dict[Any, int] = {}
+    free = [i for i, t in enumerate(payload) if not t.requires_grad]
+    rows = iter(_bits_of([payload[i] for i in free])) if free else iter(())
+    keys: list[Any] = [id(t) if t.requires_grad else next(rows).tobytes() for t in payload]
+    return np.array([first.setdefault(key, i) for i, key in enumerate(keys)], dtype=np.int64)
+
+
+def _bits_of(tensors: list[torch.Tensor]) -> np.ndarray:
+    """uint8 [tensors, bytes]"""
+    rows = torch.stack(tensors).reshape(len(tensors), -1).resolve_conj().resolve_neg()
+    return rows.contiguous().view(torch.uint8).numpy().reshape(len(tensors), -1)
+
+
+def _comparable(payload: list[torch.Tensor]) -> bool:
+    """Whether the numbers of these tensors can be read, and are so few that reading them pays."""
+    sample = payload[0]
+    return (
+        0 < sample.numel() <= SMALL_CONSTANT
+        and sample.device.type == "cpu"
+        and all(type(t) in _PLAIN and t.layout is torch.strided for t in payload)
+        and not inside_functorch()
+    )
 
 
 def _pure(program: Program) -> np.ndarray:

@@ -32,11 +32,12 @@ def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None
         inputs=new_value[program.inputs[entries]],
         instance=program.instance[keep],
         outputs=new_value[program.outputs],
-        constants=_payloads(program, keep),
+        constants=kept_payloads(program, keep),
     )
 
 
-def _payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
+def kept_payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
+    """The constants of the calls where `keep` (bool [calls]) holds."""
     kept = {}
     for s, payload in program.constants.items():
         mine = keep[program.sig == s]

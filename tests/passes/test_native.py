@@ -15,6 +15,7 @@ from hypothesis import given
 from fxbatch.ir import Layout, Plan, Program
 from fxbatch.passes import search_steps as search_module
 from fxbatch.passes.batch_by_lookahead import signature_components
+from fxbatch.passes.deduplicate import deduplicate
 from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
@@ -150,3 +151,29 @@ def test_wrong_columns_are_errors() -> None:
     frozen.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
         loops.longest_before(two, two, frozen)
+
+
+def _columns_of(program: Program) -> tuple[list[Any], ...]:
+    constants = [[id(x) for x in payload] for payload in program.constants.values()]
+    columns = (program.sig, program.inputs, program.instance, program.outputs)
+    return (*(column.tolist() for column in columns), constants)
+
+
+@given(programs(max_calls=60))
+def test_equal_calls_are_merged_alike(program: Program) -> None:
+    python, c = both(lambda: deduplicate(dataclasses.replace(program)))
+    assert _columns_of(python) == _columns_of(c)
+
+
+@pytest.mark.parametrize("program", _workloads())
+def test_equal_calls_of_workloads_are_merged_alike(program: Program) -> None:
+    python, c = both(lambda: deduplicate(dataclasses.replace(program)))
+    assert _columns_of(python) == _columns_of(c)
+    assert len(c) < len(program)
+
+
+def test_merging_refuses_columns_that_name_what_is_not_there() -> None:
+    program = tree_lstm_program([random_tree(random.Random(0), 5)])
+    for name, column in (("inputs", program.inputs + 1000), ("outputs", program.outputs - 1000)):
+        with pytest.raises(IndexError, match="names a call or a value that is not there"):
+            deduplicate(dataclasses.replace(program, **{name: column}))
