@@ -205,6 +205,7 @@ class Engine:
             run,
             return_exceptions=self.options.return_exceptions,
             roots=() if self.root is None else (self.root,),
+            runs_now=True,
         )
 
     def run_ready(self, ready: ReadyMinibatch, out: str) -> Any:

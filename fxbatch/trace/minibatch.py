@@ -80,6 +80,7 @@ def record_minibatch(
     *,
     return_exceptions: bool = False,
     roots: Sequence[torch.nn.Module] | None = None,
+    runs_now: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -88,11 +89,13 @@ def record_minibatch(
     An exception of an instance is raised with a note that names the instance, after all other instances
     were closed;
     with return_exceptions it becomes that instance's result.
+    runs_now: the recording is for this one run, so that buffers may be taken as they are.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances))
+    recorder.copies = {} if runs_now else None
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     with patched():
         for root in roots:

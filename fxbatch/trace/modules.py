@@ -160,7 +160,8 @@ def _call(
         _note(recorder, module, method, str(error))
         return through()
     if not arguments.values:
-        return through()
+        copies = None if method or kwargs else _copies_of_buffers(recorder, module, args)
+        return through() if copies is None else call_module(recorder, module, copies, {})
     examined = _examined(recorder, record)
     if examined.reason:
         _note(recorder, module, method, examined.reason)
@@ -192,6 +193,32 @@ def _call(
     elif method is None and Switch.on:
         _fast.remember(recorder, module, args, kwargs, entry)
     return result
+
+
+def _copies_of_buffers(
+    recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...]
+) -> tuple[Value, ...] | None:
+    """The arguments of a module that meets buffers alone, as in `embed(self.unknown)`; None where it runs as is.
+
+    Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
+    constants they are batched with the others of the module.
+    """
+    kept = recorder.copies
+    if kept is None or not recorder.grad or not args or getattr(module, "max_norm", None) is not None:
+        return None
+    if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
+        return None
+    if not all(type(a) is _Tensor and not a.requires_grad and not a.is_inference() for a in args):
+        return None
+    found = []
+    for a in args:
+        copy = kept.get(id(a))
+        if copy is None or copy[2] != a._version:
+            value = recorder.constant(a.detach().clone())
+            assert value is not None
+            copy = kept[id(a)] = (value, a, a._version)
+        found.append(copy[0])
+    return tuple(found)
 
 
 def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:

@@ -67,6 +67,7 @@ class Recorder(Columns):
         self.over = ""  # why no call can be added any more
         self.closed = ""  # why nothing can be recorded any more
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
+        self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
         self.gradients = GradientFlags()
         self.calls = 0  # calls that phases have run
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
@@ -103,6 +104,7 @@ class Recorder(Columns):
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
+        self.copies = None
         self.met.clear()
         self.examined.clear()
         self.owners = None
