@@ -8,6 +8,7 @@ In: a phase. Out: a step's views of arenas and of the buffers that its operation
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,20 @@ def split_blocks(
 ) -> list[torch.Tensor]:
     """One view a block: rows `start : start + rows` of its arena, in the order of the blocks."""
     out: list[torch.Tensor] = [_NOTHING] * len(arena)
-    for a, tensor in enumerate(arenas):
-        places = np.flatnonzero(arena == a)
-        if not len(places):
+    places: list[list[int]] = [[] for _ in arenas]
+    for place, a in enumerate(arena.tolist()):
+        places[a].append(place)
+    first, count = start.tolist(), rows.tolist()
+    for tensor, mine in zip(arenas, places, strict=True):
+        if not mine:
             continue
         assert tensor is not None
-        starts, sizes = start[places], rows[places]
-        if (starts[1:] == starts[:-1] + sizes[:-1]).all():
-            pieces = split(tensor, int(starts[0]), sizes.tolist())
+        starts, sizes = [first[i] for i in mine], [count[i] for i in mine]
+        if starts == [*itertools.accumulate(sizes[:-1], initial=starts[0])]:
+            pieces = split(tensor, starts[0], sizes)
         else:
-            pairs = zip(starts.tolist(), sizes.tolist(), strict=True)
-            pieces = [tensor[first : first + n] for first, n in pairs]
-        for place, piece in zip(places.tolist(), pieces, strict=True):
+            pieces = [tensor[at : at + n] for at, n in zip(starts, sizes, strict=True)]
+        for place, piece in zip(mine, pieces, strict=True):
             out[place] = piece
     return out
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
-from fxbatch.ir import Operation, SharedOperand, Signature
+from fxbatch.ir import Operation, Signature
 from fxbatch.signature import structural_twin
-from fxbatch.torch_private import NormBase, any_autocast, module_call, reparametrized
+from fxbatch.torch_private import any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.columns import Switch, _fast, quicken
+from fxbatch.trace.examined import Examined
 from fxbatch.trace.fake import BodyError, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
 from fxbatch.trace.location import at_line, user_line
@@ -36,56 +37,21 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModuleRecord:
     """What the table knows of one module (or one marked method of it)."""
 
-    __slots__ = ("method", "module", "through", "variants")
+    __slots__ = ("examined", "method", "module", "through", "variants")
 
     def __init__(self, module: torch.nn.Module, method: str | None) -> None:
         self.module = module
         self.method = method
+        self.examined: Examined | None = None  # as it was when last called in a new minibatch
         self.through = ""  # why it is traced through from now on, whatever it is called with
         self.variants: dict[
             Any, dict[Any, Any]
         ] = {}  # (modes, parameter types) -> argument key -> Entry or reason
-
-
-class Examined:
-    """A module as it is now: its tensors, or why it can't be one operation."""
-
-    __slots__ = ("coupled", "key", "names", "reason", "shared", "training")
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.reason = ""
-        self.coupled = ""
-        self.names: list[str] = []
-        self.shared: list[SharedOperand] = []
-        self.training = module.training
-        key: list[Any] = []
-        for prefix, m in module.named_modules(remove_duplicate=False):
-            if any(m.__dict__.get(h) for h in _HOOKS):
-                self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
-            if isinstance(m, NormBase) and m.training and m.running_mean is not None:
-                self.coupled = f"{prefix + ': ' if prefix else ''}{type(m).__name__}"
-            key.append(m.training)
-            self._add_tensors(prefix, m, key)
-        self.key = tuple(key)
-
-    def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[Any]) -> None:
-        plain = {k: x for k, x in m.__dict__.items() if isinstance(x, torch.Tensor)}
-        for tensors in (m._parameters, m._buffers, plain):
-            for name, t in tensors.items():
-                if t is None:
-                    continue
-                if type(t) is Value:
-                    self.reason = f"keeps a value in its attribute {name!r}"
-                    continue
-                self.names.append(f"{prefix}.{name}" if prefix else name)
-                self.shared.append(SharedOperand(m, name))
-                key.append((name, t.shape, t.dtype, t.device))
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +140,10 @@ def _call(
             "statistics, which all instances "
             f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
         )
-    entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
+    entries = examined.entries.get(recorder._mode_key)
+    if entries is None:
+        entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
+        examined.entries[recorder._mode_key] = entries
     entry = entries.get(key)
     if entry is None:
         entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
@@ -263,9 +232,13 @@ def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> 
 
 
 def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
-    found = recorder.examined.get(id(record.module))
+    """The record's module as it is: looked at once a minibatch, and anew where it changed."""
+    found = recorder.examined.get(id(record))
     if found is None:
-        found = recorder.examined[id(record.module)] = Examined(record.module)
+        found = record.examined
+        if found is None or not found.unchanged():
+            found = record.examined = Examined(record.module)
+        recorder.examined[id(record)] = found
     return found
 
 

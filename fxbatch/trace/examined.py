@@ -1,0 +1,125 @@
+"""Modules as they are now: their tensors, modes, and why one can't be one operation.
+
+In: a module. Out: its shared operands and a key of all that its operation depends on. What was found stays true
+while `unchanged()`, which looks at names, types, modes, hooks, shapes, dtypes and devices, and is much cheaper.
+
+    found = Examined(module)
+    found.key                    # equal for equal modes and types of tensors
+    if not found.unchanged(): found = Examined(module)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxbatch.ir import SharedOperand
+from fxbatch.torch_private import NormBase
+from fxbatch.trace.values import Value
+
+
+class Examined:
+    """A module as it is now: its tensors, or why it can't be one operation."""
+
+    __slots__ = ("coupled", "entries", "key", "lasts", "names", "parts", "reason", "shared", "training")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.reason = ""
+        self.coupled = ""
+        self.names: list[str] = []
+        self.shared: list[SharedOperand] = []
+        self.training = module.training
+        self.parts: list[_Part] = []
+        self.entries: dict[
+            Any, dict[Any, Any]
+        ] = {}  # modes -> what the module was called with -> Entry or reason
+        key: list[Any] = []
+        for prefix, m in module.named_modules(remove_duplicate=False):
+            if has_hooks(m):
+                self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
+            if isinstance(m, NormBase) and m.training and m.running_mean is not None:
+                self.coupled = f"{prefix + ': ' if prefix else ''}{type(m).__name__}"
+            key.append(m.training)
+            self._add_tensors(prefix, m, key)
+        self.key = tuple(key)
+        listed = type(module).named_modules is torch.nn.Module.named_modules  # else others may join unseen
+        self.lasts = listed and not self.reason and not self.coupled
+
+    def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[Any]) -> None:
+        part = _Part(m)
+        self.parts.append(part)
+        plain = {k: x for k, x in m.__dict__.items() if isinstance(x, torch.Tensor)}
+        for tensors, watched in ((m._parameters, True), (m._buffers, True), (plain, False)):
+            for name, t in tensors.items():
+                if t is None:
+                    continue
+                if type(t) is Value:
+                    self.reason = f"keeps a value in its attribute {name!r}"
+                    continue
+                self.names.append(f"{prefix}.{name}" if prefix else name)
+                self.shared.append(SharedOperand(m, name))
+                key.append((name, t.shape, t.dtype, t.device))
+                if not watched:
+                    part.plain.append(name)
+                part.tensors.append((t.shape, t.dtype, t.device))
+
+    def unchanged(self) -> bool:
+        """Whether examining the module again would find the same."""
+        return self.lasts and all(part.unchanged() for part in self.parts)
+
+
+class _Part:
+    """One module of a module's tree as it was: all but the numbers in its tensors."""
+
+    __slots__ = (
+        "attributes", "buffers", "children", "kinds", "module", "parameters", "plain", "tensors", "training",
+    )  # fmt: skip
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.training = module.training
+        self.attributes = list(module.__dict__)
+        self.kinds = list(map(type, module.__dict__.values()))
+        self.children = _names_and_ids(module._modules)
+        self.parameters = _names_and_types(module._parameters)
+        self.buffers = _names_and_types(module._buffers)
+        self.plain: list[str] = []
+        self.tensors: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+
+    def unchanged(self) -> bool:
+        m = self.module
+        state = m.__dict__
+        if (
+            m.training is not self.training
+            or has_hooks(m)
+            or list(state) != self.attributes
+            or list(map(type, state.values())) != self.kinds
+            or _names_and_ids(m._modules) != self.children
+            or _names_and_types(m._parameters) != self.parameters
+            or _names_and_types(m._buffers) != self.buffers
+        ):
+            return False
+        tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        tensors += [state[name] for name in self.plain]
+        return [(t.shape, t.dtype, t.device) for t in tensors] == self.tensors
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward or backward hooks are registered on the module itself."""
+    state = module.__dict__
+    return bool(
+        state.get("_forward_hooks")
+        or state.get("_forward_pre_hooks")
+        or state.get("_backward_hooks")
+        or state.get("_backward_pre_hooks")
+    )
+
+
+def _names_and_types(tensors: dict[str, Any]) -> tuple[list[str], list[type]]:
+    return list(tensors), list(map(type, tensors.values()))
+
+
+def _names_and_ids(modules: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """Ids stay those of the modules, which the parts hold."""
+    return list(modules), list(map(id, modules.values()))
