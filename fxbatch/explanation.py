@@ -96,6 +96,7 @@ class Explanation:
     gathers_indexed: int
     gathers_elided: int
     bytes_gathered: int
+    deduplicated: int = 0  # calls that are one with an equal call
     unbatched: list[UnbatchedRow] = field(default_factory=list)
     traced_through: list[dict[str, Any]] = field(default_factory=list)
     phases: int = 1
@@ -148,6 +149,10 @@ class Explanation:
             f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
             f"({self.bytes_gathered / 1e6:.1f} MB)",
         ]
+        if self.deduplicated:
+            lines += [
+                f"deduplicated: {self.deduplicated} calls were equal to others, and are not in the table"
+            ]
         lines += [
             f"traced through: {t['name']}: {t['reason']} ({t['location']})" for t in self.traced_through
         ]

@@ -177,6 +177,9 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         gathers_indexed=indexed,
         gathers_elided=elided,
         bytes_gathered=bytes_copied,
+        deduplicated=sum(
+            r.before - r.after for r in minibatch.engine.rewrites.records if r.name.startswith("deduplicate")
+        ),
         unbatched=list(unbatched.values()),
         traced_through=[dataclasses.asdict(t) for t in table.traced_through.values()],
         phases=len(minibatch.phases),

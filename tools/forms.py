@@ -23,10 +23,12 @@ from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.batch_by_depth import batch_by_depth
 from fxbatch.passes.batch_calls import batch_calls
 from fxbatch.passes.deduplicate import deduplicate
+from fxbatch.passes.deduplicate_large import deduplicate_large
 from fxbatch.passes.insert_cats import insert_cats
 from fxbatch.passes.insert_gathers import insert_gathers
 from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
 from fxbatch.passes.select_calls import select_calls
+from fxbatch.runtime.options import deduplication
 from fxbatch.viz.draw_form import Form
 
 from .errors import CommandError, Status
@@ -54,7 +56,9 @@ class Forms:
         if name == "merged":
             return self.merged
         if name == "deduplicated":
-            return deduplicate(self.merged) if options.deduplicate else self.merged
+            passes = deduplication(options)
+            rewrite = {"deduplicate": deduplicate, "deduplicate_large": deduplicate_large}
+            return rewrite[passes[0]](self.merged) if passes else self.merged
         if name == "fused":
             return self.program if options.schedule != "fold" else self.stage("deduplicated")
         if name == "plan":

@@ -18,6 +18,7 @@ from fxbatch.errors import OptionError
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.batch_calls import batch_calls
 from fxbatch.passes.deduplicate import deduplicate
+from fxbatch.passes.deduplicate_large import LargeDeduplicator
 from fxbatch.passes.elide_gathers import elide_gathers
 from fxbatch.passes.elide_pass_throughs import elide_pass_throughs
 from fxbatch.passes.eliminate_dead import eliminate_dead
@@ -36,6 +37,7 @@ PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("split", Splitter, "before fuse: what it hoists may be fused with what makes the input"),
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),
+    ("deduplicate_large", LargeDeduplicator, "in its place, where nobody said whether to"),
 )
 
 STAGES: tuple[tuple[str, Callable[[BatchedGraph], BatchedGraph], str], ...] = (

@@ -30,7 +30,7 @@ from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
 from fxbatch.runtime.cuda_graphs import GraphedPlans, capture_cuda
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
-from fxbatch.runtime.options import Options
+from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
@@ -64,7 +64,8 @@ class Engine:
         self.slots: ContentCache[SlotTable] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
-        chosen = ["eliminate_dead"] + [x for x in ("split", "fuse", "deduplicate") if getattr(options, x)]
+        chosen = ["eliminate_dead"] + [x for x in ("split", "fuse") if getattr(options, x)]
+        chosen += deduplication(options)
         self.rewrites = Pipeline(chosen, verify=options.verify)
         self.compile_options = CompileOptions.of(options.compile, options.compile_options)
         if options.mode == "unrolled" and self.compile_options is not None:

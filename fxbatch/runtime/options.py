@@ -32,7 +32,9 @@ class Options:
     graphs an operation, one autograd function a minibatch) or `autograd`
     (ordinary autograd, double backward). out: `stack`, `list` or `nested` results. shared: names of
     arguments given once for all instances. memory: what training keeps (`save`) or computes again
-    (`recompute`). deduplicate, fuse, split: rewrites before scheduling. return_exceptions: give the exception
+    (`recompute`). deduplicate: equal calls on equal inputs are one call, across instances: True, False, or
+    `auto`, where a minibatch has many calls and enough equal ones (passes/deduplicate_large.py).
+    fuse, split: rewrites before scheduling. return_exceptions: give the exception
     of an instance in its place in the results (with out="list") instead of raising it. verify: check every
     form after every rewrite (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
@@ -47,7 +49,7 @@ class Options:
     out: str = "stack"
     shared: tuple[str, ...] = ()
     memory: str = "save"
-    deduplicate: bool = False
+    deduplicate: bool | str = "auto"
     fuse: bool = True
     split: bool = False
     return_exceptions: bool = False
@@ -74,7 +76,10 @@ class Options:
         for name, choices in CHOICES.items():
             if name in given and given[name] not in choices:
                 raise OptionError(f"{name}={given[name]!r}: takes one of {', '.join(map(repr, choices))}")
-        for name in ("deduplicate", "fuse", "split", "return_exceptions", "verify", "cuda_graphs"):
+        when = given.get("deduplicate", "auto")
+        if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
+            raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
+        for name in ("fuse", "split", "return_exceptions", "verify", "cuda_graphs"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         if "compile" in given:
@@ -83,6 +88,18 @@ class Options:
         if options.return_exceptions and options.out != "list":
             raise OptionError('return_exceptions=True needs out="list": a list can hold exceptions')
         return options
+
+
+def deduplication(options: Options) -> list[str]:
+    """The pass that merges equal calls, by the option, or none.
+
+    `auto` leaves what is planned, emitted or captured once a structure as it is, and the policies that are
+    there to be compared with.
+    """
+    if options.deduplicate != "auto":
+        return ["deduplicate"] if options.deduplicate else []
+    one_by_structure = options.mode == "unrolled" or options.cuda_graphs
+    return [] if one_by_structure or options.schedule in ("fold", "none") else ["deduplicate_large"]
 
 
 def check_backend(backend: Any) -> None:
