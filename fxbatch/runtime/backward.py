@@ -27,7 +27,7 @@ from fxbatch.passes.plan_gradients import (
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
-from fxbatch.runtime.forward import lay_out_blocks, lay_out_sources
+from fxbatch.runtime.forward import lay_out, lay_out_blocks
 from fxbatch.runtime.phase import OperationRows, Phase
 from fxbatch.runtime.pieces import Kept, is_given, split, split_blocks, split_extra, split_kept
 from fxbatch.runtime.run import Run, kernel_modes
@@ -118,8 +118,8 @@ class Backward:
         run, phase = self.run, self.run.phases[p]
         described = self.described[p]
         plan = phase.plan
-        sources = lay_out_sources(run, phase)
-        blocks = lay_out_blocks(run, phase)
+        layout = phase.layout or lay_out(run, phase)
+        sources, blocks = layout.sources, layout.blocks
         gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
         signature, rows, at = (x.tolist() for x in (plan.step_signature, plan.step_rows, plan.step_offset))
         skip = self.plan.passed[p]

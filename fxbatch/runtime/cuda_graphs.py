@@ -27,8 +27,8 @@ from fxbatch.codegen.looped import Scratch, group_type
 from fxbatch.ir import Plan
 from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.forward import Layout, lay_out_forward, run_steps
-from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.forward import lay_out_forward, run_steps
+from fxbatch.runtime.phase import Layout, Phase
 from fxbatch.runtime.run import Run
 
 Work = Callable[[], None]

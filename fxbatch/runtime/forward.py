@@ -5,7 +5,7 @@ execute_forward(run, phase)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.devices import to_device
-from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.phase import Layout, Phase
 from fxbatch.runtime.pieces import split_blocks, split_kept
 
 if TYPE_CHECKING:
@@ -60,12 +60,9 @@ def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
     return split_blocks(arenas, plan.block_arena, plan.block_start, rows)
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the steps of a phase read and write: a source a gather, a view an output block."""
-
-    sources: list[tuple[int, torch.Tensor, Any]]
-    blocks: list[torch.Tensor]
+def lay_out(run: Run, phase: Phase) -> Layout:
+    """Where the steps of a phase read and write, the memory being where it is now."""
+    return Layout(lay_out_sources(run, phase), lay_out_blocks(run, phase))
 
 
 def execute_forward(run: Run, phase: Phase) -> None:
@@ -81,8 +78,9 @@ def lay_out_forward(run: Run, phase: Phase) -> Layout:
     plan = phase.plan
     for a, kind in enumerate(plan.arenas):
         run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
-    layout = Layout(lay_out_sources(run, phase), lay_out_blocks(run, phase))
+    layout = lay_out(run, phase)
     if phase.whole:
+        phase.layout = layout
         _read_in_place(run, phase, layout.sources)
     _reserve_rows(run, phase)
     phase.pieces = split_kept(run, phase)
@@ -125,11 +123,13 @@ def run_steps(run: Run, phase: Phase, layout: Layout, workspace: Workspace, step
 
 def _read_in_place(run: Run, phase: Phase, sources: list[tuple[int, torch.Tensor, Any]]) -> None:
     """Operations with one step whose kept groups are views: all their rows are together already, no copy."""
-    signatures, steps = np.unique(phase.plan.step_signature, return_counts=True)
-    alone = set(signatures[steps == 1].tolist())
-    for k, s in enumerate(phase.plan.step_signature.tolist()):
+    if not any(c is not None and c.kept_groups for c in phase.compiled):
+        return
+    signatures = phase.plan.step_signature.tolist()
+    steps = Counter(signatures)
+    for k, s in enumerate(signatures):
         compiled = phase.compiled[s]
-        if s not in alone or compiled is None or not compiled.kept_groups:
+        if steps[s] > 1 or compiled is None or not compiled.kept_groups:
             continue
         rows, n = run.rows_of[compiled], int(phase.plan.step_rows[k])
         for position, group in enumerate(compiled.kept_groups):

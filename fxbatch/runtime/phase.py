@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the steps of a phase read and write: a source a gather, a view an output block."""
+
+    sources: list[tuple[int, torch.Tensor, Any]]  # (kind, arena or rows, indices)
+    blocks: list[torch.Tensor]
+
+
 @dataclass(eq=False)
 class Phase:
     """What one phase ran; backward walks these in reverse."""
@@ -30,6 +38,7 @@ class Phase:
     whole: bool = False  # the only phase of its minibatch
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
     pieces: list[tuple[list[Kept], list[torch.Tensor]]] = field(default_factory=list)  # of its last run
+    layout: Layout | None = None  # of its last run, where no other phase moves the memory
 
 
 class OperationRows:

@@ -86,7 +86,7 @@ class Run:
             rows.release()
         self.rows_of.clear()
         for phase in self.phases:
-            phase.pieces = []
+            phase.pieces, phase.layout = [], None
         self.phases.clear()
 
     # -- types and shared operands ------------------------------------------------------------------
