@@ -195,7 +195,7 @@ def offsets(counts: np.ndarray, start: int = 0) -> np.ndarray:
     """Cumulative sums with `start` in front: where each of `counts` consecutive pieces begins."""
     out = np.empty(len(counts) + 1, dtype=np.int64)
     out[0] = start
-    np.cumsum(counts, out=out[1:])
+    counts.cumsum(out=out[1:])
     if start:
         out[1:] += start
     return out

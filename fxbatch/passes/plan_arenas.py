@@ -86,7 +86,7 @@ def plan_arenas(
     """
     table = tabulate_slots(program, layouts) if slots is None else slots
     order, first = schedule.order, schedule.offsets
-    rows = np.diff(first)
+    rows = first[1:] - first[:-1]
     step_sig = program.sig[order[first[:-1]]].astype(np.int64)
     blocks = _lay_out_blocks(program, step_sig, rows, used)
     if reuse:
@@ -107,7 +107,7 @@ def plan_arenas(
         gather_arena=gathers.arena,
         gather_kind=kind,
         gather_start=start,
-        gather_rows=np.diff(gathers.offsets),
+        gather_rows=gathers.offsets[1:] - gathers.offsets[:-1],
         first_block=blocks.first,
         block_arena=blocks.arena,
         block_start=blocks.start,
@@ -136,7 +136,7 @@ def _lay_out_blocks(
     out_types = columns.output_types.astype(np.int64)
     within = np.arange(first[-1]) - np.repeat(first[:-1], width)
     arena = out_types[np.repeat(columns.first_output[step_sig], width) + within] if len(out_types) else within
-    size = np.repeat(rows, width)
+    size = rows.repeat(width)
     types = len(program.types)
     base = np.zeros(types, dtype=np.int64) if used is None else used
     start, total = segmented_starts(arena, size, types)
@@ -144,7 +144,7 @@ def _lay_out_blocks(
 
 
 def _lay_out_again(program: Program, schedule: Schedule, blocks: _Blocks, rows: np.ndarray) -> _Blocks:
-    size = np.repeat(rows, np.diff(blocks.first))
+    size = rows.repeat(blocks.first[1:] - blocks.first[:-1])
     start, end = reuse_rows(program, schedule, blocks.first, blocks.arena, size, len(program.types))
     return _Blocks(blocks.first, blocks.arena, start, end)
 
@@ -187,7 +187,7 @@ def _place_values(
     within = np.arange(int(width.sum())) - np.repeat(offsets(width)[:-1], width)
     value = np.repeat(program.first_value[order], width) + within
     block = np.repeat(blocks.first[step_of], width) + within
-    row_of_value[value] = blocks.start[block] + np.repeat(position, width)
+    row_of_value[value] = blocks.start[block] + position.repeat(width)
     return row_of_value
 
 
@@ -204,12 +204,12 @@ def _values(program: Program) -> int:
 
 
 def _lay_out_gathers(table: SlotTable, step_sig: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, _Gathers]:
-    groups = np.diff(table.first_group)[step_sig]
+    groups = (table.first_group[1:] - table.first_group[:-1])[step_sig]
     first_gather = offsets(groups)
     within = np.arange(first_gather[-1]) - np.repeat(first_gather[:-1], groups)
     group = np.repeat(table.first_group[step_sig], groups) + within
     size = table.group_size[group]
-    return first_gather, _Gathers(table.group_type[group], size, offsets(size * np.repeat(rows, groups)))
+    return first_gather, _Gathers(table.group_type[group], size, offsets(size * rows.repeat(groups)))
 
 
 def _read_inputs(
@@ -251,7 +251,7 @@ def _entries(
     step_base = offsets(rows * program.arity[step_sig])
     target = np.repeat(step_base[step_of], arity)
     target += table.prior[slot] * np.repeat(rows[step_of], arity)
-    target += np.repeat(position, arity) * table.size[slot] + table.member[slot]
+    target += position.repeat(arity) * table.size[slot] + table.member[slot]
     entries[target] = value
     return entries
 
@@ -272,9 +272,9 @@ def _classify(
     view = np.add.reduceat(not_next, begin, dtype=np.int64) == 0
     same = (np.add.reduceat(not_same, begin, dtype=np.int64) == 0) & (size == 1)
     kind = np.where(view, VIEW, np.where(same, BROADCAST, INDEX))
-    length = np.diff(bounds)
+    length = bounds[1:] - bounds[:-1]
     indexed = kind == INDEX
-    kept = rows[np.repeat(indexed, length)]
+    kept = rows[indexed.repeat(length)]
     where = offsets(np.where(indexed, length, 0))[:-1]
     return np.where(indexed, where, rows[begin]), kind, kept
 

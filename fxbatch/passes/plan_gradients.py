@@ -86,7 +86,7 @@ def plan_gradients(
         values, use_row = _follow(phases, made, reading, passed, values, use_row, count)
 
     first_use, order = grouped(values, count)
-    uses, row_by_value = np.diff(first_use), use_row[order]
+    uses, row_by_value = first_use[1:] - first_use[:-1], use_row[order]
 
     read_kind, read_start, read_stop, bag = [], [], [], []
     index_parts: list[np.ndarray] = []
@@ -135,7 +135,7 @@ class _Gathers:
         if steps.all():
             return self
         kept = steps[self.step]
-        entries = self.entries[np.repeat(kept, self.rows)]
+        entries = self.entries[kept.repeat(self.rows)]
         return _Gathers(self.step[kept], self.arena[kept], self.rows[kept], entries)
 
 
@@ -148,9 +148,9 @@ def _flat(choices: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
 def _pick(choices: Sequence[tuple[int, ...]], step_signature: np.ndarray, base: np.ndarray) -> np.ndarray:
     """For each step, base[step] + each of its signature's choices, in step order."""
     first, flat = _flat(choices)
-    counts = np.diff(first)[step_signature]
+    counts = (first[1:] - first[:-1])[step_signature]
     within = np.arange(int(counts.sum())) - np.repeat(offsets(counts)[:-1], counts)
-    return np.repeat(base, counts) + flat[np.repeat(first[step_signature], counts) + within]
+    return base.repeat(counts) + flat[np.repeat(first[step_signature], counts) + within]
 
 
 def _read_gathers(phase: PhaseGradients) -> _Gathers:
@@ -248,7 +248,7 @@ class _Reads:
 
 def value_of_rows(program: Program, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """(first position of each block, value ids of all blocks row by row)."""
-    sizes = np.repeat(plan.step_rows, np.diff(plan.first_block))
+    sizes = plan.step_rows.repeat(plan.first_block[1:] - plan.first_block[:-1])
     first = offsets(sizes)
     made = np.arange(program.known, program.values)
     key_type = program.type_of_value[program.known :]
@@ -297,18 +297,18 @@ def _read_blocks(
     kind = np.where(most == 0, NOTHING, np.where(view, GRADIENT_VIEW, GRADIENT_INDEX))
     kind[summed] = GRADIENT_SUM
 
-    row_summed = np.repeat(summed, rows)
+    row_summed = summed.repeat(rows)
     taken = np.where(row_summed, counts, np.repeat(kind == GRADIENT_INDEX, rows))
     where = offsets(taken)
     spread = np.arange(int(where[-1])) - np.repeat(where[:-1], taken)
     source = np.repeat(first_use[value], taken) + spread
     indices = np.where(
-        np.repeat(row_summed, taken),
+        row_summed.repeat(taken),
         row_by_value[np.minimum(source, len(row_by_value) - 1)],
-        np.repeat(single, taken),
+        single.repeat(taken),
     )
     start, stop = where[begin[:-1]], where[begin[1:]]
-    bags = (where[:-1] - np.repeat(start, rows))[row_summed]
+    bags = (where[:-1] - start.repeat(rows))[row_summed]
     bag = offsets(np.where(summed, rows, 0))[:-1]
     first_row = single[begin[:-1]]
     is_view = kind == GRADIENT_VIEW

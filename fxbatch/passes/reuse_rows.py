@@ -20,7 +20,7 @@ def last_readers(program: Program, schedule: Schedule) -> np.ndarray:
     number of steps for results."""
     steps = len(schedule)
     step_of_call = np.empty(len(program), dtype=np.int64)
-    step_of_call[schedule.order] = np.repeat(np.arange(steps), np.diff(schedule.offsets))
+    step_of_call[schedule.order] = np.arange(steps).repeat(schedule.offsets[1:] - schedule.offsets[:-1])
     last = np.empty(program.values, dtype=np.int64)
     last[: program.known] = steps
     last[program.known :] = step_of_call[program.call_of_value]
@@ -40,8 +40,8 @@ def reuse_rows(
     """(first row of each block, rows an arena needs). Blocks are in step order, `first_block[k]` the first of
     step k; `arena` and `size` (rows) are a block's."""
     last = last_readers(program, schedule)
-    step_rows = np.diff(schedule.offsets)
-    width = np.diff(first_block)
+    step_rows = schedule.offsets[1:] - schedule.offsets[:-1]
+    width = first_block[1:] - first_block[:-1]
     made = program.width[program.sig[schedule.order]]
     within = np.arange(int(made.sum())) - np.repeat(offsets(made)[:-1], made)
     value = np.repeat(program.first_value[schedule.order] - program.known, made) + within

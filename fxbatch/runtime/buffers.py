@@ -31,7 +31,7 @@ class BufferPool:
         with self._lock:
             free = self._free.setdefault(kind, [])
             for i in range(len(free) - 1, -1, -1):  # the last one given is warm in the cache
-                if rows <= free[i].shape[0] <= 8 * rows + 64:
+                if rows <= free[i].size(0) <= 8 * rows + 64:
                     self.reused += 1
                     return free.pop(i)
             self.allocated += 1
@@ -75,7 +75,7 @@ class Buffer:
         old = self.tensor
         if old is None:
             self.tensor = self.pool.take(self.kind, rows)
-        elif old.shape[0] < rows:
+        elif old.size(0) < rows:
             self.tensor = self.pool.take(self.kind, max(rows, 2 * old.shape[0]))
             self.tensor[: self.used].copy_(old[: self.used])
             self.pool.give(self.kind, old)

@@ -56,7 +56,7 @@ def lay_out_blocks(run: Run, phase: Phase) -> list[torch.Tensor]:
     """Per output block of the plan its rows in the arena."""
     plan = phase.plan
     arenas = [run.arenas[run.type_ids[t]].tensor for t in plan.arenas]
-    rows = np.repeat(plan.step_rows, np.diff(plan.first_block))
+    rows = plan.step_rows.repeat(plan.first_block[1:] - plan.first_block[:-1])
     return split_blocks(arenas, plan.block_arena, plan.block_start, rows)
 
 
