@@ -78,6 +78,8 @@ def split_kept(run: Run, phase: Phase) -> list[tuple[list[Kept], list[torch.Tens
     """For each step the rows of its operation that backward reads: of kept groups, and saved ones."""
     plan = phase.plan
     out: list[tuple[list[Kept], list[torch.Tensor]]] = [([], [])] * len(plan.step_signature)
+    if not any(operation.kept or operation.saved for operation in run.rows_of.values()):
+        return out  # without gradients nothing is kept
     for compiled, steps, counts in _by_operation(phase):
         operation = run.rows_of[compiled]
         if not operation.kept and not operation.saved:

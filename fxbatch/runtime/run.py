@@ -19,6 +19,7 @@ import torch
 
 from fxbatch.ir import Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.find_needs import Needs, find_needs, flat_outputs
+from fxbatch.passes.frontier import count_signatures
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
@@ -166,8 +167,7 @@ class Run:
         return found
 
     def _compile(self, program: Program) -> tuple[Needs, list[CompiledOperation | None]]:
-        present = np.zeros(len(program.signatures), dtype=bool)
-        present[program.sig] = True
+        present = (count_signatures(program) > 0).tolist()
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
             if self.grad and present[s] and signature.modes.grad:
@@ -211,7 +211,7 @@ class Run:
         arena = self.arenas[int(kinds[0])].tensor
         assert arena is not None
         rows = self.value_row[values]
-        if (np.diff(rows) == 1).all():
+        if (rows[1:] - rows[:-1] == 1).all():
             return arena[int(rows[0]) : int(rows[0]) + len(rows)].clone()
         return torch.index_select(arena, 0, to_device(rows, arena.device))
 
