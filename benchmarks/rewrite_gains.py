@@ -33,7 +33,8 @@ from fxbatch.ir import INDEX
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("defaults", {}),
-    ("deduplicate", {"deduplicate": True}),
+    ("without deduplicate", {"deduplicate": False}),
+    ("deduplicate=True", {"deduplicate": True}),
     ("without fuse", {"fuse": False}),
     ("split", {"split": True}),
     ('memory="recompute"', {"memory": "recompute"}),
