@@ -23,13 +23,13 @@ from benchmarks.contenders import Batches, Training, decorated
 from benchmarks.measure import Clock, Contender
 from fxbatch import decorator
 from fxbatch.runtime.engine import Engine
-from fxbatch.trace.minibatch import Recording
+from fxbatch.trace.record import Recorder
 
 # Stage, class or module, function. A stage inside another counts for itself alone.
 STAGES: tuple[tuple[str, Any, str], ...] = (
     ("trace", Engine, "record"),
     ("merge", decorator, "merge"),
-    ("merge", Recording, "pending_program"),
+    ("merge", Recorder, "pending_program"),
     ("rewrite", Engine, "prepare"),
     ("schedule", Engine, "schedule"),
     ("plan", Engine, "plan"),
