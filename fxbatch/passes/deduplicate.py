@@ -37,7 +37,8 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     """The program with each computation once; the same object when no two calls are equal, or when not more
     than the share `least` of its calls would go.
 
-    About 0.05 us a call, constants included. Output i of the result stands for output i of the program: two may be one value.
+    About 0.05 us a call, constants included. Output i of the result stands for output i of the program: two
+    may be one value.
     """
     if not len(program):
         return program
