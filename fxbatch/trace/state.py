@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.torch_private import any_autocast, function_modes, set_grad_enabled, swap_function_modes
+from fxbatch.torch_private import (
+    any_autocast,
+    function_modes,
+    set_grad_enabled,
+    set_warning_handler,
+    swap_function_modes,
+    warning_handler,
+)
 from fxbatch.trace.columns import set_current
 from fxbatch.trace.location import at_line
 
@@ -59,15 +66,16 @@ _AUTOCAST_KINDS = ("cpu", "cuda")
 
 
 class ThreadModes:
-    """Torch's modes of this thread: grad, autocast, torch function modes, tracing."""
+    """Torch's modes of this thread: grad, autocast, torch function modes, receiver of warnings, tracing."""
 
-    __slots__ = ("autocast", "functions", "grad", "inference", "recorder")
+    __slots__ = ("autocast", "functions", "grad", "inference", "recorder", "warnings")
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_state() if any_autocast() else None
         self.functions = function_modes()
+        self.warnings = warning_handler()
         self.recorder = state.recorder
 
     def restore(self) -> None:
@@ -81,6 +89,7 @@ class ThreadModes:
         if self.autocast is not None or any_autocast():
             _set_autocast(self.autocast)
         swap_function_modes(self.functions)
+        set_warning_handler(self.warnings)
         state.recorder = self.recorder
 
 
