@@ -22,7 +22,9 @@ _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
-    """tanh of float32 on the CPU with a relative error of at most 1.4e-7; NaN and infinities as in eager, -0.0 becomes 0.0.
+    """tanh of float32 on the CPU with a relative error of at most 1.4e-7.
+
+    NaN and infinities as in eager; -0.0 becomes 0.0.
 
     Source: Moshier, Cephes Math Library 2.8, `single/tanhf.c`.
     """
