@@ -1,0 +1,42 @@
+"""Private parts of PyTorch that fxbatch stands on are where `fxbatch/torch_private.py` says, and do what it needs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxbatch import torch_private
+
+TREE = ast.parse(Path(torch_private.__file__).read_text(encoding="utf-8"))
+IMPORTED = [
+    (node.module, alias.name)
+    for node in ast.walk(TREE)
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch"
+    for alias in node.names
+]
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTED, ids=[f"{m}.{n}" for m, n in IMPORTED])
+def test_it_is_where_it_was(module: str, name: str) -> None:
+    found = hasattr(importlib.import_module(module), name)
+    assert found, (
+        f"torch {torch.__version__} has no {module}.{name}: see fxbatch/torch_private.py for what replaces it"
+    )
+
+
+@pytest.mark.parametrize("name", torch_private.__all__)
+def test_it_is_exported(name: str) -> None:
+    assert hasattr(torch_private, name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="found by the name that it has on Linux")
+def test_the_receiver_of_warnings_is_found() -> None:
+    before = torch_private.warning_handler()
+    assert before, f"torch {torch.__version__} does not tell who gets a thread's warnings"
+    torch_private.set_warning_handler(before)
+    assert torch_private.warning_handler() == before
