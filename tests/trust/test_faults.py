@@ -37,7 +37,7 @@ POINTS = (
     ("fxbatch.runtime.function", "differentiable_inputs", 0),
     ("fxbatch.runtime.buffers", "Buffer.reserve", 3),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
-    ("fxbatch.runtime.backward", "lay_out_blocks", 0),
+    ("fxbatch.runtime.backward", "lay_out", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
     ("fxbatch.runtime.backward", "Backward._parameters", 0),
 )
