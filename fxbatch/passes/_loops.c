@@ -225,6 +225,20 @@ static PyObject *live(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t 
     return none ? PyLong_FromLongLong(dead) : NULL;
 }
 
+/* A count sort's offsets from its counts, which stand one place up: offsets[k] is where key k begins. */
+static void add_up(int64_t *offsets, int64_t keys)
+{
+    for (int64_t i = 0; i < keys; i++)
+        offsets[i + 1] += offsets[i];
+}
+
+/* Filling in has moved each offset to the next key's: back again. */
+static void move_back(int64_t *offsets, int64_t keys)
+{
+    memmove(offsets + 1, offsets, keys * sizeof(int64_t));
+    offsets[0] = 0;
+}
+
 /* group(key, OFFSETS, ORDER): the positions of each key in order; offsets has one item more than keys. */
 static PyObject *group(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
@@ -240,14 +254,12 @@ static PyObject *group(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t
         if (good)
             offsets[key[i] + 1]++;
     }
-    for (int64_t i = 0; good && i < keys; i++)
-        offsets[i + 1] += offsets[i];
-    for (int64_t i = 0; good && i < items; i++)
-        order[offsets[key[i]]++] = i; /* moves each offset to the next key's ... */
-    for (int64_t i = keys; good && i > 0; i--)
-        offsets[i] = offsets[i - 1]; /* ... so move them back */
     if (good)
-        offsets[0] = 0;
+        add_up(offsets, keys);
+    for (int64_t i = 0; good && i < items; i++)
+        order[offsets[key[i]]++] = i;
+    if (good)
+        move_back(offsets, keys);
     return finish(&a, good);
 }
 
@@ -269,14 +281,12 @@ static PyObject *arrange(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
         if (good)
             offsets[key + 1]++;
     }
-    for (int64_t i = 0; good && i < keys; i++)
-        offsets[i + 1] += offsets[i];
+    if (good)
+        add_up(offsets, keys);
     for (int64_t c = 0; good && c < calls; c++)
         order[offsets[first[sig[c]] + before[c]]++] = c;
-    for (int64_t i = keys; good && i > 0; i--)
-        offsets[i] = offsets[i - 1];
     if (good)
-        offsets[0] = 0;
+        move_back(offsets, keys);
     return finish(&a, good);
 }
 

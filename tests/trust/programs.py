@@ -38,3 +38,20 @@ def vectors(*lengths: int, grad: bool = True, dtype: torch.dtype = torch.float32
     """One random vector a length."""
     made = [torch.randn(n, dtype=torch.float32).to(dtype) for n in lengths]
     return [x.requires_grad_(grad) for x in made]
+
+
+def two() -> dict[str, Any]:
+    """Two layers, for a model's parts."""
+    return {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+
+
+class Inner(nn.Module):
+    """A decorated layer, to nest and to copy; at the top of a module, so that it can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.a(x))

@@ -17,22 +17,7 @@ from torch import nn
 import fxbatch
 from tests import models as M
 from tests.oracle import check_equal
-from tests.trust.programs import assert_equal, model, vectors
-
-
-def two() -> dict[str, Any]:
-    return {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    @fxbatch.autobatch
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.a(x))
-
+from tests.trust.programs import Inner, assert_equal, model, two, vectors
 
 # Copies, pickles, processes
 

@@ -12,12 +12,7 @@ from torch import nn
 import fxbatch
 from tests import models as M
 from tests.oracle import check_equal, run
-from tests.trust.programs import model, vectors
-
-
-def two() -> dict[str, Any]:
-    return {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
-
+from tests.trust.programs import Inner, model, two, vectors
 
 # Errors of the forward
 
@@ -133,16 +128,6 @@ def test_results_may_be_written() -> None:
 
 
 # Nesting
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    @fxbatch.autobatch
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.a(x))
 
 
 def test_a_decorated_submodule_in_a_decorated_model() -> None:
