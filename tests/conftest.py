@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _same_start() -> None:
     """Each test starts with the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+_UNPATCHED = torch.nn.Module.__call__, torch.tensor, torch.nn.functional.handle_torch_function
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_patched() -> Iterator[None]:
+    """A test that leaves torch patched would break others of its process, far from where it failed itself."""
+    yield
+    now = torch.nn.Module.__call__, torch.tensor, torch.nn.functional.handle_torch_function
+    if any(a is not b for a, b in zip(now, _UNPATCHED, strict=True)):
+        pytest.fail(f"torch is still patched after this test; threads: {threading.enumerate()}")
 
 
 @pytest.fixture(scope="session")

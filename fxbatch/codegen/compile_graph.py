@@ -32,6 +32,7 @@ from fxbatch.codegen.sizes import Shape, is_tensor, shape
 from fxbatch.codegen.staged import emit_staged
 from fxbatch.errors import CompileWarning
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
+from fxbatch.trace.patch import patching
 
 aten = torch.ops.aten
 Backend = str | Callable[..., Any]
@@ -168,7 +169,7 @@ class CompiledGraph:
         """Compile for n rows and all numbers of rows that are like it. Raises what the backend raises."""
         start = time.perf_counter()
         run: Run
-        with torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
+        with patching, torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own use of torch.jit
             if self.options.backend != "inductor":
                 run, fits = self._through_dynamo(), lambda count: True
@@ -224,7 +225,7 @@ class CompiledGraph:
             return backend(graph, examples, **options)
 
         self.compilations -= 1  # `compile` counts the first too
-        compiled = torch.compile(self.module, backend=counting, dynamic=True, fullgraph=True)
+        compiled = torch.compile(self.module.forward, backend=counting, dynamic=True, fullgraph=True)
         # Parameters as plain tensors: Dynamo compiles again for another class.
         return lambda args, workspace: compiled(
             *(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
@@ -281,8 +282,9 @@ def compile_graph(
     cut = _cut(module, options, random=random)
     compiled = CompiledGraph(name, module, made, cut, kernel, options, forms, sizes, rows, random, returning)
     start = time.perf_counter()
-    compiled.compile(_ROWS[0], shared)
-    compiled.check(shared)
+    with patching:  # Dynamo traces when it is called first
+        compiled.compile(_ROWS[0], shared)
+        compiled.check(shared)
     compiled.seconds = time.perf_counter() - start  # Dynamo compiles in the first call, not before
     return compiled
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from fxbatch.codegen.kernels import Kernel, emit_kernel
 from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
 from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.ir import Layout, Signature, TensorType
-
-_TRACING = threading.RLock()
+from fxbatch.trace.patch import patching
 
 Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
 
@@ -94,7 +92,7 @@ def compile_operation(
     if signature.reason:
         return _call_by_call(signature, needs, signature.reason)
     # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
-    with _TRACING, torch.inference_mode(False), torch.enable_grad():
+    with patching, torch.inference_mode(False), torch.enable_grad():
         built = build_operation(
             signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
         )

@@ -27,7 +27,9 @@ from fxbatch.trace.location import at_line
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
 
-_lock = threading.RLock()  # re-entrant: a use that was forgotten may be ended by the collector, anywhere
+# torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
+# of two threads none puts back what the other had put there. Re-entrant: the collector may end a forgotten use.
+patching = threading.RLock()
 _uses: set[int] = set()  # ids of the uses under way
 _saved: list[Entries] = []  # what was there before, while something is patched
 
@@ -37,14 +39,14 @@ class _Use:
     strike the clean-up itself."""
 
     def begin(self) -> None:
-        with _lock:
+        with patching:
             _uses.add(id(self))
             if not _saved:
                 let_dynamo_read_torch()
                 _install()
 
     def end(self) -> None:
-        with _lock:
+        with patching:
             _uses.discard(id(self))
             if not _uses and _saved:
                 _remove()

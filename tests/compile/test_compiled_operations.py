@@ -20,6 +20,7 @@ from fxbatch.codegen import compile_graph as compiling
 from fxbatch.codegen.compile_graph import CompileOptions, NotCompilable
 from fxbatch.errors import CompileWarning, OptionError
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.trace.patch import patched
 from tests.models import Tree, TreeLSTM, random_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,26 @@ def warned(work: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always", CompileWarning)
         work()
     return [str(w.message) for w in caught if w.category is CompileWarning]
+
+
+def test_more_operations_than_dynamo_compiles_of_one_function_while_another_thread_records() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
+
+        @fxbatch.autobatch(compile="eager")
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                x = layer(x) * (i + 1)
+            return x
+
+    model, x = Layers(), torch.randn(3, 4)
+    with patched():  # as another thread's recording would have it
+        assert warned(lambda: model(x).sum().backward()) == []
+    found = model(x)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, model(x))
 
 
 def test_no_gradient_compiles_forward_only() -> None:
