@@ -2,12 +2,15 @@
 
 from setuptools import Extension, setup
 
+_PASSES = ("_loops", "_agenda", "_arenas", "_deduplicate", "_reuse_rows", "_search")
+
 setup(
     ext_modules=[
         Extension("fxbatch.trace._fast", ["fxbatch/trace/_fast.c"], optional=True),
         Extension(
             "fxbatch.passes._loops",
-            ["fxbatch/passes/_loops.c", "fxbatch/passes/_deduplicate.c"],
+            [f"fxbatch/passes/{name}.c" for name in _PASSES],
+            depends=[f"fxbatch/passes/{name}.h" for name in ("_arenas", "_arrays", "_search")],
             optional=True,
         ),
     ]

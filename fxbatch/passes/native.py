@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
+
 try:
     _loops: Any = importlib.import_module("fxbatch.passes._loops")
 except ImportError:  # installed without a C compiler
@@ -22,3 +24,8 @@ class Native:
     """The loops in C, or None; tests set None to run the twins."""
 
     loops = _loops
+
+
+def empty_column(items: int) -> np.ndarray:
+    """int64 [items], contents to come: where C writes columns whose number it has counted."""
+    return np.empty(items, dtype=np.int64)

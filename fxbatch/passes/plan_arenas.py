@@ -18,7 +18,7 @@ import numpy as np
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW, Layout, Plan, Program, Schedule, Signature, offsets
 from fxbatch.passes.frontier import count_signatures
-from fxbatch.passes.native import Native
+from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.reuse_rows import reuse_rows
 
 
@@ -77,14 +77,19 @@ def plan_arenas(
     used: np.ndarray | None = None,
     run_before: np.ndarray | None = None,
     reuse: bool = False,
+    into: np.ndarray | None = None,
 ) -> Plan:
     """The plan of a program (or of one phase of it).
 
     layouts: one a signature. known_rows: int64 [program.known], the rows of earlier phases' values;
     used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of each
     signature already run. reuse: rows are used again when their last reader has run (inference).
+    into: int64 with room for all values, where `row_of_value` is made: with the known rows at the start of it,
+    many phases copy none.
     """
     table = tabulate_slots(program, layouts) if slots is None else slots
+    if Native.loops is not None:
+        return _plan_in_c(program, schedule, table, known_rows, used, run_before, reuse, into)
     order, first = schedule.order, schedule.offsets
     rows = first[1:] - first[:-1]
     step_sig = program.sig[order[first[:-1]]].astype(np.int64)
@@ -92,11 +97,10 @@ def plan_arenas(
     if reuse:
         assert used is None or not used.any(), "rows of earlier phases may be read again"
         blocks = _lay_out_again(program, schedule, blocks, rows)
-    row_of_value = _place_values(program, schedule, rows, blocks, known_rows)
+    row_of_value = _place_values(program, schedule, rows, blocks, known_rows, into)
     first_gather, gathers = _lay_out_gathers(table, step_sig, rows)
-    entries, start, kind, indices = _read_inputs(
-        program, table, schedule, step_sig, rows, gathers, row_of_value
-    )
+    entries = _entries(program, table, schedule, step_sig, rows)
+    start, kind, indices = _classify(row_of_value[entries], gathers.offsets, gathers.size)
     return Plan(
         arenas=program.types,
         capacity=blocks.capacity,
@@ -115,8 +119,39 @@ def plan_arenas(
         entries=entries,
         entry_offsets=gathers.offsets,
         row_of_value=row_of_value,
-        constant_order=_order_constants(program, order, first, step_sig),
+        constant_order=_order_constants(program, schedule, step_sig),
     )
+
+
+def _plan_in_c(
+    program: Program,
+    schedule: Schedule,
+    table: SlotTable,
+    known_rows: np.ndarray | None,
+    used: np.ndarray | None,
+    run_before: np.ndarray | None,
+    reuse: bool,
+    into: np.ndarray | None,
+) -> Plan:
+    """What follows below, in one pass over the steps."""
+    assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
+    c = program.columns
+    *columns, unordered = Native.loops.plan(
+        program.sig, schedule.order, schedule.offsets, program.inputs, program.outputs,
+        c.arity, c.width, c.first_output, c.output_types, c.constant,
+        table.first_slot, table.prior, table.size, table.member,
+        table.first_group, table.group_size, table.group_type,
+        known_rows, used, run_before, into, empty_column, program.known, len(c.types), reuse,
+    )  # fmt: skip
+    capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = columns[:9]
+    first_block, block_arena, block_start, entry_offsets, entries, row_of_value, indices = columns[9:]
+    order = {
+        s: _order_of(program, schedule, step_sig, s) if s in unordered else None for s in program.constants
+    }
+    return Plan(
+        c.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
+        first_block, block_arena, block_start, indices, entries, entry_offsets, row_of_value, order,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,17 +202,17 @@ def _running_offsets(
 
 
 def _place_values(
-    program: Program, schedule: Schedule, rows: np.ndarray, blocks: _Blocks, known_rows: np.ndarray | None
+    program: Program,
+    schedule: Schedule,
+    rows: np.ndarray,
+    blocks: _Blocks,
+    known_rows: np.ndarray | None,
+    into: np.ndarray | None,
 ) -> np.ndarray:
-    row_of_value = np.empty(_values(program), dtype=np.int64)
+    row_of_value = np.empty(_values(program), dtype=np.int64) if into is None else into[: _values(program)]
     if known_rows is not None:
         row_of_value[: program.known] = known_rows
     order, first = schedule.order, schedule.offsets
-    if Native.loops is not None:
-        Native.loops.place(
-            program.sig, order, first, program.width, blocks.first, blocks.start, row_of_value, program.known
-        )
-        return row_of_value
     position = np.arange(len(order)) - np.repeat(first[:-1], rows)
     step_of = np.repeat(np.arange(len(rows)), rows)
     width = program.width[program.sig[order]]
@@ -210,30 +245,6 @@ def _lay_out_gathers(table: SlotTable, step_sig: np.ndarray, rows: np.ndarray) -
     group = np.repeat(table.first_group[step_sig], groups) + within
     size = table.group_size[group]
     return first_gather, _Gathers(table.group_type[group], size, offsets(size * rows.repeat(groups)))
-
-
-def _read_inputs(
-    program: Program,
-    table: SlotTable,
-    schedule: Schedule,
-    step_sig: np.ndarray,
-    rows: np.ndarray,
-    gathers: _Gathers,
-    row_of_value: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The values that each step reads, in the order of its gathers; per gather start and kind; the indices."""
-    if Native.loops is None:
-        entries = _entries(program, table, schedule, step_sig, rows)
-        return entries, *_classify(row_of_value[entries], gathers.offsets, gathers.size)
-    entries, indices = (np.empty(len(program.inputs), dtype=np.int64) for _ in range(2))
-    kind, start = (np.empty(len(gathers.size), dtype=np.int64) for _ in range(2))
-    indexed = Native.loops.gather(
-        program.sig, schedule.order, schedule.offsets, program.arity, program.inputs,
-        table.first_slot, table.prior, table.size, table.member, table.first_group, table.group_size,
-        row_of_value, entries, kind, start, indices,
-    )  # fmt: skip
-    indices.resize(indexed, refcheck=False)
-    return entries, start, kind, indices
 
 
 def _entries(
@@ -280,16 +291,18 @@ def _classify(
 
 
 def _order_constants(
-    program: Program, order: np.ndarray, first: np.ndarray, step_sig: np.ndarray
+    program: Program, schedule: Schedule, step_sig: np.ndarray
 ) -> dict[int, np.ndarray | None]:
-    found: dict[int, np.ndarray | None] = {}
-    for s in program.constants:
-        steps = np.flatnonzero(step_sig == s)
-        calls = [order[first[k] : first[k + 1]] for k in steps.tolist()]
-        joined = calls[0] if len(calls) == 1 else np.concatenate(calls) if calls else order[:0]
-        in_order = len(joined) < 2 or bool((joined[1:] > joined[:-1]).all())
-        found[s] = None if in_order else np.argsort(np.argsort(joined))
-    return found
+    return {s: _order_of(program, schedule, step_sig, s) for s in program.constants}
+
+
+def _order_of(program: Program, schedule: Schedule, step_sig: np.ndarray, s: int) -> np.ndarray | None:
+    """The permutation of a signature's payload, None where its calls run as they were recorded."""
+    order, first = schedule.order, schedule.offsets
+    calls = [order[first[k] : first[k + 1]] for k in np.flatnonzero(step_sig == s).tolist()]
+    joined = calls[0] if len(calls) == 1 else np.concatenate(calls) if calls else order[:0]
+    in_order = len(joined) < 2 or bool((joined[1:] > joined[:-1]).all())
+    return None if in_order else np.argsort(np.argsort(joined))
 
 
 def is_constant(signature: Signature) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fxbatch.ir import Layout, Plan, Program
+from fxbatch.ir import Layout, Plan, Program, Schedule
 from fxbatch.passes import search_steps as search_module
 from fxbatch.passes.batch_by_lookahead import signature_components
 from fxbatch.passes.deduplicate import deduplicate
@@ -68,12 +68,34 @@ def _same(program: Program) -> None:
         np.testing.assert_array_equal(python.offsets, c.offsets, err_msg=name)
         np.testing.assert_array_equal(python.order, c.order, err_msg=name)
         for layouts in ([None] * len(program.signatures), wide):
-            known = np.arange(program.known, dtype=np.int64)
-            plan, native = both(
-                lambda layouts=layouts, c=c, known=known: plan_arenas(program, c, layouts, known_rows=known)
-            )
-            for column in (x.name for x in dataclasses.fields(Plan) if x.name != "constant_order"):
-                np.testing.assert_array_equal(getattr(plan, column), getattr(native, column), err_msg=column)
+            for options in _plan_options(program):
+                plan, native = both(
+                    lambda layouts=layouts, c=c, options=options: plan_arenas(
+                        program, c, layouts, **options()
+                    )
+                )
+                _same_plans(plan, native)
+
+
+def _plan_options(program: Program) -> Iterator[Callable[[], dict[str, Any]]]:
+    """As a phase that follows others, as one that writes into their rows, and as inference."""
+    rng = np.random.default_rng(len(program))
+    known = rng.integers(0, 9, program.known)
+    used, before = rng.integers(0, 9, len(program.types)), rng.integers(0, 9, len(program.signatures))
+    room = np.concatenate([known, np.full(program.values + 3, -1)])
+    yield lambda: {"known_rows": known, "used": used, "run_before": before}
+    yield lambda: {"used": used, "run_before": before, "into": room.copy()}
+    yield lambda: {"known_rows": known, "reuse": True}
+
+
+def _same_plans(plan: Plan, native: Plan) -> None:
+    for column in (x.name for x in dataclasses.fields(Plan) if x.name != "constant_order"):
+        found = getattr(native, column)
+        np.testing.assert_array_equal(getattr(plan, column), found, err_msg=column)
+        assert column == "arenas" or found.dtype == np.int64
+    assert plan.constant_order.keys() == native.constant_order.keys()
+    for s, order in plan.constant_order.items():
+        np.testing.assert_array_equal(order, native.constant_order[s])  # both may be None
 
 
 @given(programs())
@@ -151,6 +173,23 @@ def test_wrong_columns_are_errors() -> None:
     frozen.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
         loops.longest_before(two, two, frozen)
+
+
+@pytest.mark.parametrize("column", ["sig", "inputs", "outputs"])
+@pytest.mark.parametrize("by", [-1000, 1000])
+def test_plans_of_wrong_columns_are_errors(column: str, by: int) -> None:
+    program = tree_lstm_program([random_tree(random.Random(0), 5)])
+    schedule = POLICIES["lookahead"](program)
+    wrong = dataclasses.replace(program, **{column: (getattr(program, column) + by).astype(np.int64)})
+    if column == "sig":
+        wrong = dataclasses.replace(wrong, sig=wrong.sig.astype(np.int32))
+    with pytest.raises(IndexError, match="not there"):
+        plan_arenas(wrong, schedule, [None] * len(program.signatures), reuse=True)
+    half = Schedule(schedule.order + 1, schedule.offsets)
+    with pytest.raises(IndexError, match="not there"):
+        plan_arenas(program, half, [None] * len(program.signatures))
+    with pytest.raises(IndexError, match="not there"):
+        plan_arenas(program, schedule, [None] * len(program.signatures), into=np.zeros(3, dtype=np.int64))
 
 
 def _columns_of(program: Program) -> tuple[list[Any], ...]:
