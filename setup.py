@@ -2,7 +2,7 @@
 
 from setuptools import Extension, setup
 
-_PASSES = ("_loops", "_agenda", "_arenas", "_deduplicate", "_reuse_rows", "_search")
+_PASSES = ("_loops", "_agenda", "_arenas", "_deduplicate", "_gradients", "_phases", "_reuse_rows", "_search")
 
 setup(
     ext_modules=[
@@ -10,7 +10,15 @@ setup(
         Extension(
             "fxbatch.passes._loops",
             [f"fxbatch/passes/{name}.c" for name in _PASSES],
-            depends=[f"fxbatch/passes/{name}.h" for name in ("_arenas", "_arrays", "_search")],
+            depends=[f"fxbatch/passes/{name}.h" for name in ("_arenas", "_arrays", "_gradients", "_search")],
+            optional=True,
+        ),
+        Extension(
+            "fxbatch.codegen._native",
+            [f"fxbatch/codegen/{name}.c" for name in ("_native", "_native_program", "_native_steps")],
+            depends=[f"fxbatch/codegen/{name}.h" for name in ("_native", "_native_loops", "_native_steps")],
+            # Loops are vectorised: comparisons become blends, and the square root an instruction.
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"],
             optional=True,
         ),
     ]

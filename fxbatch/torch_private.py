@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import linecache
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+
+# Checked against 2.11.0 and 2.13.0: where the source of each GraphModule is kept, for tracebacks.
+from torch.fx.graph_module import _loader
 
 # Checked against 2.11.0 and 2.13.0: the base class of BatchNorm and InstanceNorm.
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -242,6 +247,25 @@ def compile_guarded(module: Any, examples: list[torch.Tensor]) -> Any:
     return compile_fx(module, examples)
 
 
+@contextlib.contextmanager
+def forget_traces() -> Iterator[None]:
+    """Let go of what torch would keep for ever of the graphs that are made within, 10 KB an operation.
+
+    That is each graph's source, for lines in tracebacks (graphs that another thread makes meanwhile lose theirs
+    too), and what operators gave for fake tensors, once there are many. Checked: 2.11.0, 2.13.0.
+    """
+    first = _loader.next_id
+    try:
+        yield
+    finally:
+        for number in range(first, _loader.next_id):
+            name = f"<eval_with_key>.{number}"
+            _loader.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)
+        if len(FakeTensorMode.cache) > 1 << 14:
+            FakeTensorMode.cache_clear()
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -300,6 +324,7 @@ __all__ = [
     "compile_guarded",
     "compile_symbolic",
     "find_backend",
+    "forget_traces",
     "inductor_cache_counts",
     "let_dynamo_read_torch",
     "while_loop",
@@ -336,3 +361,18 @@ __all__ = [
     "tree_unflatten",
     "warning_handler",
 ]
+
+
+def product_address() -> int:
+    """Where torch's library has BLAS' `sgemm_` (32-bit integers, Fortran's convention), 0 where it shows none.
+
+    The library is loaded already: nothing is loaded here. Checked: 2.11.0, 2.13.0 (x86-64 wheels, with MKL).
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not path.exists() or not hasattr(os, "RTLD_NOLOAD"):
+        return 0
+    try:
+        found = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).sgemm_
+    except (OSError, AttributeError):  # another build of torch
+        return 0
+    return ctypes.cast(found, ctypes.c_void_p).value or 0

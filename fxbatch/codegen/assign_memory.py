@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.clean import constant_value, is_random
-from fxbatch.codegen.kernel_calls import is_cast, is_pointwise, is_view, out_call
+from fxbatch.codegen.kernel_calls import honours_strides, is_cast, is_pointwise, is_view, out_call
 from fxbatch.codegen.sizes import dtype, is_tensor, shape
 
 aten = torch.ops.aten
@@ -229,7 +229,8 @@ def _place_pieces(graph: fx.Graph, memory: Memory) -> None:
             alone = len(piece.users) == 1 and piece not in seen and piece not in memory.place
             seen[piece] = None
             fill = constant_value(piece)
-            if alone and fill is None and _writable(piece, memory) and dtype(piece) == dtype(node):
+            own = alone and fill is None and dtype(piece) == dtype(node) and _writable(piece, memory)
+            if own and honours_strides(piece):
                 memory.place[piece] = Place("piece", 0, node, dim, start, size)
             else:
                 memory.copies[node].append(Copy(piece, dim, start, size, fill))

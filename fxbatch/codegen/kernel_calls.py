@@ -38,6 +38,16 @@ _VIEWS = (
     aten.detach.default, aten.diagonal.default,
 )  # fmt: skip
 
+# Calls that honour the strides of the memory they are told to write to, beside the pointwise ones.
+_STRIDED = frozenset({
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.sum.dim_IntList,
+    aten.mean.dim, aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.logsumexp.default,
+    aten.index_select.default, aten.gather.default, aten.index.Tensor, aten.scatter_add.default,
+    aten.index_add.default, aten.cumsum.default, aten.tril.default, aten.triu.default, aten.cat.default,
+})  # fmt: skip
+# Pointwise calls that don't: PyTorch writes their result as one dense block, beyond the part it was given.
+_DENSE = frozenset({aten.gelu.default, aten.gelu_backward.default})
+
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only looks at its first argument's memory (a reshape may yet have to copy)."""
@@ -142,6 +152,21 @@ def _out_overload(target: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload,
         if [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out] == plain:
             return overload, outs[0].name
     return None
+
+
+def honours_strides(node: fx.Node) -> bool:
+    """Whether `out=` may be a part of a wider tensor: softmax and its like write past the end of one.
+
+    Checked call by call against PyTorch 2.11 and 2.13 (tests/codegen/test_strided_outputs.py).
+    """
+    if is_cast(node) or node.target in _STRIDED:
+        return True
+    tags = getattr(node.target, "tags", ())
+    return (
+        torch.Tag.pointwise in tags
+        and torch.Tag.nondeterministic_seeded not in tags
+        and node.target not in _DENSE
+    )
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -62,7 +62,8 @@ def _identifier(name: str) -> str:
     return f"{word}_" if not word or word[0].isdigit() or keyword.iskeyword(word) else word
 
 
-def _in_parameters(graphs: OperationGraphs, group: int) -> bool:
+def in_parameters(graphs: OperationGraphs, group: int) -> bool:
+    """Whether the parameter graph reads the rows of a group: then those of all steps lie together."""
     return any(r.kind == "group" and r.index == group for r in graphs.parameter_inputs)
 
 
@@ -77,7 +78,7 @@ def _read_group(graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> l
     shape = "".join(f", {d}" for d in group_type(graphs, group).shape)
     wide = f".view(n, {size}{shape})" if size > 1 else ""
     spread = f"a.expand(n{', -1' * len(group_type(graphs, group).shape)})"
-    if group in kept and _in_parameters(graphs, group):
+    if group in kept and in_parameters(graphs, group):
         lines += [
             f"flat, {x} = kept[{kept.index(group)}]",
             "if kind == INDEX:",
@@ -138,7 +139,7 @@ def _backward_input(graphs: OperationGraphs, ref: Ref, kept: tuple[int, ...], bo
         return f"saved[{ref.index}]"
     assert ref.kind == "group"
     position = kept.index(ref.index)
-    if _in_parameters(graphs, ref.index):
+    if in_parameters(graphs, ref.index):
         return f"kept[{position}][1]"
     kind = group_type(graphs, ref.index)
     size = len(graphs.layout.groups[ref.index])

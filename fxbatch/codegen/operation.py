@@ -26,7 +26,7 @@ from fxbatch.codegen.sparse_gradients import look_up_densely, make_sparse, spars
 from fxbatch.codegen.trace_body import trace_body
 from fxbatch.codegen.unbatched import UnbatchedKernel
 from fxbatch.ir import Layout, Signature
-from fxbatch.torch_private import FakeTensorMode
+from fxbatch.torch_private import FakeTensorMode, forget_traces
 
 __all__ = ["OperationGraphs", "Ref", "Unbatched", "UnbatchedKernel", "build_operation"]
 
@@ -48,7 +48,7 @@ def build_operation(
     if signature.reason:
         return Unbatched(signature.reason)
     try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        with forget_traces(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
             return _build_checked(signature, input_needs, shared_needs, shared, memory)
     except NotBatchable as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fxbatch.codegen.native import extension
 
 if TYPE_CHECKING:
     from fxbatch.codegen.kernels import Kernel
@@ -25,6 +27,7 @@ class Workspace:
         self._flat: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._views: dict[Kernel, dict[int, tuple[torch.Tensor, ...]]] = {}
         self._run: object = None
+        self._room: Any = None
         self._prepared: dict[
             Kernel, tuple[tuple[torch.Tensor, ...], list[int], tuple[torch.Tensor, ...]]
         ] = {}
@@ -84,8 +87,15 @@ class Workspace:
         for table in self._views.values():
             table.clear()
 
+    def native_room(self) -> Any:
+        """Where native programs of this thread write their intermediates."""
+        if self._room is None:
+            self._room = extension.Room()
+        return self._room
+
     def clear(self) -> None:
         """Give all memory back."""
+        self._room = None
         self._flat.clear()
         self._views.clear()
         self._prepared.clear()

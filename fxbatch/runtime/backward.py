@@ -6,8 +6,8 @@ runs the operation's backward graph, and writes the gradients of what it read in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,18 @@ from fxbatch.passes.plan_gradients import (
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
-from fxbatch.runtime.forward import lay_out, lay_out_blocks
-from fxbatch.runtime.phase import OperationRows, Phase
-from fxbatch.runtime.pieces import Kept, is_given, split, split_blocks, split_extra, split_kept
+from fxbatch.runtime.forward import block_rows, lay_out
+from fxbatch.runtime.native_steps import NativeSteps, backward_steps, run_native
+from fxbatch.runtime.phase import Layout, OperationRows, Phase
+from fxbatch.runtime.pieces import (
+    Kept,
+    is_given,
+    reserve_extra,
+    split,
+    split_blocks,
+    split_extra,
+    split_kept,
+)
 from fxbatch.runtime.run import Run, kernel_modes
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
@@ -115,40 +124,74 @@ class Backward:
     # -- the walk -----------------------------------------------------------------------------------
 
     def _walk(self, p: int) -> None:
-        run, phase = self.run, self.run.phases[p]
-        described = self.described[p]
-        plan = phase.plan
-        layout = phase.layout or lay_out(run, phase)
-        sources, blocks = layout.sources, layout.blocks
-        gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
-        signature, rows, at = (x.tolist() for x in (plan.step_signature, plan.step_rows, plan.step_offset))
-        skip = self.plan.passed[p]
-        reads = _offsets_of(described.grad_outputs, plan.step_signature, skip)
-        writes = _offsets_of(described.grad_groups, plan.step_signature, skip)
-        passed = skip.tolist()
-        read = _Reader(self, p, phase)
-        given = self.plan
-        written = split_blocks(self.arenas, given.write_arena[p], given.write_start[p], given.write_rows[p])
-        pieces = phase.pieces if phase.whole else split_kept(run, phase)  # memory moves between phases
-        extra = split_extra(run, phase)
-        for k in range(len(plan) - 1, -1, -1):
+        phase, given = self.run.phases[p], self.plan
+        steps = phase.plan.step_signature
+        reads = _offsets_of(self.described[p].grad_outputs, steps, given.passed[p])
+        writes = _offsets_of(self.described[p].grad_groups, steps, given.passed[p])
+        reserve_extra(self.run, phase)
+        places = _Places(self, p, reads.tolist(), writes.tolist())
+        native = self._native(p, reads, writes, places.arena) if self.run.engine.options.native else None
+        passed, signature, read = given.passed[p].tolist(), steps.tolist(), places.reads
+        k = len(phase.plan)
+        while k:
+            stop = k if native is None else native.backward(k)
+            for done in range(k - 1, stop - 1, -1):
+                if not passed[done]:
+                    self._has_run(phase, signature[done])
+            k = stop - 1
+            if k < 0:
+                return
             if passed[k]:
                 continue
-            s, n = signature[k], rows[k]
-            compiled = phase.compiled[s]
-            assert compiled is not None
-            if reads[k] == reads[k + 1]:
-                for tensor in extra[k]:
+            if read[k] == read[k + 1]:
+                for tensor in places.extra[k]:
                     tensor.zero_()
                 continue
-            if is_constant(compiled.signature):
-                self._give_constants(phase, s, at[k], n, read(reads[k], n))
-                continue
-            grads = [read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
-            self._step(
-                phase, k, compiled, n, grads, written[writes[k] : writes[k + 1]],
-                sources[gather[k] : gather[k + 1]], blocks[block[k] : block[k + 1]], *pieces[k], extra[k],
-            )  # fmt: skip
+            self._one(phase, k, signature[k], places)
+
+    def _has_run(self, phase: Phase, s: int) -> None:
+        compiled = phase.compiled[s]
+        assert compiled is not None
+        self.ran.setdefault(compiled, [])
+
+    def _native(
+        self, p: int, reads: np.ndarray, writes: np.ndarray, arena: Sequence[int]
+    ) -> NativeSteps | None:
+        """The stretches of steps that run in C."""
+        plan, run = self.plan, self.run
+        columns = (
+            reads, plan.read_kind[p], plan.read_start[p], plan.read_stop[p], plan.bag[p],
+            np.array(arena, dtype=np.int64), plan.indices, plan.bags, writes, plan.write_arena[p], plan.write_start[p],
+        )  # fmt: skip
+        return backward_steps(
+            run, run.phases[p], run.engine.workspace(), self.arenas, columns, plan.passed[p]
+        )
+
+    def _one(self, phase: Phase, k: int, s: int, places: _Places) -> None:
+        """A step that Python runs."""
+        compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
+        assert compiled is not None
+        reads, writes = places.reads, places.writes
+        if is_constant(compiled.signature):
+            self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, places.read(reads[k], n))
+            return
+        grads = [places.read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
+        self._has_run(phase, s)
+        filled = [
+            torch.zeros((), dtype=t.dtype, device=t.device).expand(n, *t.shape) if g is None else g
+            for g, t in zip(
+                grads, (compiled.signature.outputs[j] for j in compiled.grad_outputs), strict=True
+            )
+        ]
+        if is_given(self.run.rows_of[compiled], n):
+            self.ran[compiled] = [filled[i] for i in compiled.extra_given]
+            return
+        written = places.written[writes[k] : writes[k + 1]]
+        if all(g is None for g in grads):
+            for tensor in (*written, *places.extra[k]):
+                tensor.zero_()
+            return
+        self._step(phase, k, compiled, n, filled, written, places)
 
     def _step(
         self,
@@ -156,27 +199,12 @@ class Backward:
         k: int,
         compiled: CompiledOperation,
         n: int,
-        grads: list[torch.Tensor | None],
+        filled: list[torch.Tensor],
         group_grads: list[torch.Tensor],
-        sources: list[tuple[int, torch.Tensor, Any]],
-        outs: list[torch.Tensor],
-        kept: list[Kept],
-        saved: list[torch.Tensor],
-        extra: list[torch.Tensor],
+        places: _Places,
     ) -> None:
-        self.ran.setdefault(compiled, [])
-        filled = [
-            torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) if g is None else g
-            for g, t in zip(grads, (outs[j] for j in compiled.grad_outputs), strict=True)
-        ]
-        if is_given(self.run.rows_of[compiled], n):
-            self.ran[compiled] = [filled[i] for i in compiled.extra_given]
-            return
-        if all(g is None for g in grads):
-            for tensor in (*group_grads, *extra):
-                tensor.zero_()
-            return
-        shared = self.run.shared[compiled.signature]
+        plan, shared = phase.plan, self.run.shared[compiled.signature]
+        outs = places.layout.blocks[int(plan.first_block[k]) : int(plan.first_block[k + 1])]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, filled, strict=True):
@@ -198,8 +226,10 @@ class Backward:
             else t.view(n, len(compiled.layout.groups[g]), *t.shape[1:])
             for g, t in zip(compiled.grad_groups, group_grads, strict=True)
         ]
+        sources = places.layout.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
+        kept, saved = places.pieces[k]
         compiled.backward(
-            n, filled, sources, outs, kept, saved, shared, wide, extra, self.run.engine.workspace()
+            n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.engine.workspace()
         )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
@@ -234,12 +264,17 @@ class Backward:
             inputs = [
                 self._all_rows(compiled, rows, ref.kind, ref.index) for ref in compiled.parameter_inputs
             ]
-            results = compiled.parameters(
-                rows.rows,
-                (*inputs, *shared),
-                (None,) * len(compiled.grad_shared),
-                self.run.engine.workspace(),
-            )
+            results = None
+            if compiled.native_parameters is not None:
+                workspace = self.run.engine.workspace()
+                results = run_native(compiled.native_parameters, rows.rows, inputs, shared, workspace)
+            if results is None:
+                results = compiled.parameters(
+                    rows.rows,
+                    (*inputs, *shared),
+                    (None,) * len(compiled.grad_shared),
+                    self.run.engine.workspace(),
+                )
             for position, grad in zip(compiled.grad_shared, results, strict=True):
                 self._add(shared[position], grad)
 
@@ -257,8 +292,7 @@ class Backward:
                     for k, s in enumerate(phase.plan.step_signature.tolist())
                     if phase.compiled[s] is compiled
                 ]
-                blocks = lay_out_blocks(self.run, phase) if steps else []
-                found += [blocks[int(phase.plan.first_block[k]) + index] for k in steps]
+                found += [block_rows(self.run, phase, k, index) for k in steps]
             return found[0] if len(found) == 1 else torch.cat(found)
         if kind == "extra" and self.ran[compiled]:
             return self.ran[compiled][index]
@@ -267,57 +301,82 @@ class Backward:
         return buffer.tensor[: rows.rows]
 
 
-class _Reader:
-    """Reads the gradient of a block: a view, an index, a sum over bags, or nothing."""
+class _Places:
+    """Where the steps of a phase read and write in backward; laid out where a step that Python runs asks."""
 
-    def __init__(self, backward: Backward, p: int, phase: Phase) -> None:
-        plan = backward.plan
-        self.arenas = backward.arenas
-        self.kind, self.start, self.stop = (
-            x[p].tolist() for x in (plan.read_kind, plan.read_start, plan.read_stop)
-        )
-        self.bag = plan.bag[p].tolist()
-        described = backward.described[p].grad_outputs
-        self.arena = [
-            int(backward.run.type_ids[phase.program.signatures[s].outputs[j]])
-            for s in phase.plan.step_signature[~plan.passed[p]].tolist()
-            for j in described[s]
+    def __init__(self, backward: Backward, p: int, reads: list[int], writes: list[int]) -> None:
+        self._backward, self._p = backward, p
+        self._phase = backward.run.phases[p]
+        self.reads, self.writes = reads, writes  # where those of each step begin
+        described, phase = backward.described[p].grad_outputs, self._phase
+        kinds = [
+            [int(backward.run.type_ids[signature.outputs[j]]) for j in outputs]
+            for signature, outputs in zip(phase.program.signatures, described, strict=True)
         ]
-        self.plan = plan
-        self.indices: dict[torch.device, dict[int, torch.Tensor]] = {}  # by read, all made at once
-        self.bags: dict[torch.device, torch.Tensor] = {}
+        steps = phase.plan.step_signature[~backward.plan.passed[p]].tolist()
+        self.arena = [kind for s in steps for kind in kinds[s]]  # of each read
 
-    def __call__(self, i: int, n: int) -> torch.Tensor | None:
-        kind = self.kind[i]
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """What forward read and wrote: from its last run, where memory hasn't moved since."""
+        return self._phase.layout or lay_out(self._backward.run, self._phase)
+
+    @functools.cached_property
+    def pieces(self) -> list[tuple[list[Kept], list[torch.Tensor]]]:
+        """What forward kept, a step."""
+        return self._phase.pieces or split_kept(self._backward.run, self._phase)
+
+    @functools.cached_property
+    def extra(self) -> list[list[torch.Tensor]]:
+        """What is made for the gradients of parameters, a step."""
+        return split_extra(self._backward.run, self._phase)
+
+    @functools.cached_property
+    def written(self) -> list[torch.Tensor]:
+        """The blocks that gradients of what was read go to."""
+        given, p = self._backward.plan, self._p
+        return split_blocks(
+            self._backward.arenas, given.write_arena[p], given.write_start[p], given.write_rows[p]
+        )
+
+    @functools.cached_property
+    def _indices(self) -> dict[torch.device, dict[int, torch.Tensor]]:
+        """By device the indices of each read that has some, all made at once."""
+        return {}
+
+    def read(self, i: int, n: int) -> torch.Tensor | None:
+        """Read i, of n rows: a view, rows by an index, a sum over bags, or nothing."""
+        plan, p = self._backward.plan, self._p
+        kind, start, stop = int(plan.read_kind[p][i]), int(plan.read_start[p][i]), int(plan.read_stop[p][i])
         if kind == NOTHING:
             return None
-        arena = self.arenas[self.arena[i]]
-        start, stop = self.start[i], self.stop[i]
+        arena = self._backward.arenas[self.arena[i]]
         if kind == GRADIENT_VIEW:
             return arena[start:stop]
-        device = arena.device
-        if device not in self.indices:
-            self.indices[device] = self._split_indices(device)
-            self.bags[device] = to_device(self.plan.bags, device)
-        index = self.indices[device][i]
+        found = self._indices.get(arena.device)
+        if found is None:
+            found = self._indices[arena.device] = self._split_indices(arena.device)
+        index = found[i]
         if kind == GRADIENT_SUM:
-            return sum_bags(arena, index, self.bags[device][self.bag[i] : self.bag[i] + n])
+            bag = int(plan.bag[p][i])
+            return sum_bags(arena, index, to_device(plan.bags[bag : bag + n], arena.device))
         return torch.index_select(arena, 0, index)
 
     def _split_indices(self, device: torch.device) -> dict[int, torch.Tensor]:
         """The indices of each read that has some: they are one after another."""
-        reads = [i for i, kind in enumerate(self.kind) if kind in (GRADIENT_INDEX, GRADIENT_SUM)]
-        sizes = [self.stop[i] - self.start[i] for i in reads]
-        pieces = split(to_device(self.plan.indices, device), self.start[reads[0]], sizes)
-        return dict(zip(reads, pieces, strict=True))
+        plan, p = self._backward.plan, self._p
+        reads = np.flatnonzero(plan.read_kind[p] >= GRADIENT_INDEX)
+        sizes = (plan.read_stop[p][reads] - plan.read_start[p][reads]).tolist()
+        pieces = split(to_device(plan.indices, device), int(plan.read_start[p][reads[0]]), sizes)
+        return dict(zip(reads.tolist(), pieces, strict=True))
 
 
 def _offsets_of(
     choices: Sequence[tuple[int, ...]], step_signature: np.ndarray, skip: np.ndarray
-) -> list[int]:
+) -> np.ndarray:
     """Where the pairs of each step begin among all pairs; a skipped step has none."""
     counts = np.array([len(c) for c in choices], dtype=np.int64)[step_signature]
-    return offsets(np.where(skip, 0, counts)).tolist()
+    return offsets(np.where(skip, 0, counts))
 
 
 def sum_bags(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from fxbatch.codegen.compile_graph import (
 )
 from fxbatch.codegen.kernels import Kernel, emit_kernel
 from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
+from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.trace.patch import patching
@@ -56,6 +57,10 @@ class CompiledOperation:
     saved_types: tuple[TensorType, ...] = ()
     extra_types: tuple[TensorType, ...] = ()
     source: str = ""
+    native_forward: NativeStep | None = None  # see codegen/native_steps.py
+    native_backward: NativeStep | None = None
+    native_parameters: NativeStep | None = None
+    not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
 
@@ -84,6 +89,7 @@ def compile_operation(
     shared: Sequence[torch.Tensor],
     *,
     compile: CompileOptions | None = None,
+    native: bool = True,
     **options: Any,
 ) -> CompiledOperation:
     """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call."""
@@ -105,6 +111,7 @@ def compile_operation(
     parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
     forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
     backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
+    steps = _native_steps(built, tuple(kept), (forward, backward, parameters), maker.shared, native)
     return CompiledOperation(
         signature,
         needs,
@@ -123,9 +130,34 @@ def compile_operation(
         saved_types=built.saved_types,
         extra_types=built.extra_types,
         source="\n".join(x for x in (forward_source, backward_source) if x),
+        **steps,
         compiled=tuple(maker.compiled),
         uncompiled=tuple(maker.uncompiled),
     )
+
+
+def _native_steps(
+    graphs: OperationGraphs,
+    kept: tuple[int, ...],
+    kernels: tuple[Kernel | CompiledGraph | None, ...],
+    shared: Sequence[torch.Tensor],
+    wanted: bool,
+) -> dict[str, Any]:
+    """The native programs of an operation's kernels, and why some have none."""
+    if not wanted:
+        return {"not_native": ("switched off",)}
+    forward, backward, parameters = kernels
+    made = {
+        "forward": forward_step(graphs, kept, forward, shared),
+        "backward": backward_step(graphs, kept, backward, shared),
+        "parameters": parameters_step(graphs, parameters, shared),
+    }
+    found: dict[str, Any] = {f"native_{k}": x for k, x in made.items() if isinstance(x, NativeStep)}
+    present = zip(made.items(), kernels, strict=True)
+    found["not_native"] = tuple(
+        f"{name}: {step}" for (name, step), kernel in present if isinstance(step, str) and kernel is not None
+    )
+    return found
 
 
 class _KernelMaker:

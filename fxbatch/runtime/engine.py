@@ -116,6 +116,7 @@ class Engine:
             needs,
             shared,
             memory=self.options.memory,
+            native=self.options.native,
             compile=None if unused else self.compile_options,
         )
         if made.reason and signature.operation.kind == "graph":

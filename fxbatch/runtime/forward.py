@@ -17,6 +17,7 @@ from fxbatch.passes.plan_arenas import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.native_steps import NativeSteps, forward_steps
 from fxbatch.runtime.phase import Layout, Phase
 from fxbatch.runtime.pieces import split_blocks, split_kept
 
@@ -66,25 +67,81 @@ def lay_out(run: Run, phase: Phase) -> Layout:
 
 
 def execute_forward(run: Run, phase: Phase) -> None:
-    """Run all steps of a phase."""
-    layout = lay_out_forward(run, phase)
+    """Run all steps of a phase: stretches of native steps in C, the others one by one."""
     workspace = run.engine.workspace()
     workspace.enter_run(run.shared)
-    run_steps(run, phase, layout, workspace, range(len(phase.plan)))
+    reserve_forward(run, phase)
+    native = forward_steps(run, phase, workspace) if run.engine.options.native else None
+    if native is None:
+        run_steps(run, phase, lay_out_steps(run, phase), workspace, range(len(phase.plan)))
+    else:
+        _run_stretches(run, phase, workspace, native)
+    if not phase.whole:
+        phase.layout, phase.pieces = None, []  # the next phase moves the memory
+
+
+def _run_stretches(run: Run, phase: Phase, workspace: Workspace, native: NativeSteps) -> None:
+    k, steps = 0, len(phase.plan)
+    while k < steps:
+        stop = native.forward(k, steps) if native.begins_at(phase, k) else k
+        run.launches += stop - k
+        if stop < steps:
+            _run_one(run, phase, workspace, stop)
+        k = stop + 1
+
+
+def _run_one(run: Run, phase: Phase, workspace: Workspace, k: int) -> None:
+    """A step that has no native program, or that its program can't run."""
+    s = int(phase.plan.step_signature[k])
+    compiled = phase.compiled[s]
+    assert compiled is not None
+    if is_constant(compiled.signature):
+        out = block_rows(run, phase, k, 0)
+        _fill(run, phase, compiled, s, out, int(phase.plan.step_offset[k]))
+        return
+    run_steps(run, phase, lay_out_steps(run, phase), workspace, range(k, k + 1))
+
+
+def block_rows(run: Run, phase: Phase, step: int, index: int) -> torch.Tensor:
+    """The rows of one output of a step."""
+    plan = phase.plan
+    block = int(plan.first_block[step]) + index
+    arena = run.arenas[run.type_ids[plan.arenas[int(plan.block_arena[block])]]].tensor
+    assert arena is not None
+    return arena.narrow(0, int(plan.block_start[block]), int(plan.step_rows[step]))
+
+
+def _fill(
+    run: Run, phase: Phase, compiled: CompiledOperation, s: int, out: torch.Tensor, offset: int
+) -> None:
+    payload = phase.program.constants[s]
+    first = offset - (run.rows_of[compiled].rows - len(payload))
+    fill_constants(out, compiled.signature, payload, first, len(out), phase.plan.constant_order[s])
 
 
 def lay_out_forward(run: Run, phase: Phase) -> Layout:
     """Reserve the memory of a phase, and lay out what its steps take."""
+    reserve_forward(run, phase)
+    return lay_out_steps(run, phase)
+
+
+def reserve_forward(run: Run, phase: Phase) -> None:
+    """Room for the values of a phase, and for what its operations keep."""
     plan = phase.plan
     for a, kind in enumerate(plan.arenas):
         run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
-    layout = lay_out(run, phase)
+    phase.layout, phase.pieces = None, []
     if phase.whole:
-        phase.layout = layout
-        _read_in_place(run, phase, layout.sources)
+        _read_in_place(run, phase)
     _reserve_rows(run, phase)
-    phase.pieces = split_kept(run, phase)
-    return layout
+
+
+def lay_out_steps(run: Run, phase: Phase) -> Layout:
+    """What the step functions take, laid out once a phase and only where one of them runs."""
+    if phase.layout is None:
+        phase.layout = lay_out(run, phase)
+        phase.pieces = split_kept(run, phase)
+    return phase.layout
 
 
 def run_steps(run: Run, phase: Phase, layout: Layout, workspace: Workspace, steps: range) -> None:
@@ -113,28 +170,30 @@ def run_steps(run: Run, phase: Phase, layout: Layout, workspace: Workspace, step
                 workspace,
             )
         elif is_constant(compiled.signature):
-            payload = phase.program.constants[s]
-            first = at - (run.rows_of[compiled].rows - len(payload))
-            fill_constants(outs[0], compiled.signature, payload, first, n, plan.constant_order[s])
+            _fill(run, phase, compiled, s, outs[0], at)
         else:
             run.launches += n
             _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
 
 
-def _read_in_place(run: Run, phase: Phase, sources: list[tuple[int, torch.Tensor, Any]]) -> None:
+def _read_in_place(run: Run, phase: Phase) -> None:
     """Operations with one step whose kept groups are views: all their rows are together already, no copy."""
     if not any(c is not None and c.kept_groups for c in phase.compiled):
         return
-    signatures = phase.plan.step_signature.tolist()
+    plan = phase.plan
+    signatures = plan.step_signature.tolist()
     steps = Counter(signatures)
     for k, s in enumerate(signatures):
         compiled = phase.compiled[s]
         if steps[s] > 1 or compiled is None or not compiled.kept_groups:
             continue
-        rows, n = run.rows_of[compiled], int(phase.plan.step_rows[k])
+        rows, n = run.rows_of[compiled], int(plan.step_rows[k])
         for position, group in enumerate(compiled.kept_groups):
-            kind, view, _ = sources[int(phase.plan.first_gather[k]) + group]
-            if kind == VIEW:
+            gather = int(plan.first_gather[k]) + group
+            if plan.gather_kind[gather] == VIEW:
+                arena = run.arenas[run.type_ids[plan.arenas[int(plan.gather_arena[gather])]]].tensor
+                assert arena is not None
+                view = arena.narrow(0, int(plan.gather_start[gather]), int(plan.gather_rows[gather]))
                 size = rows.members(position)
                 rows.in_place[position] = view if size == 1 else view.view(n, size, *view.shape[1:])
 

@@ -40,7 +40,8 @@ class Options:
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
     operation graphs; compile_options: passed through to it: torch.compile's `mode` and `options`, Inductor's
     configuration by name, and `recompile_limit`. cuda_graphs: on CUDA, capture the forward of plans that repeat
-    (without gradients) and replay it.
+    (without gradients) and replay it. native: on the CPU, run the steps of operations whose kernels have native
+    programs in C (codegen/native_program.py), all others by the emitted Python kernels.
     """
 
     schedule: str = "lookahead"
@@ -57,6 +58,7 @@ class Options:
     compile: bool | str | Callable[..., Any] = False
     compile_options: tuple[tuple[str, Any], ...] = ()
     cuda_graphs: bool = False
+    native: bool = True
 
     @staticmethod
     def of(**given: Any) -> Options:
@@ -79,7 +81,7 @@ class Options:
         when = given.get("deduplicate", "auto")
         if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
             raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "split", "return_exceptions", "verify", "cuda_graphs"):
+        for name in ("fuse", "split", "return_exceptions", "verify", "cuda_graphs", "native"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         if "compile" in given:

@@ -59,8 +59,17 @@ def is_given(operation: OperationRows, rows: int) -> bool:
     return bool(operation.compiled.extra_given) and rows == operation.rows
 
 
+def reserve_extra(run: Run, phase: Phase) -> None:
+    """Room for the rows that backward makes for the gradients of parameters."""
+    for compiled, _, counts in _by_operation(phase):
+        operation = run.rows_of[compiled]
+        if operation.extra and not is_given(operation, counts[0]):
+            for buffer in operation.extra:
+                buffer.reserve(operation.rows)
+
+
 def split_extra(run: Run, phase: Phase) -> list[list[torch.Tensor]]:
-    """For each step the rows that its backward makes for the gradients of parameters."""
+    """For each step those rows, which were reserved before."""
     plan = phase.plan
     out: list[list[torch.Tensor]] = [[]] * len(plan.step_signature)
     for compiled, steps, counts in _by_operation(phase):
@@ -68,7 +77,7 @@ def split_extra(run: Run, phase: Phase) -> list[list[torch.Tensor]]:
         if not operation.extra or is_given(operation, counts[0]):
             continue
         start = int(plan.step_offset[steps[0]])
-        columns = [split(buffer.reserve(operation.rows), start, counts) for buffer in operation.extra]
+        columns = [split(_memory(buffer.tensor), start, counts) for buffer in operation.extra]
         for i, k in enumerate(steps):
             out[k] = [column[i] for column in columns]
     return out

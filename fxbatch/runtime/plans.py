@@ -48,10 +48,15 @@ _KEYS: weakref.WeakKeyDictionary[Program, PlanKey] = weakref.WeakKeyDictionary()
 
 
 class ContentCache(Generic[T]):
-    """Least recently used things made from a program's content."""
+    """Least recently used things made from a program's content.
 
-    def __init__(self, size: int = 64) -> None:
+    Bounded by their number, and by that of the signatures in their keys: a key keeps compiled operations alive,
+    also those that the cache of operations has dropped.
+    """
+
+    def __init__(self, size: int = 64, *, signatures: int = 4096) -> None:
         self.size = size
+        self.signatures = signatures
         self.hits = 0
         self.misses = 0
         self._entries: OrderedDict[Hashable, T] = OrderedDict()
@@ -65,7 +70,10 @@ class ContentCache(Generic[T]):
             return found
         self.misses += 1
         made = self._entries[key] = make()
-        if len(self._entries) > self.size:
+        wide = width_of(key) * self.size > self.signatures  # narrow keys have few, however many they are
+        while len(self._entries) > self.size or (
+            wide and len(self._entries) > 1 and sum(map(width_of, list(self._entries))) > self.signatures
+        ):
             self._entries.popitem(last=False)
         return made
 
@@ -75,3 +83,11 @@ class ContentCache(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def width_of(key: Hashable) -> int:
+    """How many signatures a key has: a PlanKey, or a tuple that begins with one or with the signatures."""
+    first = key[0] if isinstance(key, tuple) else key
+    if isinstance(first, PlanKey):
+        return len(first.signatures)
+    return len(first) if isinstance(first, tuple) else 1

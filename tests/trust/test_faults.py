@@ -27,6 +27,7 @@ from tests.trust.programs import model, vectors
 FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError("injected"), MemoryError())
 
 # module, what in it, and at which of its calls the fault comes
+IN_PYTHON = ("lay_out", "Backward._step")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.calls", "run_on_fakes", 0),
     ("fxbatch.trace.record", "Program", 0),
@@ -37,6 +38,8 @@ POINTS = (
     ("fxbatch.runtime.function", "differentiable_inputs", 0),
     ("fxbatch.runtime.buffers", "Buffer.reserve", 3),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
+    ("fxbatch.runtime.forward", "forward_steps", 0),
+    ("fxbatch.runtime.backward", "backward_steps", 0),
     ("fxbatch.runtime.backward", "lay_out", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
     ("fxbatch.runtime.backward", "Backward._parameters", 0),
@@ -66,7 +69,7 @@ def fault(module: str, name: str, after: int, error: BaseException) -> Iterator[
         setattr(owner, last, old)
 
 
-def waiting_model() -> nn.Module:
+def waiting_model(**options: Any) -> nn.Module:
     """A forward with modules, functions, numbers and a value branch."""
 
     def forward(self: Any, x: Any) -> Any:
@@ -75,7 +78,7 @@ def waiting_model() -> nn.Module:
             h = self.b(h)
         return h * 2 + self.c(h)
 
-    return model(forward, {k: nn.Linear(4, 4) for k in "abc"})
+    return model(forward, {k: nn.Linear(4, 4) for k in "abc"}, **options)
 
 
 def assert_clean() -> None:
@@ -96,8 +99,8 @@ def train_step(made: nn.Module, xs: Any) -> None:
 @pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: f"{p[0].split('.')[-1]}.{p[1]}")
 def test_a_fault_leaves_nothing_behind(point: tuple[str, str, int], error: BaseException) -> None:
-    made, xs = waiting_model(), vectors(4, 4, 4, grad=False)
     module, name, after = point
+    made, xs = waiting_model(native=name not in IN_PYTHON), vectors(4, 4, 4, grad=False)
     with fault(module, name, after, error) as calls:
         # What a body raises on fake tensors means that it needs values: it runs again, on those.
         swallowed = name == "run_on_fakes" and type(error) is RuntimeError

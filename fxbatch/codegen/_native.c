@@ -1,0 +1,301 @@
+/* Kernels as instructions on rows of memory, and whole stretches of steps run from the plan's columns.
+
+   In: programs as int64 columns (codegen/native_program.py says what each number is), pointers of tensors that
+   the caller holds. Out: the tensors' memory is written. Nothing here knows torch; the Python kernels are the
+   reference, and run what is not a program. Programs are checked when they are made, places when they are used. */
+
+#include "_native_steps.h"
+
+static int rows_fit(int64_t per_row, int64_t rest)
+{
+    return per_row >= 0 && per_row <= 1024 && rest >= 0 && rest < ((int64_t)1 << 31) && per_row + rest > 0;
+}
+
+/* Whether `rows` x `width` elements from the operand's offset on lie within its base, for n rows. */
+static int fits(const Program *p, const Operand *o, int64_t rows, int64_t width, int64_t bytes, int64_t n)
+{
+    const Base *base = &p->bases[o->base];
+    int64_t last = o->offset + (rows - 1) * o->stride + (width - 1) * o->inner + 1;
+    return last * bytes <= rows_of(base->per_row, base->rest, n) * base->row_bytes;
+}
+
+static int operand_good(const Program *p, const Operand *o, int reads)
+{
+    if (o->base == -1)
+        return reads;
+    int64_t most = (int64_t)1 << 31;
+    return o->base >= 0 && o->base < p->base_count && o->offset >= 0 && o->offset < most && o->stride >= 0 &&
+           o->stride < most && o->inner >= 0 && o->inner < most;
+}
+
+/* Whether BLAS can read an operand: lines that don't overlap, of neighbouring elements. Where there is one line, its
+   stride may be anything. */
+static int product_operand(const Instruction *x, int k)
+{
+    const Operand *o = &x->out + k;
+    int64_t rows_vary = k == 2 ? x->depth_per_row : x->per_row, rows = k == 2 ? x->depth_rest : x->rest;
+    int64_t columns_vary = k == 1 ? x->depth_per_row : 0, columns = k == 1 ? x->depth_rest : x->width;
+    if (o->inner == 1)
+        return (!rows_vary && rows == 1) || (!columns_vary && o->stride >= columns);
+    return k && o->stride == 1 && ((!columns_vary && columns == 1) || (!rows_vary && o->inner >= rows));
+}
+
+/* NULL, or what is wrong with an instruction. */
+static const char *instruction_fault(const Program *p, const Instruction *x)
+{
+    const int8_t *size = element_bytes(x->code);
+    if (!size)
+        return "unknown code";
+    if (!rows_fit(x->per_row, x->rest) || x->width < 1 || x->width >= ((int64_t)1 << 31))
+        return "rows or width";
+    int pointwise = x->code < POINTWISE;
+    if (pointwise != (x->group >= 0))
+        return "group";
+    if (x->code == PRODUCT && (!has_products() || !rows_fit(x->depth_per_row, x->depth_rest)))
+        return "product";
+    const Operand *operands = &x->out;
+    for (int k = 0; k < 4; k++) {
+        const Operand *o = &operands[k];
+        if (!size[k])
+            continue;
+        if (!operand_good(p, o, pointwise && k))
+            return "operand";
+        if (o->base < 0)
+            continue;
+        if (p->bases[o->base].kind == LOCAL && !pointwise)
+            return "local memory";
+        const Base *base = &p->bases[o->base];
+        if (base->kind == LOCAL &&
+            (o->stride * size[k] != base->row_bytes || base->per_row != x->per_row || base->rest != x->rest ||
+             (o->offset + (x->width - 1) * o->inner + 1) * size[k] > base->row_bytes))
+            return "local memory";
+        if (k == 0 && (p->bases[o->base].kind == INPUT || p->bases[o->base].kind == FIXED))
+            return "written operand";
+        if (o->inner > 1 && !(x->code == PRODUCT && k) && !(x->code == PICK && k == 2))
+            return "inner stride";
+        if (k == 0 && o->inner != 1)
+            return "inner stride of the result";
+        if (x->code == PRODUCT && !product_operand(x, k))
+            return "strides of a product";
+        for (int64_t n = 1; n <= MOST_ROWS; n += MOST_ROWS - 1) {
+            int64_t rows = rows_of(x->per_row, x->rest, n), width = x->width;
+            int64_t depth = rows_of(x->depth_per_row, x->depth_rest, n);
+            if (x->code == PRODUCT && k == 1)
+                width = depth;
+            else if (x->code == PRODUCT && k == 2)
+                rows = depth;
+            else if ((x->code == LOOKUP && k == 1) || (x->code == TABLE_GRADIENT && k == 0))
+                rows = x->depth_rest;
+            else if ((x->code == LOOKUP || x->code == TABLE_GRADIENT) && k == 2)
+                width = 1;
+            else if (x->code == SUM_ROWS && k == 0)
+                rows = 1;
+            else if (x->code == SUM_LAST && k == 0)
+                width = 1;
+            else if ((x->code == PICK && k == 1) || (x->code == PUT_ADD && k == 0))
+                width = x->depth_rest;
+            if (rows < 1 || width < 1 || !fits(p, o, rows, width, size[k], n))
+                return "an operand is larger than its memory";
+        }
+    }
+    return NULL;
+}
+
+static int columns(PyObject *object, Py_buffer *view, Py_ssize_t each, int64_t *count)
+{
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS) < 0)
+        return -1;
+    if (view->itemsize != 8 || view->len % (each * 8)) {
+        PyBuffer_Release(view);
+        PyErr_Format(PyExc_TypeError, "int64 columns of %zd were expected", each);
+        return -1;
+    }
+    *count = view->len / (each * 8);
+    return 0;
+}
+
+static void *copy_columns(PyObject *object, Py_ssize_t each, int64_t *count)
+{
+    Py_buffer view;
+    if (columns(object, &view, each, count) < 0)
+        return NULL;
+    void *copy = PyMem_Malloc(view.len ? (size_t)view.len : 8);
+    if (!copy)
+        PyErr_NoMemory();
+    else if (view.len)
+        memcpy(copy, view.buf, (size_t)view.len);
+    PyBuffer_Release(&view);
+    return copy;
+}
+
+static void program_free(PyObject *self)
+{
+    Program *p = (Program *)self;
+    PyMem_Free(p->bases);
+    PyMem_Free(p->code);
+    PyMem_Free(p->sources);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static int count_bases(Program *p)
+{
+    int64_t counts[5] = {0, 0, 0, 0, 0}, kind = INPUT;
+    for (int64_t b = 0; b < p->base_count; b++) {
+        const Base *base = &p->bases[b];
+        if (base->kind < kind || base->kind > LOCAL || !rows_fit(base->per_row, base->rest) || base->row_bytes < 1 ||
+            base->row_bytes >= ((int64_t)1 << 33))
+            return -1;
+        kind = base->kind > FIXED ? OWN : base->kind; /* the caller's memory first, in order of its kind */
+        counts[base->kind]++;
+    }
+    p->inputs = counts[INPUT], p->outputs = counts[OUTPUT], p->fixed = counts[FIXED];
+    return p->source_count <= p->inputs && p->base_count <= MOST_BASES ? 0 : -1;
+}
+
+static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *bases, *code, *sources;
+    if (kwargs && PyDict_GET_SIZE(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Program(bases, instructions, sources)");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "OOO", &bases, &code, &sources))
+        return NULL;
+    Program *p = (Program *)type->tp_alloc(type, 0);
+    if (!p)
+        return NULL;
+    if (!(p->bases = copy_columns(bases, 4, &p->base_count)) || !(p->code = copy_columns(code, 32, &p->length)) ||
+        !(p->sources = copy_columns(sources, 5, &p->source_count))) {
+        Py_DECREF(p);
+        return NULL;
+    }
+    const char *fault = count_bases(p) < 0 ? "bases" : NULL;
+    int64_t i = 0;
+    for (; i < p->length && !fault; i++)
+        fault = instruction_fault(p, &p->code[i]);
+    for (int64_t s = 0; s < p->source_count && !fault; s++) {
+        const Source *source = &p->sources[s];
+        if (source->kind < 0 || source->kind > SAVED || source->index < 0 || source->kept < -1 || source->size < 1 ||
+            p->bases[s].per_row != 1 || p->bases[s].rest || p->bases[s].row_bytes % source->size)
+            fault = "sources";
+    }
+    if (fault) {
+        Py_DECREF(p);
+        PyErr_Format(PyExc_ValueError, "instruction %lld: %s", (long long)(i - 1), fault);
+        return NULL;
+    }
+    return (PyObject *)p;
+}
+
+PyTypeObject ProgramType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.codegen._native.Program",
+    .tp_basicsize = sizeof(Program),
+    .tp_dealloc = program_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Program(bases, instructions, sources): a kernel as instructions, checked.",
+    .tp_new = program_new,
+};
+
+static void room_free(PyObject *self)
+{
+    PyMem_RawFree(((Room *)self)->memory);
+    Py_TYPE(self)->tp_free(self);
+}
+
+int room_reserve(Room *room, size_t bytes)
+{
+    if (bytes + 64 <= room->size)
+        return 0;
+    PyMem_RawFree(room->memory);
+    room->size = 0;
+    room->memory = PyMem_RawMalloc(bytes + bytes / 4 + 64);
+    if (!room->memory)
+        return -1;
+    room->size = bytes + bytes / 4 + 64;
+    return 0;
+}
+
+static PyObject *room_bytes(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromSize_t(((Room *)self)->size);
+}
+
+static PyGetSetDef room_attributes[] = {{"nbytes", room_bytes, NULL, "bytes held", NULL}, {NULL, NULL, NULL, NULL, NULL}};
+PyTypeObject RoomType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.codegen._native.Room",
+    .tp_basicsize = sizeof(Room),
+    .tp_dealloc = room_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Room(): memory that one thread's programs write their intermediates to; it grows.",
+    .tp_new = PyType_GenericNew,
+    .tp_getset = room_attributes,
+};
+
+/* run(program, room, n, memory) -> bool. memory: int64 [inputs + outputs + fixed, 2], pointer and bytes. */
+static PyObject *native_run(PyObject *module, PyObject *args)
+{
+    PyObject *program, *room, *memory;
+    long long n;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!LO", &ProgramType, &program, &RoomType, &room, &n, &memory))
+        return NULL;
+    Program *p = (Program *)program;
+    Py_buffer view;
+    int64_t count;
+    if (columns(memory, &view, 2, &count) < 0)
+        return NULL;
+    const int64_t *given = view.buf;
+    int good = count == p->inputs + p->outputs + p->fixed && n > 0 && n <= MOST_ROWS;
+    char *bases[MOST_BASES];
+    for (int64_t b = 0; b < count && good; b++) {
+        good = given[2 * b + 1] >= rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes;
+        bases[b] = (char *)(intptr_t)given[2 * b];
+    }
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        Room *own = (Room *)room;
+        good = room_reserve(own, room_needed(p, n)) == 0 &&
+               run_program(p, n, bases, (char *)aligned((size_t)own->memory)) == 0;
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&view);
+    return PyBool_FromLong(good);
+}
+
+static PyObject *native_set_products(PyObject *module, PyObject *address)
+{
+    (void)module;
+    void *single = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred())
+        return NULL;
+    set_products(single);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
+    {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
+    {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
+    {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    choose_loops();
+    if (PyType_Ready(&ProgramType) < 0 || PyType_Ready(&RoomType) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (!module)
+        return NULL;
+    Py_INCREF(&ProgramType);
+    Py_INCREF(&RoomType);
+    if (PyModule_AddObject(module, "Program", (PyObject *)&ProgramType) < 0 ||
+        PyModule_AddObject(module, "Room", (PyObject *)&RoomType) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

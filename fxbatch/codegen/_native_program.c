@@ -1,0 +1,330 @@
+/* Running one program: instructions on rows, pointwise ones fused in blocks that stay in the first cache. */
+
+#include "_native.h"
+
+typedef void (*Loop)(void *, const void *, const void *, const void *, int64_t, double);
+typedef struct {
+    Loop pointwise[POINTWISE];
+    void (*accumulate)(float *, const float *, int64_t);
+    void (*sum_rows)(float *, const float *, int64_t, int64_t, int64_t);
+    void (*log_softmax)(float *, const float *, int64_t, int);
+    void (*log_softmax_backward)(float *, const float *, const float *, int64_t, int);
+} Loops;
+
+#define LOOP(name) plain_##name
+#include "_native_loops.h"
+#undef LOOP
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define DISPATCHED
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define LOOP(name) avx2_##name
+#include "_native_loops.h"
+#undef LOOP
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
+#define LOOP(name) avx512_##name
+#include "_native_loops.h"
+#undef LOOP
+#pragma GCC pop_options
+#endif
+
+static const Loops *loops = &plain_loops;
+
+void choose_loops(void)
+{
+#ifdef DISPATCHED
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
+        loops = &avx512_loops;
+    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        loops = &avx2_loops;
+#endif
+}
+
+/* sgemm_ of BLAS, Fortran's calling convention, 32-bit integers. */
+typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                      const int *, const float *, const int *, const float *, float *, const int *);
+static Sgemm sgemm;
+
+void set_products(void *single)
+{
+    memcpy(&sgemm, &single, sizeof sgemm);
+}
+
+int has_products(void)
+{
+    return sgemm != NULL;
+}
+
+void accumulate(float *out, const float *row, int64_t count)
+{
+    loops->accumulate(out, row, count);
+}
+
+static const int8_t ELEMENTS[POINTWISE][4] = {
+    {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4},
+    {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 0}, {4, 4, 4, 4}, {4, 4, 4, 4},
+    {4, 1, 4, 4}, {8, 1, 8, 8}, {4, 8}, {8, 1}, {4, 1}, {1, 8, 8}, {1, 8, 8},
+    {1, 4, 4}, {1, 4, 4}, {1, 4, 4}, {1, 4, 4}, {8, 8}, {1, 1},
+};
+static const int8_t THRESHOLD[4] = {4, 4, 4};
+static const int8_t OTHERS[END - PRODUCT][4] = {
+    {4, 4, 4}, {4, 4, 8}, {4, 4}, {4, 4}, {4, 4}, {4, 4, 4}, {4, 4, 8}, {4, 0, 8, 4}, {4, 4, 8},
+};
+
+const int8_t *element_bytes(int64_t code)
+{
+    if (code == 16)
+        return THRESHOLD;
+    if (code >= 0 && code < POINTWISE)
+        return ELEMENTS[code];
+    return code >= PRODUCT && code < END ? OTHERS[code - PRODUCT] : NULL;
+}
+
+#define BLOCK_BYTES (24 * 1024)
+#define SPREAD 2048 /* elements of an operand that is spread over a row or a block */
+
+/* Instructions [first, last) of the group that begins at `first`, and how many rows a block has. */
+static int64_t group_end(const Program *p, int64_t first)
+{
+    int64_t last = first + 1;
+    while (last < p->length && p->code[last].group == p->code[first].group)
+        last++;
+    return last;
+}
+
+static int64_t block_rows(const Program *p, int64_t first, int64_t last)
+{
+    int64_t bytes = 0, widest = 1;
+    for (int64_t i = first; i < last; i++) {
+        const Instruction *x = &p->code[i];
+        const int8_t *size = element_bytes(x->code);
+        bytes += x->width * size[0] * 2;
+        widest = x->width > widest ? x->width : widest;
+    }
+    int64_t rows = BLOCK_BYTES / (bytes ? bytes : 1), most = SPREAD / widest;
+    rows = rows < most || most < 1 ? rows : most;
+    return rows < 1 ? 1 : rows;
+}
+
+/* Bytes of the intermediates that live in one block only, and of three operands spread out. */
+static size_t local_bytes(const Program *p)
+{
+    size_t most = 0;
+    for (int64_t i = 0; i < p->length;) {
+        if (p->code[i].group < 0) {
+            i++;
+            continue;
+        }
+        int64_t last = group_end(p, i), rows = block_rows(p, i, last);
+        size_t bytes = 0;
+        for (int64_t b = 0; b < p->base_count; b++)
+            if (p->bases[b].kind == LOCAL)
+                bytes += aligned((size_t)(p->bases[b].row_bytes * rows));
+        most = bytes > most ? bytes : most;
+        i = last;
+    }
+    return most;
+}
+
+size_t room_needed(const Program *p, int64_t n)
+{
+    size_t bytes = 3 * SPREAD * 8 + local_bytes(p);
+    for (int64_t b = 0; b < p->base_count; b++)
+        if (p->bases[b].kind == OWN)
+            bytes += aligned((size_t)(rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes));
+    return bytes;
+}
+
+static void spread(char *to, const char *number, int bytes, int64_t count)
+{
+    if (bytes == 4) {
+        float value, *out = (float *)to;
+        memcpy(&value, number, 4);
+        for (int64_t i = 0; i < count; i++)
+            out[i] = value;
+    } else if (bytes == 8) {
+        int64_t value, *out = (int64_t *)to;
+        memcpy(&value, number, 8);
+        for (int64_t i = 0; i < count; i++)
+            out[i] = value;
+    } else
+        memset(to, number[0], (size_t)count);
+}
+
+/* One pointwise instruction on rows [from, from + rows) of its operands. */
+static void run_pointwise(const Program *p, const Instruction *x, char **bases, int64_t from, int64_t rows, char *spare)
+{
+    const int8_t *size = element_bytes(x->code);
+    const Operand *operands = &x->out;
+    char *at[4] = {NULL, NULL, NULL, NULL};
+    int64_t step[4] = {0, 0, 0, 0};
+    char *room[4] = {NULL, spare, spare + SPREAD * 8, spare + SPREAD * 16};
+    int spreading[4] = {0, 0, 0, 0}, dense = 1;
+    double number;
+    memcpy(&number, &x->number, 8);
+    for (int k = 0; k < 4; k++) {
+        if (!size[k])
+            continue;
+        const Operand *o = &operands[k];
+        if (o->base < 0) {
+            spreading[k] = 1; /* the same number everywhere */
+            at[k] = (char *)&o->offset;
+            continue;
+        }
+        int64_t start = p->bases[o->base].kind == LOCAL ? 0 : from;
+        at[k] = bases[o->base] + (o->offset + start * o->stride) * size[k];
+        step[k] = o->stride * size[k];
+        spreading[k] = o->inner == 0 && x->width > 1 ? 2 : 0;
+        if (spreading[k] == 2 || (rows > 1 && o->stride != x->width))
+            dense = 0;
+    }
+    int64_t lines = dense ? 1 : rows, width = dense ? rows * x->width : x->width;
+    int64_t chunk = width;
+    for (int k = 1; k < 4; k++)
+        if (spreading[k] && chunk > SPREAD)
+            chunk = SPREAD;
+    for (int k = 1; k < 4; k++)
+        if (spreading[k] == 1)
+            spread(room[k], at[k], size[k], chunk);
+    for (int64_t r = 0; r < lines; r++) {
+        for (int k = 1; k < 4; k++)
+            if (spreading[k] == 2)
+                spread(room[k], at[k] + r * step[k], size[k], chunk);
+        for (int64_t c = 0; c < width; c += chunk) {
+            const char *in[4];
+            for (int k = 0; k < 4; k++)
+                in[k] = spreading[k] ? room[k] : at[k] ? at[k] + r * step[k] + c * size[k] : NULL;
+            loops->pointwise[x->code]((char *)in[0], in[1], in[2], in[3], width - c < chunk ? width - c : chunk, number);
+        }
+    }
+}
+
+static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, char **bases, char *spare)
+{
+    int64_t rows = rows_of(p->code[first].per_row, p->code[first].rest, n);
+    int64_t block = block_rows(p, first, last);
+    for (int64_t from = 0; from < rows; from += block)
+        for (int64_t i = first; i < last; i++)
+            run_pointwise(p, &p->code[i], bases, from, rows - from < block ? rows - from : block, spare);
+}
+
+/* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. */
+static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t depth)
+{
+    int ta = x->in[0].inner != 1, tb = x->in[1].inner != 1;
+    int m = (int)x->width, n = (int)rows, k = (int)depth, ldo = (int)x->out.stride;
+    int lda = (int)(ta ? x->in[0].inner : x->in[0].stride), ldb = (int)(tb ? x->in[1].inner : x->in[1].stride);
+    float one = 1.0f, rest = x->flag ? 1.0f : 0.0f;
+    int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
+    lda = lda < least_a ? least_a : lda;
+    ldb = ldb < least_b ? least_b : ldb;
+    ldo = ldo < m ? m : ldo;
+    sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, b, &ldb, a, &lda, &rest, out, &ldo);
+}
+
+/* What is neither pointwise nor a product; 1 where an index is out of range. */
+static int run_rows(const Instruction *x, char **at, int64_t rows)
+{
+    const int64_t so = x->out.stride, sa = x->in[0].stride, sb = x->in[1].stride, sc = x->in[2].stride;
+    const int64_t width = x->width, most = x->depth_rest;
+    float *out = (float *)at[0];
+    const float *a = (const float *)at[1], *c = (const float *)at[3];
+    const int64_t *index = (const int64_t *)at[2];
+    switch (x->code) {
+    case LOOKUP:
+        for (int64_t r = 0; r < rows; r++) {
+            if ((uint64_t)index[r * sb] >= (uint64_t)most)
+                return 1;
+            memcpy(out + r * so, a + index[r * sb] * sa, (size_t)width * 4);
+        }
+        return 0;
+    case SUM_ROWS:
+        loops->sum_rows(out, a, sa, rows, width);
+        return 0;
+    case SUM_LAST:
+        for (int64_t r = 0; r < rows; r++) {
+            double sum = 0.0;
+            for (int64_t i = 0; i < width; i++)
+                sum += a[r * sa + i];
+            out[r * so] = (float)sum;
+        }
+        return 0;
+    case LOG_SOFTMAX:
+        for (int64_t r = 0; r < rows; r++)
+            loops->log_softmax(out + r * so, a + r * sa, width, (int)x->flag);
+        return 0;
+    case LOG_SOFTMAX_BACKWARD:
+        for (int64_t r = 0; r < rows; r++)
+            loops->log_softmax_backward(out + r * so, a + r * sa, (const float *)at[2] + r * sb, width, (int)x->flag);
+        return 0;
+    case PICK:
+    case PUT_ADD:
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < width; j++) {
+                int64_t i = index[r * sb + j];
+                if ((uint64_t)i >= (uint64_t)most)
+                    return 1;
+                if (x->code == PICK)
+                    out[r * so + j] = a[r * sa + i];
+                else
+                    out[r * so + i] += c[r * sc + j];
+            }
+        return 0;
+    case TABLE_GRADIENT:
+        for (int64_t r = 0; r < most; r++)
+            memset(out + r * so, 0, (size_t)width * 4);
+        for (int64_t r = 0; r < rows; r++) {
+            if ((uint64_t)index[r * sb] >= (uint64_t)most)
+                return 1;
+            if (index[r * sb] != x->flag)
+                loops->accumulate(out + index[r * sb] * so, a + r * sa, width);
+        }
+        return 0;
+    }
+    return 1;
+}
+
+int run_program(const Program *p, int64_t n, char **bases, char *own)
+{
+    char *spare = own;
+    own += 3 * SPREAD * 8;
+    for (int64_t b = 0; b < p->base_count; b++)
+        if (p->bases[b].kind == OWN) {
+            bases[b] = own;
+            own += aligned((size_t)(rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes));
+        }
+    for (int64_t i = 0; i < p->length;) {
+        const Instruction *x = &p->code[i];
+        if (x->group >= 0) {
+            int64_t last = group_end(p, i), rows = block_rows(p, i, last);
+            char *local = own;
+            for (int64_t b = 0; b < p->base_count; b++)
+                if (p->bases[b].kind == LOCAL) {
+                    bases[b] = local;
+                    local += aligned((size_t)(p->bases[b].row_bytes * rows));
+                }
+            run_group(p, i, last, n, bases, spare);
+            i = last;
+            continue;
+        }
+        const Operand *operands = &x->out;
+        const int8_t *size = element_bytes(x->code);
+        char *at[4] = {NULL, NULL, NULL, NULL};
+        for (int k = 0; k < 4; k++)
+            if (size[k])
+                at[k] = bases[operands[k].base] + operands[k].offset * size[k];
+        int64_t rows = rows_of(x->per_row, x->rest, n);
+        if (x->code == PRODUCT)
+            product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows,
+                    rows_of(x->depth_per_row, x->depth_rest, n));
+        else if (run_rows(x, at, rows))
+            return 1;
+        i++;
+    }
+    return 0;
+}

@@ -1,0 +1,394 @@
+/* Consecutive steps of a plan: places from its columns, gathers, one program a step.
+
+   Whatever is not as expected (no program, a place outside its memory, an index out of range) ends the stretch before
+   the step, which Python then runs, raising what it raises. */
+
+#include "_native_steps.h"
+
+enum {
+    SIGNATURE, ROWS, OFFSET, FIRST_GATHER, GATHER_ARENA, GATHER_KIND, GATHER_START, GATHER_ROWS, FIRST_BLOCK, BLOCK_ARENA,
+    BLOCK_START, INDICES, ARENAS, POINTERS, FIRST_POINTER, FORWARD_COLUMNS,
+    FIRST_READ = FORWARD_COLUMNS, KIND, START, STOP, BAG, READ_ARENA, GRADIENT_INDICES, BAGS, GRADIENTS, FIRST_WRITE,
+    WRITE_ARENA, WRITE_START, PASSED, BACKWARD_COLUMNS
+};
+
+typedef struct {
+    const int64_t *at[BACKWARD_COLUMNS];
+    int64_t length[BACKWARD_COLUMNS];
+    Py_buffer views[BACKWARD_COLUMNS];
+    int taken;
+    PyObject **programs;
+    int64_t program_count;
+    Room *room;
+    int64_t *index_of_gather; /* where the indices of each gather begin */
+} Steps;
+
+typedef struct {
+    char *at;
+    int64_t bytes;
+} Piece;
+
+static void release_steps(Steps *s)
+{
+    while (s->taken)
+        PyBuffer_Release(&s->views[--s->taken]);
+    PyMem_Free(s->index_of_gather);
+    s->index_of_gather = NULL;
+}
+
+static int take_steps(Steps *s, PyObject *columns, int count)
+{
+    s->taken = 0;
+    s->index_of_gather = NULL;
+    if (!PyTuple_Check(columns) || PyTuple_GET_SIZE(columns) != count) {
+        PyErr_Format(PyExc_TypeError, "a tuple of %d columns was expected", count);
+        return -1;
+    }
+    for (int k = 0; k < count; k++) {
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(columns, k), &s->views[k], PyBUF_C_CONTIGUOUS) < 0) {
+            release_steps(s);
+            return -1;
+        }
+        s->taken++;
+        if (s->views[k].itemsize != 8) {
+            release_steps(s);
+            PyErr_Format(PyExc_TypeError, "column %d is not int64", k);
+            return -1;
+        }
+        s->at[k] = s->views[k].buf;
+        s->length[k] = s->views[k].len / 8;
+    }
+    int64_t gathers = s->length[GATHER_KIND], steps = s->length[SIGNATURE];
+    int good = s->length[ROWS] == steps && s->length[OFFSET] == steps && s->length[FIRST_GATHER] == steps + 1 &&
+               s->length[FIRST_BLOCK] == steps + 1 && s->length[GATHER_ARENA] == gathers &&
+               s->length[GATHER_START] == gathers && s->length[GATHER_ROWS] == gathers &&
+               s->length[BLOCK_ARENA] == s->length[BLOCK_START];
+    if (good && count == BACKWARD_COLUMNS) {
+        int64_t reads = s->length[KIND], writes = s->length[WRITE_ARENA];
+        good = s->length[FIRST_READ] == steps + 1 && s->length[FIRST_WRITE] == steps + 1 && s->length[START] == reads &&
+               s->length[STOP] == reads && s->length[BAG] == reads && s->length[READ_ARENA] == reads &&
+               s->length[WRITE_START] == writes && s->length[PASSED] == steps;
+    }
+    if (!good) {
+        release_steps(s);
+        PyErr_SetString(PyExc_ValueError, "columns of different lengths");
+        return -1;
+    }
+    s->index_of_gather = PyMem_Malloc((size_t)(gathers + 1) * 8);
+    if (!s->index_of_gather) {
+        release_steps(s);
+        PyErr_NoMemory();
+        return -1;
+    }
+    int64_t at = 0;
+    for (int64_t g = 0; g < gathers; g++) {
+        s->index_of_gather[g] = at;
+        at += s->at[GATHER_KIND][g] == INDEX ? s->at[GATHER_ROWS][g] : 0;
+    }
+    return 0;
+}
+
+/* Rows [start, start + rows) of arena `a` of a table of (pointer, bytes, bytes a row); NULL where they aren't there. */
+static char *arena_rows(const Steps *s, int table, int64_t a, int64_t start, int64_t rows, int64_t row_bytes)
+{
+    if (a < 0 || a >= s->length[table] / 3)
+        return NULL;
+    const int64_t *arena = s->at[table] + 3 * a;
+    if (arena[2] != row_bytes || start < 0 || rows < 0 || (start + rows) * row_bytes > arena[1])
+        return NULL;
+    return (char *)(intptr_t)arena[0] + start * row_bytes;
+}
+
+/* Pointer number i of step k's operation: rows [first, first + rows) of it. */
+static char *pointer_rows(const Steps *s, int64_t k, int64_t i, int64_t first, int64_t rows, int64_t row_bytes)
+{
+    int64_t at = s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i;
+    if (i < 0 || at >= s->at[FIRST_POINTER][s->at[SIGNATURE][k] + 1])
+        return NULL;
+    const int64_t *pointer = s->at[POINTERS] + 3 * at;
+    if (first < 0 || (first + rows) * row_bytes > pointer[1])
+        return NULL;
+    return (char *)(intptr_t)pointer[0] + first * row_bytes;
+}
+
+static int read_in_place(const Steps *s, int64_t k, int64_t i)
+{
+    return (int)s->at[POINTERS][3 * (s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i) + 2];
+}
+
+static int gather_rows(char *to, const char *from, int64_t bytes, int64_t row_bytes, const int64_t *index, int64_t count)
+{
+    int64_t rows = bytes / row_bytes;
+    for (int64_t i = 0; i < count; i++)
+        if ((uint64_t)index[i] >= (uint64_t)rows)
+            return 1;
+    if (row_bytes == 8)
+        for (int64_t i = 0; i < count; i++)
+            memcpy(to + i * 8, from + index[i] * 8, 8);
+    else
+        for (int64_t i = 0; i < count; i++)
+            memcpy(to + i * row_bytes, from + index[i] * row_bytes, (size_t)row_bytes);
+    return 0;
+}
+
+/* The rows of gather g, read into `to` where they aren't together; NULL where something is out of range. */
+static char *read_gather(const Steps *s, int64_t g, int64_t rows, int64_t row_bytes, char *to, int copied)
+{
+    int64_t kind = s->at[GATHER_KIND][g], start = s->at[GATHER_START][g], a = s->at[GATHER_ARENA][g];
+    if (kind == INDEX) {
+        int64_t at = s->index_of_gather[g];
+        char *from = arena_rows(s, ARENAS, a, 0, 0, row_bytes);
+        if (!from || !to || s->at[GATHER_ROWS][g] != rows || at + rows > s->length[INDICES] ||
+            gather_rows(to, from, s->at[ARENAS][3 * a + 1], row_bytes, s->at[INDICES] + at, rows))
+            return NULL;
+        return to;
+    }
+    char *from = arena_rows(s, ARENAS, a, start, kind == VIEW ? rows : 1, row_bytes);
+    if (!from || (kind == VIEW && !copied))
+        return from;
+    if (!to)
+        return NULL;
+    if (kind == VIEW)
+        memcpy(to, from, (size_t)(rows * row_bytes));
+    else
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(to + r * row_bytes, from, (size_t)row_bytes);
+    return to;
+}
+
+/* The program of step k, NULL where Python has to run it. */
+static const Program *program_of(const Steps *s, int64_t k)
+{
+    int64_t signature = s->at[SIGNATURE][k], n = s->at[ROWS][k];
+    if (signature < 0 || signature >= s->program_count || s->programs[signature] == Py_None || n > MOST_ROWS || n < 1)
+        return NULL;
+    return (const Program *)s->programs[signature];
+}
+
+/* Bytes for the inputs of a step that have to be put together, and for its program. */
+static size_t step_needs(const Program *p, int64_t n)
+{
+    size_t bytes = room_needed(p, n);
+    for (int64_t i = 0; i < p->source_count; i++)
+        bytes += aligned((size_t)(n * p->bases[i].row_bytes));
+    return bytes;
+}
+
+static int run_forward_step(const Steps *s, const Program *p, int64_t k)
+{
+    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
+    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
+    int64_t kept = counts[0], number = 1 + kept; /* the first row says how many there are of each */
+    int64_t gather = s->at[FIRST_GATHER][k], block = s->at[FIRST_BLOCK][k];
+    int64_t blocks = s->at[FIRST_BLOCK][k + 1] - block;
+    char *bases[MOST_BASES];
+    if (gather + p->source_count > s->length[GATHER_KIND] || room_reserve(s->room, step_needs(p, n)))
+        return 1;
+    char *own = (char *)aligned((size_t)s->room->memory);
+    for (int64_t i = 0; i < p->source_count; i++) {
+        const Source *source = &p->sources[i];
+        int64_t row_bytes = p->bases[i].row_bytes / source->size;
+        char *to = own;
+        int copied = 0;
+        if (source->kept >= 0) {
+            to = source->kept < kept ? pointer_rows(s, k, 1 + source->kept, offset, n, p->bases[i].row_bytes) : NULL;
+            copied = (int)source->copied;
+            if (copied && read_in_place(s, k, 1 + source->kept)) {
+                bases[i] = to;
+                if (!to)
+                    return 1;
+                continue;
+            }
+        } else
+            own += aligned((size_t)(n * p->bases[i].row_bytes));
+        bases[i] = read_gather(s, gather + i, n * source->size, row_bytes, to, copied);
+        if (!bases[i])
+            return 1;
+    }
+    for (int64_t i = 0; i < p->outputs; i++) { /* blocks in arenas, then what is saved */
+        int64_t base = p->inputs + i, row_bytes = p->bases[base].row_bytes;
+        if (i < blocks)
+            bases[base] = arena_rows(s, ARENAS, s->at[BLOCK_ARENA][block + i], s->at[BLOCK_START][block + i], n, row_bytes);
+        else
+            bases[base] = pointer_rows(s, k, number++, offset, n, row_bytes);
+        if (!bases[base])
+            return 1;
+    }
+    for (int64_t b = p->source_count; b < p->inputs + p->outputs + p->fixed; b++) {
+        if (b >= p->inputs && b < p->inputs + p->outputs)
+            continue; /* shared operands, then what depends on them alone */
+        bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
+        if (!bases[b])
+            return 1;
+    }
+    return run_program(p, n, bases, own);
+}
+
+/* The gradient of read i, n rows of it; NULL where something is out of range. */
+static char *read_gradient(const Steps *s, int64_t i, int64_t n, int64_t row_bytes, char *to)
+{
+    int64_t kind = s->at[KIND][i], start = s->at[START][i], stop = s->at[STOP][i], a = s->at[READ_ARENA][i];
+    if (kind == NOTHING)
+        return memset(to, 0, (size_t)(n * row_bytes));
+    if (kind == READ_VIEW)
+        return stop - start == n ? arena_rows(s, GRADIENTS, a, start, n, row_bytes) : NULL;
+    char *from = arena_rows(s, GRADIENTS, a, 0, 0, row_bytes);
+    if (!from || start < 0 || stop < start || stop > s->length[GRADIENT_INDICES])
+        return NULL;
+    const int64_t *index = s->at[GRADIENT_INDICES] + start;
+    int64_t bytes = s->at[GRADIENTS][3 * a + 1], count = stop - start;
+    if (kind == READ_INDEX)
+        return count == n && !gather_rows(to, from, bytes, row_bytes, index, n) ? to : NULL;
+    int64_t bag = s->at[BAG][i], rows = bytes / row_bytes, width = row_bytes / 4;
+    if (bag < 0 || bag + n > s->length[BAGS] || row_bytes % 4)
+        return NULL;
+    const int64_t *bags = s->at[BAGS] + bag;
+    for (int64_t b = 0; b < n; b++) {
+        int64_t first = bags[b], last = b + 1 < n ? bags[b + 1] : count;
+        float *sum = (float *)(to + b * row_bytes);
+        if (first < 0 || last > count || first > last)
+            return NULL;
+        memset(sum, 0, (size_t)row_bytes);
+        for (int64_t j = first; j < last; j++) {
+            if ((uint64_t)index[j] >= (uint64_t)rows)
+                return NULL;
+            accumulate(sum, (const float *)(from + index[j] * row_bytes), width);
+        }
+    }
+    return to;
+}
+
+static char *find_source(const Steps *s, const Source *source, int64_t k, int64_t kept, int64_t row_bytes, char *to)
+{
+    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
+    if (source->kind == RESULT) {
+        int64_t block = s->at[FIRST_BLOCK][k] + source->index;
+        if (block >= s->at[FIRST_BLOCK][k + 1])
+            return NULL;
+        return arena_rows(s, ARENAS, s->at[BLOCK_ARENA][block], s->at[BLOCK_START][block], n, row_bytes);
+    }
+    if (source->kind == SAVED)
+        return pointer_rows(s, k, kept + source->index, offset, n, row_bytes);
+    int64_t g = s->at[FIRST_GATHER][k] + source->index;
+    if (g >= s->at[FIRST_GATHER][k + 1])
+        return NULL;
+    if (source->copied || s->at[GATHER_KIND][g] == INDEX)
+        return source->kept >= 0 ? pointer_rows(s, k, 1 + source->kept, offset, n, row_bytes) : NULL;
+    return read_gather(s, g, n * source->size, row_bytes / source->size, to, 0);
+}
+
+static int run_backward_step(const Steps *s, const Program *p, int64_t k)
+{
+    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], read = s->at[FIRST_READ][k], write = s->at[FIRST_WRITE][k];
+    int64_t reads = s->at[FIRST_READ][k + 1] - read, writes = s->at[FIRST_WRITE][k + 1] - write, something = 0;
+    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
+    int64_t kept = counts[0], saved = counts[1]; /* the first row says how many there are of each */
+    int64_t shared = 1 + kept + saved, fixed = shared + p->inputs - p->source_count, extra = fixed + p->fixed;
+    char *bases[MOST_BASES];
+    for (int64_t i = 0; i < p->outputs; i++) { /* gradients of groups, then rows for the parameters */
+        int64_t base = p->inputs + i, row_bytes = p->bases[base].row_bytes;
+        if (i < writes) {
+            const int64_t *arena = s->at[GRADIENTS] + 3 * s->at[WRITE_ARENA][write + i];
+            int64_t size = arena[2] ? row_bytes / arena[2] : 0;
+            bases[base] = arena_rows(s, GRADIENTS, s->at[WRITE_ARENA][write + i], s->at[WRITE_START][write + i], n * size,
+                                     size ? row_bytes / size : -1);
+        } else
+            bases[base] = pointer_rows(s, k, extra + i - writes, offset, n, row_bytes);
+        if (!bases[base])
+            return 1;
+    }
+    for (int64_t i = 0; i < reads; i++)
+        something |= s->at[KIND][read + i] != NOTHING;
+    if (!something) {
+        for (int64_t b = p->inputs; b < p->inputs + p->outputs; b++)
+            memset(bases[b], 0, (size_t)(n * p->bases[b].row_bytes));
+        return 0;
+    }
+    if (reads > p->source_count || room_reserve(s->room, step_needs(p, n)))
+        return 1;
+    char *own = (char *)aligned((size_t)s->room->memory);
+    for (int64_t i = 0; i < p->source_count; i++) {
+        int64_t row_bytes = p->bases[i].row_bytes;
+        bases[i] = i < reads ? read_gradient(s, read + i, n, row_bytes, own)
+                             : find_source(s, &p->sources[i], k, 1 + kept, row_bytes, own);
+        if (!bases[i])
+            return 1;
+        own += aligned((size_t)(n * row_bytes));
+    }
+    for (int64_t b = p->source_count, number = shared; b < p->inputs + p->outputs + p->fixed; b++) {
+        if (b >= p->inputs && b < p->inputs + p->outputs)
+            continue;
+        bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
+        if (!bases[b])
+            return 1;
+    }
+    return run_program(p, n, bases, own);
+}
+
+static int take_arguments(Steps *s, PyObject *args, int count, long long *first, long long *last)
+{
+    PyObject *programs, *room, *columns;
+    if (!PyArg_ParseTuple(args, "O!O!OLL", &PyTuple_Type, &programs, &RoomType, &room, &columns, first, last))
+        return -1;
+    s->programs = &PyTuple_GET_ITEM(programs, 0);
+    s->program_count = PyTuple_GET_SIZE(programs);
+    s->room = (Room *)room;
+    for (int64_t i = 0; i < s->program_count; i++)
+        if (s->programs[i] != Py_None && Py_TYPE(s->programs[i]) != &ProgramType) {
+            PyErr_SetString(PyExc_TypeError, "programs and None were expected");
+            return -1;
+        }
+    if (take_steps(s, columns, count) < 0)
+        return -1;
+    if (*first < 0 || *last < *first || *last > s->length[SIGNATURE] ||
+        s->length[FIRST_POINTER] != s->program_count + 1 ||
+        s->at[FIRST_POINTER][s->program_count] * 3 > s->length[POINTERS]) {
+        release_steps(s);
+        PyErr_SetString(PyExc_ValueError, "steps or pointers out of range");
+        return -1;
+    }
+    return 0;
+}
+
+/* forward(programs, room, columns, first, last) -> the first step that was not run, `last` if all were. */
+PyObject *native_forward(PyObject *module, PyObject *args)
+{
+    Steps s;
+    long long first, last;
+    (void)module;
+    if (take_arguments(&s, args, FORWARD_COLUMNS, &first, &last) < 0)
+        return NULL;
+    int64_t k = first;
+    Py_BEGIN_ALLOW_THREADS
+    for (; k < last; k++) {
+        const Program *p = program_of(&s, k);
+        if (!p || run_forward_step(&s, p, k))
+            break;
+    }
+    Py_END_ALLOW_THREADS
+    release_steps(&s);
+    return PyLong_FromLongLong(k);
+}
+
+/* backward(programs, room, columns, first, last) -> the step after the last that was not run: steps last - 1 down
+   to it are done; `first` if all are. */
+PyObject *native_backward(PyObject *module, PyObject *args)
+{
+    Steps s;
+    long long first, last;
+    (void)module;
+    if (take_arguments(&s, args, BACKWARD_COLUMNS, &first, &last) < 0)
+        return NULL;
+    int64_t k = last;
+    Py_BEGIN_ALLOW_THREADS
+    for (; k > first; k--) {
+        if (s.at[PASSED][k - 1])
+            continue;
+        const Program *p = program_of(&s, k - 1);
+        if (!p || s.at[FIRST_READ][k - 1] == s.at[FIRST_READ][k] || run_backward_step(&s, p, k - 1))
+            break;
+    }
+    Py_END_ALLOW_THREADS
+    release_steps(&s);
+    return PyLong_FromLongLong(k);
+}

@@ -1,0 +1,114 @@
+"""Native programs of an operation's kernels, with where each of their inputs comes from.
+
+In: OperationGraphs and their kernels. Out: a NativeStep a kernel, or the reason why it has none.
+
+    step = forward_step(graphs, kept, kernel, shared)     # NativeStep, or "aten.bmm.default"
+    step.program                                          # runs in `_native.c`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxbatch.codegen.kernels import Kernel
+from fxbatch.codegen.looped import in_parameters
+from fxbatch.codegen.native import available, extension
+from fxbatch.codegen.native_program import FixedTensor, make_program
+from fxbatch.codegen.operation import OperationGraphs, Ref
+from fxbatch.codegen.sizes import Shape, shape
+from fxbatch.codegen.workspace import Workspace
+
+_KINDS = {"group": 0, "output": 1, "saved": 2}
+Source = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members
+
+
+@dataclass(frozen=True, eq=False)
+class NativeStep:
+    """A kernel as a program. `fixed`: what it reads of what the kernel prepares once a run; `given`: from which
+    shared operands that is made."""
+
+    program: Any
+    kernel: Kernel
+    fixed: tuple[FixedTensor, ...]
+    given: tuple[int, ...]
+    forms: tuple[tuple[Shape, torch.dtype], ...]
+
+    def prepared(self, shared: Sequence[torch.Tensor], workspace: Workspace) -> list[torch.Tensor] | None:
+        """The tensors that depend on shared operands alone; None where they aren't as the program has them."""
+        if not self.fixed:
+            return []
+        made = workspace.prepared(self.kernel, tuple(shared[i] for i in self.given))
+        found = []
+        for position, dims, strides in self.fixed:
+            tensor = made[position]
+            mine = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            if tuple(tensor.shape) != dims or mine != strides:
+                return None
+            found.append(tensor)
+        return found
+
+    def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each result for n rows."""
+        return [(tuple(a * n + b for a, b in dims), dtype) for dims, dtype in self.forms]
+
+
+def make_step(
+    module: fx.GraphModule, kernel: object, shared: Sequence[torch.Tensor], sources: Sequence[Source]
+) -> NativeStep | str:
+    """The step of a kernel whose first inputs come from `sources` and whose last are `shared`."""
+    if reason := available():
+        return reason
+    if not isinstance(kernel, Kernel):
+        return "compiled otherwise"
+    made = make_program(module, shared)
+    if isinstance(made, str):
+        return made
+    columns = np.array(sources, dtype=np.int64).reshape(-1, 5)
+    try:
+        program = extension.Program(made.bases, made.instructions, columns)
+    except ValueError as error:
+        return str(error)
+    forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
+    return NativeStep(program, kernel, made.fixed, made.given, forms)
+
+
+def forward_step(
+    graphs: OperationGraphs, kept: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
+) -> NativeStep | str:
+    """The forward: gathered groups and shared operands in."""
+    sources = [_group(graphs, kept, g) for g in range(len(graphs.layout.groups))]
+    return make_step(graphs.forward, kernel, shared, sources)
+
+
+def backward_step(
+    graphs: OperationGraphs, kept: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
+) -> NativeStep | str:
+    """The backward: gradients of outputs, what forward kept, and shared operands in."""
+    if graphs.backward is None:
+        return "no gradients"
+    gradients = [(0, 0, -1, 0, 1)] * len(graphs.grad_outputs)
+    refs = [_source(graphs, kept, ref) for ref in graphs.backward_inputs]
+    return make_step(graphs.backward, kernel, shared, [*gradients, *refs])
+
+
+def parameters_step(
+    graphs: OperationGraphs, kernel: object, shared: Sequence[torch.Tensor]
+) -> NativeStep | str:
+    """The gradients of parameters: rows of all steps, and shared operands in."""
+    return "no gradients" if graphs.parameters is None else make_step(graphs.parameters, kernel, shared, ())
+
+
+def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> Source:
+    position = kept.index(group) if group in kept else -1
+    copied = position >= 0 and in_parameters(graphs, group)
+    return 0, group, position, int(copied), len(graphs.layout.groups[group])
+
+
+def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> Source:
+    return _group(graphs, kept, ref.index) if ref.kind == "group" else (_KINDS[ref.kind], ref.index, -1, 0, 1)

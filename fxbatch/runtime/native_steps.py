@@ -1,0 +1,219 @@
+"""Stretches of steps that run in C: a phase's plan and pointers of its memory, as columns.
+
+In: a run and a phase whose memory is reserved. Out: a NativeSteps, or None where no operation has a native program.
+
+    steps = forward_steps(run, phase)
+    stop = steps.forward(0, len(phase.plan))      # the first step that Python has to run
+
+Pointers are fetched anew for each phase and backward pass, and their tensors held as long as the object lives.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_steps import NativeStep
+from fxbatch.codegen.workspace import Workspace
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.pieces import is_given
+
+if TYPE_CHECKING:
+    from fxbatch.runtime.phase import OperationRows, Phase
+    from fxbatch.runtime.run import Run
+
+_ROWS = 1 << 20  # programs take no more
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class NativeSteps:
+    """The programs of a phase by signature, and the columns that `_native.c` walks."""
+
+    programs: tuple[Any, ...]
+    room: Any
+    columns: tuple[Any, ...]
+    held: list[torch.Tensor] = field(default_factory=list)
+
+    def begins_at(self, phase: Phase, k: int) -> bool:
+        """Whether step k has a program."""
+        return self.programs[int(phase.plan.step_signature[k])] is not None
+
+    def forward(self, first: int, last: int) -> int:
+        """Run steps from `first` on; the first that was not run."""
+        return int(extension.forward(self.programs, self.room, self.columns, first, last))
+
+    def backward(self, last: int) -> int:
+        """Run steps from `last - 1` down; the number of those that are left."""
+        return int(extension.backward(self.programs, self.room, self.columns, 0, last))
+
+
+class _Pointers:
+    """Rows of (pointer, bytes, flag), and where those of each signature begin."""
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self.first = array("q", (0,))
+        self.held: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, *, flag: int = 0) -> None:
+        """A tensor whose elements lie from its first on."""
+        self.rows.extend((tensor.data_ptr(), _bytes(tensor), flag))
+        self.held.append(tensor)
+
+    def begin(self, kept: int, saved: int) -> None:
+        self.rows.extend((kept, saved, 0))
+
+    def end(self) -> None:
+        self.first.append(len(self.rows) // 3)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return last * tensor.element_size() if tensor.numel() else 0
+
+
+def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps | None:
+    """The steps of a phase's forward."""
+    chosen = [None if c is None else c.native_forward for c in phase.compiled]
+    found = _tables(run, phase, chosen, workspace)
+    if found is None:
+        return None
+    programs, pointers, arenas = found
+    columns = (*_plan_columns(phase), arenas, pointers.rows, pointers.first)
+    return NativeSteps(programs, workspace.native_room(), columns, pointers.held)
+
+
+def backward_steps(
+    run: Run,
+    phase: Phase,
+    workspace: Workspace,
+    gradients: Sequence[torch.Tensor],
+    columns: Sequence[np.ndarray],
+    passed: np.ndarray,
+) -> NativeSteps | None:
+    """The steps of a phase's backward.
+
+    gradients: the arenas of gradients. columns: where each step's reads begin, what they are, all indices and bags,
+    where each step's writes begin and go to (in the order of `_native_steps.c`).
+    """
+    counts = phase.plan.step_rows
+    chosen: list[NativeStep | None] = []
+    for s, compiled in enumerate(phase.compiled):
+        step = None if compiled is None else compiled.native_backward
+        if step is not None and compiled is not None and compiled.extra_given:
+            mine = counts[phase.plan.step_signature == s]
+            if len(mine) and is_given(run.rows_of[compiled], int(mine[0])):
+                step = None  # all that it does is to keep gradients where they are
+        chosen.append(step)
+    found = _tables(run, phase, chosen, workspace)
+    if found is None:
+        return None
+    programs, pointers, arenas = found
+    reads, indices, bags, writes = columns[:6], columns[6], columns[7], columns[8:]
+    table = array("q")
+    for tensor in gradients:
+        table.extend(_arena(tensor))
+        pointers.held.append(tensor)
+    everything = (
+        *_plan_columns(phase), arenas, pointers.rows, pointers.first,
+        *reads, indices, bags, table, *writes, passed.astype(np.int64),
+    )  # fmt: skip
+    return NativeSteps(programs, workspace.native_room(), everything, pointers.held)
+
+
+def _plan_columns(phase: Phase) -> tuple[Any, ...]:
+    plan = phase.plan
+    return (
+        plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,
+        plan.gather_start, plan.gather_rows, plan.first_block, plan.block_arena, plan.block_start, plan.indices,
+    )  # fmt: skip
+
+
+def _arena(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    """(pointer, bytes, bytes a row) of an arena, nothing of one that C can't read."""
+    if tensor is None or tensor.device.type != "cpu" or not tensor.numel() or tensor.dim() == 0:
+        return 0, 0, 0
+    size = tensor.nbytes
+    return tensor.data_ptr(), size, size // tensor.size(0)
+
+
+def _tables(
+    run: Run, phase: Phase, chosen: Sequence[NativeStep | None], workspace: Workspace
+) -> tuple[tuple[Any, ...], _Pointers, array[int]] | None:
+    """Programs by signature, the pointers of each, and the arenas; None where nothing runs native."""
+    pointers = _Pointers()
+    programs: list[Any] = []
+    for compiled, step in zip(phase.compiled, chosen, strict=True):
+        program = None
+        if step is not None and compiled is not None:
+            program = _add_operation(run, compiled, step, pointers, workspace)
+        programs.append(program)
+        pointers.end()
+    if not any(x is not None for x in programs):
+        return None
+    arenas = array("q")
+    for kind in phase.plan.arenas:
+        tensor = run.arenas[run.type_ids[kind]].tensor
+        arenas.extend(_arena(tensor))
+        if tensor is not None:
+            pointers.held.append(tensor)
+    return tuple(programs), pointers, arenas
+
+
+def _add_operation(
+    run: Run, compiled: CompiledOperation, step: NativeStep, pointers: _Pointers, workspace: Workspace
+) -> Any:
+    """The pointers of one operation: kept rows, saved rows, shared operands, prepared tensors, extra rows. Its
+    program, or None where it can't read what it is given."""
+    shared = run.shared[compiled.signature]
+    fixed = step.prepared(shared, workspace)
+    if fixed is None or not all(type(t) in _TENSORS and not t.is_neg() for t in shared):
+        return None
+    rows: OperationRows = run.rows_of[compiled]
+    pointers.begin(len(rows.kept), len(rows.saved))
+    for position, buffer in enumerate(rows.kept):
+        place = rows.in_place.get(position)
+        tensor = buffer.tensor if place is None else place
+        assert tensor is not None, "rows were reserved before"
+        pointers.add(tensor, flag=int(place is not None))
+    for buffer in rows.saved:
+        assert buffer.tensor is not None, "rows were reserved before"
+        pointers.add(buffer.tensor)
+    for tensor in (*shared, *fixed):
+        pointers.add(tensor)
+    for buffer in rows.extra:
+        pointers.add(buffer.tensor if buffer.tensor is not None else _NOTHING)
+    return step.program
+
+
+_NOTHING = torch.empty(0)
+
+
+def run_native(
+    step: NativeStep,
+    n: int,
+    inputs: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor],
+    workspace: Workspace,
+) -> list[torch.Tensor] | None:
+    """One kernel with new memory for its results; None where it can't read what it is given."""
+    if not 0 < n <= _ROWS or not all(type(t) in _TENSORS and not t.is_neg() for t in shared):
+        return None
+    fixed = step.prepared(shared, workspace)
+    if fixed is None or not all(t.is_contiguous() for t in inputs):
+        return None
+    outs = [torch.empty(form, dtype=dtype) for form, dtype in step.outputs(n)]
+    memory = array("q")
+    for tensor in (*inputs, *shared, *outs, *fixed):
+        memory.extend((tensor.data_ptr(), _bytes(tensor)))
+    return outs if extension.run(step.program, workspace.native_room(), n, memory) else None
