@@ -42,7 +42,7 @@ static int column_reserve(Column *c, Py_ssize_t more)
 static PyObject *column_append(PyObject *self, PyObject *number)
 {
     Column *c = (Column *)self;
-    int64_t x = PyLong_AsLongLong(number);
+    int64_t x = PyLong_AsSsize_t(number);
     if ((x == -1 && PyErr_Occurred()) || column_reserve(c, 1) < 0)
         return NULL;
     c->data[c->size++] = x;
@@ -58,7 +58,7 @@ static PyObject *column_extend(PyObject *self, PyObject *numbers)
     Py_ssize_t n = PySequence_Fast_GET_SIZE(items), before = c->size;
     int failed = column_reserve(c, n) < 0;
     for (Py_ssize_t i = 0; i < n && !failed; i++) {
-        int64_t x = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, i));
+        int64_t x = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(items, i));
         failed = x == -1 && PyErr_Occurred();
         c->data[before + i] = x;
     }
@@ -161,6 +161,7 @@ typedef struct {
     Py_ssize_t used, room; /* room: a power of two, or 0 */
     Pattern *patterns;
     Py_ssize_t pattern_used, pattern_room;
+    int foreign; /* whether a pattern has a parameter of no module that is watched */
 } KnownCalls;
 
 static Call *known_place(Call *calls, Py_ssize_t room, const Call *wanted)
@@ -267,6 +268,7 @@ static int known_drop(PyObject *self)
     Py_ssize_t pattern_room = k->pattern_room;
     k->patterns = NULL;
     k->pattern_used = k->pattern_room = 0;
+    k->foreign = 0;
     for (Py_ssize_t i = 0; i < pattern_room; i++)
         if (patterns[i].func)
             pattern_free(&patterns[i]);
@@ -287,6 +289,13 @@ static PyObject *known_clear(PyObject *self, PyObject *Py_UNUSED(none))
 {
     known_drop(self);
     Py_RETURN_NONE;
+}
+
+/* lasts(): whether these may be known in another minibatch. */
+static PyObject *known_lasts(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    KnownCalls *k = (KnownCalls *)self;
+    return PyBool_FromLong(!k->foreign && k->used < MAX_PATTERNS && k->pattern_used < MAX_PATTERNS);
 }
 
 static int known_traverse(PyObject *self, visitproc visit, void *arg)
@@ -317,6 +326,7 @@ static PyMethodDef known_methods[] = {
     {"add", known_add, METH_VARARGS, NULL},
     {"find", known_find, METH_VARARGS, NULL},
     {"clear", known_clear, METH_NOARGS, NULL},
+    {"lasts", known_lasts, METH_NOARGS, NULL},
     {NULL}};
 static PyTypeObject KnownCallsType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.KnownCalls",
@@ -425,7 +435,7 @@ static PyObject *empty_value(void)
 static PyObject *make_value(PyObject *recorder, PyObject *type)
 {
     PyObject *number = SLOT(recorder, at.count); /* moves from the recorder to the value */
-    PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(number) + 1);
+    PyObject *next = PyLong_FromLongLong(PyLong_AsSsize_t(number) + 1);
     if (!next)
         return NULL;
     PyObject *v = empty_value();
@@ -454,7 +464,7 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const int64_t *ids,
     Column *sigs = (Column *)SLOT(recorder, at.sigs), *inputs = (Column *)SLOT(recorder, at.inputs);
     if (column_reserve(sigs, 1) < 0 || column_reserve(inputs, n) < 0)
         return NULL;
-    sigs->data[sigs->size++] = PyLong_AsLongLong(SLOT(entry, at.sid));
+    sigs->data[sigs->size++] = PyLong_AsSsize_t(SLOT(entry, at.sid));
     for (Py_ssize_t i = 0; i < n; i++)
         inputs->data[inputs->size++] = ids[i];
     PyObject *types = SLOT(entry, at.types);
@@ -558,7 +568,7 @@ static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const
         } else if (SLOT(a, at.recorder) != recorder)
             return NULL;
         call.types[i] = (int32_t)PyLong_AsLong(SLOT(a, at.type));
-        ids[i] = PyLong_AsLongLong(SLOT(a, at.value));
+        ids[i] = PyLong_AsSsize_t(SLOT(a, at.value));
     }
     known = (KnownCalls *)SLOT(recorder, at.known);
     PyObject *entry = known->room ? known_place(known->calls, known->room, &call)->entry : NULL;
@@ -588,7 +598,7 @@ static int token(Arguments *a, PyObject *object, int64_t number)
 
 static int token_value(Arguments *a, PyObject *v)
 {
-    a->ids[a->inputs++] = PyLong_AsLongLong(SLOT(v, at.value));
+    a->ids[a->inputs++] = PyLong_AsSsize_t(SLOT(v, at.value));
     return token(a, (PyObject *)Value, PyLong_AsLong(SLOT(v, at.type)));
 }
 
@@ -743,6 +753,22 @@ static int pattern_grow(KnownCalls *k)
     return 0;
 }
 
+/* Whether a parameter among the arguments belongs to none of the modules that are watched; -1 on error. */
+static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
+{
+    PyObject *owners = SLOT(recorder, at.owners);
+    int foreign = 0;
+    for (int i = 0; i < a->n && !foreign; i++) {
+        if (!Py_IS_TYPE(a->tokens[i].object, Parameter))
+            continue;
+        PyObject *key = PyLong_FromVoidPtr(a->tokens[i].object);
+        int found = !key ? -1 : owners && PyDict_Check(owners) ? PyDict_Contains(owners, key) : 0;
+        Py_XDECREF(key);
+        foreign = found < 0 ? -1 : !found;
+    }
+    return foreign;
+}
+
 /* remember(recorder, func, args, kwargs, entry): such calls are settled from now on. */
 static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -763,8 +789,12 @@ static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
     Pattern p = pattern_of(recorder, func, &a), *place = pattern_place(k->patterns, k->pattern_room, &p);
     if (place->func)
         Py_RETURN_NONE;
+    int foreign = has_foreign_parameter(recorder, &a);
+    if (foreign < 0)
+        return NULL;
     if (!(p.tokens = PyMem_Malloc(a.n * sizeof(Token))))
         return PyErr_NoMemory();
+    k->foreign |= foreign;
     for (int i = 0; i < a.n; i++) {
         p.tokens[i] = a.tokens[i];
         Py_INCREF(p.tokens[i].object);
@@ -900,7 +930,9 @@ static PyTypeObject *Module, *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3];
+static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_hooks[4];
+static const char *const hook_names[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+                                         "_backward_pre_hooks"};
 
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
 {
@@ -946,36 +978,139 @@ static PyObject *quicken_modules(PyObject *Py_UNUSED(module), PyObject *on)
     Py_RETURN_NONE;
 }
 
-/* swap(((owner, name, new), ...)): put attributes of classes and Python modules; what was there, in reverse.
-   The classes' methods are none that have a slot, or such that are Python functions before and after. */
-static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *entries)
+static PyObject *attributes_of(PyObject *owner)
 {
-    if (!PyTuple_Check(entries)) {
-        PyErr_SetString(PyExc_TypeError, "swap(tuple of (owner, name, new))");
-        return NULL;
-    }
+    return PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_dict : PyModule_GetDict(owner);
+}
+
+/* What entries ((owner, name, new), ...) would replace, in reverse. */
+static PyObject *replaced(PyObject *entries)
+{
     Py_ssize_t n = PyTuple_GET_SIZE(entries);
-    PyObject *before = PyTuple_New(n), *owner = NULL, *name, *new, *changed = NULL;
+    PyObject *before = PyTuple_New(n), *owner, *name, *new;
     for (Py_ssize_t i = 0; before && i < n; i++) {
-        PyObject *old = NULL, *dict = NULL;
+        PyObject *dict = NULL, *row = NULL, *old = NULL;
         if (PyArg_ParseTuple(PyTuple_GET_ITEM(entries, i), "OUO", &owner, &name, &new))
-            dict = PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_dict : PyModule_GetDict(owner);
-        if (changed && changed != owner)
-            PyType_Modified((PyTypeObject *)changed);
-        changed = dict && PyType_Check(owner) ? owner : NULL;
-        old = dict ? Py_XNewRef(PyDict_GetItemWithError(dict, name)) : NULL;
-        PyObject *row = old && PyDict_SetItem(dict, name, new) == 0 ? PyTuple_Pack(3, owner, name, old) : NULL;
-        if (dict && !old && !PyErr_Occurred())
+            dict = attributes_of(owner);
+        if (dict && (old = PyDict_GetItemWithError(dict, name)))
+            row = PyTuple_Pack(3, owner, name, old);
+        else if (dict && !PyErr_Occurred())
             PyErr_SetObject(PyExc_AttributeError, name);
-        Py_XDECREF(old);
         if (row)
             PyTuple_SET_ITEM(before, n - 1 - i, row);
         else
             Py_CLEAR(before);
     }
+    return before;
+}
+
+/* swap(((owner, name, new), ...), saved): put attributes of classes and Python modules; what was there is appended
+   to the list `saved` before, in reverse. The classes' methods are none that have a slot, or such that are Python
+   functions before and after. */
+static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *entries, *saved, *changed = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &entries, &PyList_Type, &saved))
+        return NULL;
+    PyObject *before = replaced(entries);
+    int failed = !before || PyList_Append(saved, before) < 0;
+    Py_XDECREF(before);
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(entries); i++) {
+        PyObject *row = PyTuple_GET_ITEM(entries, i), *owner = PyTuple_GET_ITEM(row, 0);
+        if (changed && changed != owner)
+            PyType_Modified((PyTypeObject *)changed);
+        changed = PyType_Check(owner) ? owner : NULL;
+        failed = PyDict_SetItem(attributes_of(owner), PyTuple_GET_ITEM(row, 1), PyTuple_GET_ITEM(row, 2)) < 0;
+    }
     if (changed)
         PyType_Modified((PyTypeObject *)changed);
-    return before;
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* --- Modules as they were (trace/kept.py) ---------------------------------------------------------------------- */
+
+static int tensor_is(PyObject *t, PyObject *expected)
+{
+    PyObject *names[] = {s_shape, s_dtype, s_device};
+    int same = 1;
+    for (int i = 0; i < 3 && same == 1; i++) {
+        PyObject *now = PyObject_GetAttr(t, names[i]);
+        same = now ? PyObject_RichCompareBool(now, PyTuple_GET_ITEM(expected, i), Py_EQ) : -1;
+        Py_XDECREF(now);
+    }
+    return same;
+}
+
+/* Whether an attribute is of a type, or a tensor of (shape, dtype, device, class). */
+static int kind_is(PyObject *x, PyObject *kind)
+{
+    if (!PyTuple_Check(kind))
+        return (PyObject *)Py_TYPE(x) == kind && (kind == (PyObject *)Value || !PyObject_TypeCheck(x, Tensor));
+    if ((PyObject *)Py_TYPE(x) != PyTuple_GET_ITEM(kind, 3))
+        return 0;
+    Py_INCREF(x);
+    int same = tensor_is(x, kind);
+    Py_DECREF(x);
+    return same;
+}
+
+/* Whether a dictionary has these keys, in this order, and these values (or values of these kinds). */
+static int dict_is(PyObject *dict, PyObject *names, PyObject *values, int kinds)
+{
+    PyObject *name, *value;
+    Py_ssize_t place = 0, i = 0;
+    if (!dict || !PyDict_Check(dict) || PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(names))
+        return 0;
+    for (; PyDict_Next(dict, &place, &name, &value); i++) {
+        PyObject *expected = PyTuple_GET_ITEM(values, i), *before = PyTuple_GET_ITEM(names, i);
+        int same = kinds ? kind_is(value, expected) : value == expected;
+        if (same != 1)
+            return same;
+        if (name != before && !(PyUnicode_Check(name) && PyUnicode_Check(before) && !PyUnicode_Compare(name, before)))
+            return 0;
+    }
+    return 1;
+}
+
+static int part_is(PyObject *part, PyObject *dict)
+{
+    PyObject *hooks = PyTuple_GET_ITEM(part, 5), *tensors = PyTuple_GET_ITEM(part, 9);
+    if ((PyObject *)Py_TYPE(PyTuple_GET_ITEM(part, 0)) != PyTuple_GET_ITEM(part, 1))
+        return 0;
+    int same = dict_is(dict, PyTuple_GET_ITEM(part, 2), PyTuple_GET_ITEM(part, 3), 1);
+    if (same != 1)
+        return same;
+    if (PyDict_GetItemWithError(dict, s_training) != PyTuple_GET_ITEM(part, 4))
+        return 0;
+    for (int i = 0; i < 4; i++) {
+        PyObject *table = PyDict_GetItemWithError(dict, s_hooks[i]);
+        if ((table ? PyObject_IsTrue(table) : 0) != (PyTuple_GET_ITEM(hooks, i) == Py_True))
+            return 0;
+    }
+    for (int i = 0; i < 3; i++) {
+        PyObject *pair = PyTuple_GET_ITEM(part, 6 + i), *table = PyDict_GetItemWithError(dict, s_tables[(i + 2) % 3]);
+        if (!dict_is(table, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), 0))
+            return 0;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors) && same == 1; i++)
+        same = tensor_is(PyTuple_GET_ITEM(tensors, i), PyTuple_GET_ITEM(PyTuple_GET_ITEM(part, 10), i));
+    return same;
+}
+
+/* as_they_were(parts): whether modules are as their parts say. */
+static PyObject *as_they_were(PyObject *Py_UNUSED(module), PyObject *parts)
+{
+    int same = PyList_Check(parts);
+    for (Py_ssize_t i = 0; same == 1 && i < PyList_GET_SIZE(parts); i++) {
+        PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
+        PyObject *dict = PyObject_GenericGetDict(PyTuple_GET_ITEM(part, 0), NULL);
+        same = dict ? part_is(part, dict) : -1;
+        Py_XDECREF(dict);
+        Py_DECREF(part);
+    }
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
 }
 
 /* --- Module --------------------------------------------------------------------------------------------------- */
@@ -1069,7 +1204,8 @@ static PyMethodDef functions[] = {
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
-    {"swap", swap, METH_O, "Put attributes ((owner, name, new), ...); gives what was there."},
+    {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/kept.py)."},
+    {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
     {"settled", (PyCFunction)(void (*)(void))settled, METH_FASTCALL, "settled(recorder, func, args, kwargs)"},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
@@ -1084,7 +1220,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__fast(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (!module || !(s_shape = PyUnicode_InternFromString("shape")) ||
+    for (int i = 0; i < 4; i++)
+        if (!(s_hooks[i] = PyUnicode_InternFromString(hook_names[i])))
+            return NULL;
+    if (!module || !(s_training = PyUnicode_InternFromString("training")) || !(s_shape = PyUnicode_InternFromString("shape")) ||
         !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
         !(s_layout = PyUnicode_InternFromString("layout")) ||
         !(s_version = PyUnicode_InternFromString("_version")) || !(s_base = PyUnicode_InternFromString("_base")) ||

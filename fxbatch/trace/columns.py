@@ -45,6 +45,10 @@ class KnownCalls:
         """Forget all."""
         self._entries.clear()
 
+    def lasts(self) -> bool:
+        """Whether these may be known in another minibatch: not when they are too many."""
+        return len(self._entries) < 4096
+
 
 class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""

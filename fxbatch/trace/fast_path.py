@@ -56,15 +56,15 @@ def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there
 
 
-def put_attributes(entries: Entries) -> Entries:
-    """Set attributes of classes and modules; what was there, last first. In C the caches of a class are
-    invalidated once, not once an attribute."""
+def put_attributes(entries: Entries, saved: list[Entries]) -> None:
+    """Set attributes of classes and modules; what was there is appended to `saved` before, last first. In C the
+    caches of a class are invalidated once, not once an attribute."""
     if Switch.on:
-        return _fast.swap(entries)
-    before = tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries))
+        _fast.swap(entries, saved)
+        return
+    saved.append(tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries)))
     for owner, name, new in entries:
         setattr(owner, name, new)
-    return before
 
 
 def quicken_modules(on: bool) -> None:

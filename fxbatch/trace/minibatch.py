@@ -23,6 +23,7 @@ from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
+from fxbatch.trace.kept import recall
 from fxbatch.trace.location import user_line
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
@@ -95,6 +96,7 @@ def record_minibatch(
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances))
+    recall(recorder)
     recorder.copies = {} if runs_now else None
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     with patched():

@@ -227,7 +227,7 @@ def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> 
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
             if not any(module is m for r in recorder.roots for m in r.modules()):
                 table.owners.setdefault(id(module), module)
-                recorder.owners = None
+                recorder.owners, recorder.lasts = None, False
     return record
 
 
@@ -239,6 +239,8 @@ def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
         if found is None or not found.unchanged():
             found = record.examined = Examined(record.module)
         recorder.examined[id(record)] = found
+        if id(record.module) not in recorder.seen:  # it may change unseen
+            recorder.lasts = False
     return found
 
 
@@ -273,6 +275,7 @@ def _new_entry(
         if entry is not None:
             return entry
         if rule is PLAIN_MODULE and sum(type(e) is Entry for e in entries.values()) >= MANY_SHAPES:
+            recorder.lasts = False  # its known calls would go on being one operation
             record.through = f"met more than {MANY_SHAPES} signatures: its parts batch better"
             _note(recorder, module, method, record.through)
             return record.through

@@ -6,10 +6,8 @@ with patched():
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,50 +32,41 @@ _uses: set[int] = set()  # ids of the uses under way
 _saved: list[Entries] = []  # what was there before, while something is patched
 
 
-class _Use:
-    """One use of the patch, ended once: at the latest when nobody holds it any more, for an interrupt may
-    strike the clean-up itself."""
+class patched:
+    """Patch torch while inside; nested and concurrent uses share one patch. Each is ended once: at the latest when
+    nobody holds it any more, for an interrupt may strike the clean-up itself."""
 
-    def begin(self) -> None:
-        with patching:
-            _uses.add(id(self))
-            if not _saved:
-                let_dynamo_read_torch()
-                _install()
+    def __enter__(self) -> None:
+        try:
+            with patching:
+                _uses.add(id(self))
+                if not _saved:
+                    let_dynamo_read_torch()
+                    put_attributes(_entries(handle_torch_function_method(), module_call_method()), _saved)
+                    quicken_modules(True)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
+        """Put back what was there, if this is the last use."""
         with patching:
             _uses.discard(id(self))
             if not _uses and _saved:
-                _remove()
+                quicken_modules(False)
+                put_attributes(_saved[0], [])
+                _saved.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     __del__ = end
 
 
-@contextlib.contextmanager
-def patched() -> Iterator[None]:
-    """Patch torch while inside; nested and concurrent uses share one patch."""
-    use = _Use()
-    try:
-        use.begin()
-        yield
-    finally:
-        use.end()
-
-
-def _install() -> None:
-    handle = handle_torch_function_method()
+@functools.cache
+def _entries(handle: Any, module_call: Any) -> Entries:
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    entries = ((_Module, "__call__", module_call_method()), *_PATCHES, *handles)
-    _saved.append(tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries)))
-    put_attributes(entries)
-    quicken_modules(True)
-
-
-def _remove() -> None:
-    quicken_modules(False)
-    put_attributes(_saved[0])
-    _saved.clear()
+    return ((_Module, "__call__", module_call), *_PATCHES, *handles)
 
 
 class CustomFunction:

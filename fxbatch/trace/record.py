@@ -24,6 +24,7 @@ from fxbatch.trace.calls import call_function
 from fxbatch.trace.columns import Columns, new_column, new_known_calls
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.gradients import GradientFlags
+from fxbatch.trace.kept import find_owners, keep
 from fxbatch.trace.lifting import call_row
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import autocast_state, state
@@ -64,6 +65,10 @@ class Recorder(Columns):
         self.owners = None
         self.ask: Callable[[list[Value]], list[torch.Tensor]] | None = None  # gives real tensors, may suspend
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
+        self.parts: list[Any] = []  # all modules as they were when owners were found (trace/kept.py)
+        self.seen: set[int] = set()  # their ids
+        self.recalled = False  # whether it began with, and leaves, what is known of modules
+        self.lasts = True  # whether what is known of them may be true in the next minibatch too
         self.over = ""  # why no call can be added any more
         self.closed = ""  # why nothing can be recorded any more
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
@@ -97,6 +102,11 @@ class Recorder(Columns):
                 self._by_mode[key] = (len(self._by_mode), functions)
             self.mode, self.functions = self._by_mode[key]
 
+    def know_modes(self, by_mode: dict[Any, tuple[int, dict[Any, Any]]]) -> None:
+        """Number modes as the recorder did whose known calls these are."""
+        self._by_mode, self._mode_key = by_mode, None
+        self.sync_modes()
+
     def modes(self, training: bool = False) -> Modes:
         """The modes of a signature made now."""
         grad, casts, default = self._mode_key
@@ -107,7 +117,7 @@ class Recorder(Columns):
         self.copies = None
         self.met.clear()
         self.examined.clear()
-        self.owners = None
+        self.owners, self.lasts = None, False
 
     # Calls
 
@@ -173,9 +183,11 @@ class Recorder(Columns):
 
     def finish(self) -> None:
         """No more calls: a value that is used from here on is an error with the user's line."""
+        if self.recalled:
+            keep(self, self._by_mode)
         self.over = "its minibatch is over"
         self.ask = None
-        self.met.clear()
+        self.met = new_known_calls()
         self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
         self.functions = {}
 
@@ -241,7 +253,7 @@ class Recorder(Columns):
             return hit[0]
         owners = self.owners
         if owners is None:
-            owners = self.owners = self._find_owners()
+            owners = find_owners(self)
         if id(t) in owners:
             return None
         entry = self.constant_entries.get((t.shape, t.dtype, t.device))
@@ -289,7 +301,7 @@ class Recorder(Columns):
         """The module and name of a parameter or buffer of the modules met; None for other tensors."""
         owners = self.owners
         if owners is None:
-            owners = self.owners = self._find_owners()
+            owners = find_owners(self)
         return owners.get(id(t))
 
     def shared_operand(self, t: torch.Tensor) -> SharedOperand | None:
@@ -298,16 +310,6 @@ class Recorder(Columns):
         if found is not None:
             return SharedOperand(*found)
         return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
-
-    def _find_owners(self) -> dict[int, tuple[torch.nn.Module, str]]:
-        owners: dict[int, tuple[torch.nn.Module, str]] = {}
-        for root in (*self.roots, *self.table.owners.values()):
-            for module in root.modules():
-                for tensors in (module._parameters, module._buffers):
-                    for name, t in tensors.items():
-                        if t is not None:
-                            owners.setdefault(id(t), (module, name))
-        return owners
 
     # Types
 

@@ -107,6 +107,7 @@ class SignatureTable:
         ] = {}  # lifted signature -> key of the one number met, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
+        self.kept: Any = None  # what the last minibatch leaves to the next (trace/kept.py)
         self._snapshot: tuple[Signature, ...] = ()
 
     def clear(self) -> None:
