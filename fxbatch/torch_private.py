@@ -10,6 +10,7 @@ import ctypes
 import functools
 import linecache
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -258,10 +259,12 @@ def forget_traces() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in range(first, _loader.next_id):
-            name = f"<eval_with_key>.{number}"
-            _loader.eval_cache.pop(name, None)
-            linecache.cache.pop(name, None)
+        made = _loader.next_id - first
+        for name in list(_loader.eval_cache)[-made:] if made else ():
+            number = re.match(r"<eval_with_key>\.(\d+)", name)
+            if number and int(number[1]) >= first:
+                _loader.eval_cache.pop(name, None)
+                linecache.cache.pop(name, None)
         if len(FakeTensorMode.cache) > 1 << 14:
             FakeTensorMode.cache_clear()
 

@@ -164,9 +164,12 @@ def test_faults_in_a_cold_step() -> None:
     cold_faults(stride=801)
 
 
+# Python drops what is raised in a finalizer, or in the callback of a weak reference: then the step simply goes on.
+dropped = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.mark.slow
-# Python drops what is raised in the callback of a weak reference: then the step simply goes on.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@dropped
 def test_ctrl_c_at_any_moment() -> None:
     """A timer interrupts the step, wherever it is: in Python, in C, in torch."""
     expected, made = loop(), warm_model()
@@ -195,11 +198,13 @@ def test_ctrl_c_at_any_moment() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@dropped
 def test_faults_at_every_line_of_a_warm_step() -> None:
     warm_faults(stride=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@dropped
 def test_faults_at_every_tenth_line_of_a_cold_step() -> None:
     cold_faults(stride=10)

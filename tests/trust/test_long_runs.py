@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +13,15 @@ from torch.nn import functional as F
 
 import fxbatch
 from fxbatch.decorator import find_autobatched
+from fxbatch.ir import Operation, Signature
 from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.plans import ContentCache
 from tests.trust.long_runs import Report, Sample, resident_bytes, train
 from tests.trust.programs import model
 
 
 def test_a_short_long_run() -> None:
-    train(96, samples=8).assert_flat(slowdown=4.0)  # other processes may be using the machine
+    train(64, samples=8).assert_flat(slowdown=4.0)  # other processes may be using the machine
 
 
 def test_growth_is_seen() -> None:
@@ -77,6 +81,37 @@ def test_a_thousand_distinct_signatures() -> None:
     """They come and go: right, and tables and caches stay bounded."""
     many_signatures(900, 60, 200, 100, compiled=False)
     many_signatures(60, 10, 25, 15, compiled=True)
+
+
+def test_plans_keep_few_signatures_alive() -> None:
+    """A plan's key has its compiled operations: the caches of plans are bounded by those as well."""
+    signatures = [Signature(Operation(f"f{k}", "function"), (), ()) for k in range(3000)]
+
+    def programs(width: int) -> Iterator[tuple[Signature, ...]]:
+        return (tuple(signatures[k : k + width]) for k in range(0, len(signatures), width))
+
+    cache: ContentCache[int] = ContentCache(size=20, signatures=500)
+    for columns in programs(100):
+        cache.get((columns, None), lambda: 0)
+        assert len(cache) <= 5
+    assert cache.get((columns, None), lambda: 1) == 0 and cache.hits == 1, "the last ones are kept"
+    for columns in programs(3):
+        cache.get((columns, None), lambda: 0)
+    assert len(cache) == 20, "narrow ones by their number alone"
+    cache.get((tuple(signatures), None), lambda: 0)
+    assert len(cache) == 1, "one that is wider than all is kept alone"
+
+
+def traced_sources() -> list[str]:
+    return [name for name in linecache.cache if name.startswith("<eval_with_key>")]
+
+
+def test_torch_keeps_nothing_of_what_was_traced() -> None:
+    made = model(lambda self, x: torch.tanh(self.a(x)), {"a": nn.Linear(5, 5)})
+    before = traced_sources()
+    made([torch.randn(5), torch.randn(5)]).sum().backward()
+    assert engine_of(made).operations.misses >= 1
+    assert traced_sources() == before
 
 
 @pytest.mark.slow
