@@ -12,7 +12,7 @@
 #pragma GCC visibility push(hidden) /* the files share functions with nobody else */
 #endif
 
-#define MOST 40
+#define MOST 24
 
 typedef struct {
     Py_buffer views[MOST];

@@ -286,13 +286,15 @@ static PyObject *feeding(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
 DECLARE(agenda)      /* _agenda.c */
 DECLARE(merge_equal) /* _deduplicate.c */
 DECLARE(plan)        /* _arenas.c */
+DECLARE(plan_gradients) /* _gradients.c */
 DECLARE(search)      /* _search.c */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
     FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
     FUNCTION(group), FUNCTION(arrange), FUNCTION(peak), FUNCTION(count), FUNCTION(own_chains), FUNCTION(advance),
-    FUNCTION(feeding), FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan), {NULL}};
+    FUNCTION(feeding), FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
+    FUNCTION(plan_gradients), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};

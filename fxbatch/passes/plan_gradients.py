@@ -20,6 +20,7 @@ import numpy as np
 
 from fxbatch.ir import Plan, Program, offsets
 from fxbatch.passes.frontier import grouped
+from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.plan_arenas import segmented_starts
 
 NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
@@ -69,6 +70,8 @@ def plan_gradients(
     types: int,
 ) -> GradientPlan:
     """requests: (type id, value ids) of each differentiable result tensor that got a gradient."""
+    if Native.loops is not None:
+        return _plan_in_c(phases, requests, types)
     count = max(phase.program.values for phase in phases)
     made = [_Made(*value_of_rows(phase.program, phase.plan)) for phase in phases]
     reading = [_read_gathers(phase) for phase in phases]
@@ -119,6 +122,28 @@ def plan_gradients(
         indices=np.concatenate(index_parts),
         bags=np.concatenate(bag_parts),
     )
+
+
+def _plan_in_c(
+    phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
+) -> GradientPlan:
+    """What follows below, in one pass over the steps of all phases."""
+    capacity, passed, *columns = Native.loops.plan_gradients(
+        [_as_columns(phase) for phase in phases], requests, types, empty_column
+    )
+    return GradientPlan(capacity, [np.frombuffer(skip, dtype=bool) for skip in passed], *columns)
+
+
+def _as_columns(phase: PhaseGradients) -> tuple[object, ...]:
+    program, plan = phase.program, phase.plan
+    c = program.columns
+    return (
+        program.sig, c.width, c.first_output, c.output_types,
+        plan.step_signature, plan.step_rows, plan.first_gather, plan.gather_arena, plan.gather_rows,
+        plan.entry_offsets, plan.entries, plan.first_block, plan.block_arena, plan.block_start,
+        plan.capacity, plan.row_of_value, phase.arena_ids,
+        program.known, phase.grad_groups, phase.grad_outputs, phase.hands_on,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fxbatch.ir import Layout, Plan, Program, Schedule
+from fxbatch.ir import Program
 from fxbatch.passes import search_steps as search_module
 from fxbatch.passes.batch_by_lookahead import signature_components
 from fxbatch.passes.deduplicate import deduplicate
@@ -21,7 +21,6 @@ from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
 from fxbatch.passes.lower_bound import chain_below, height, lower_bound, own_chains
 from fxbatch.passes.native import Native
-from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.policies import POLICIES
 from fxbatch.passes.search_steps import cut_component, search_steps
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
@@ -39,7 +38,8 @@ def both(of: Callable[[], Any]) -> tuple[Any, Any]:
         Native.loops = loops
 
 
-def _workloads() -> list[Program]:
+def workloads() -> list[Program]:
+    """Programs of the kinds that models give."""
     rng = random.Random(3)
     return [
         tree_lstm_program([random_tree(rng, rng.randint(1, 20)) for _ in range(30)]),
@@ -61,41 +61,10 @@ def _same(program: Program) -> None:
         python, c = both(lambda got=got: got(program if Native.loops is None else copy))
         for a, b in zip(python, c, strict=True):
             np.testing.assert_array_equal(a, b)
-    wide = [None if len(s.inputs) < 2 or len(set(s.inputs)) > 1 else Layout((tuple(range(len(s.inputs))),))
-            for s in program.signatures]  # fmt: skip
     for name in ("depth", "agenda", "lookahead"):
         python, c = both(lambda name=name: POLICIES[name](program if Native.loops is None else copy))
         np.testing.assert_array_equal(python.offsets, c.offsets, err_msg=name)
         np.testing.assert_array_equal(python.order, c.order, err_msg=name)
-        for layouts in ([None] * len(program.signatures), wide):
-            for options in _plan_options(program):
-                plan, native = both(
-                    lambda layouts=layouts, c=c, options=options: plan_arenas(
-                        program, c, layouts, **options()
-                    )
-                )
-                _same_plans(plan, native)
-
-
-def _plan_options(program: Program) -> Iterator[Callable[[], dict[str, Any]]]:
-    """As a phase that follows others, as one that writes into their rows, and as inference."""
-    rng = np.random.default_rng(len(program))
-    known = rng.integers(0, 9, program.known)
-    used, before = rng.integers(0, 9, len(program.types)), rng.integers(0, 9, len(program.signatures))
-    room = np.concatenate([known, np.full(program.values + 3, -1)])
-    yield lambda: {"known_rows": known, "used": used, "run_before": before}
-    yield lambda: {"used": used, "run_before": before, "into": room.copy()}
-    yield lambda: {"known_rows": known, "reuse": True}
-
-
-def _same_plans(plan: Plan, native: Plan) -> None:
-    for column in (x.name for x in dataclasses.fields(Plan) if x.name != "constant_order"):
-        found = getattr(native, column)
-        np.testing.assert_array_equal(getattr(plan, column), found, err_msg=column)
-        assert column == "arenas" or found.dtype == np.int64
-    assert plan.constant_order.keys() == native.constant_order.keys()
-    for s, order in plan.constant_order.items():
-        np.testing.assert_array_equal(order, native.constant_order[s])  # both may be None
 
 
 @given(programs())
@@ -139,7 +108,7 @@ def greedy() -> Iterator[None]:
 @pytest.mark.parametrize("number", range(4))
 def test_workloads(number: int) -> None:
     with greedy():
-        _same(_workloads()[number])
+        _same(workloads()[number])
 
 
 def test_grouped_and_peaks() -> None:
@@ -175,23 +144,6 @@ def test_wrong_columns_are_errors() -> None:
         loops.longest_before(two, two, frozen)
 
 
-@pytest.mark.parametrize("column", ["sig", "inputs", "outputs"])
-@pytest.mark.parametrize("by", [-1000, 1000])
-def test_plans_of_wrong_columns_are_errors(column: str, by: int) -> None:
-    program = tree_lstm_program([random_tree(random.Random(0), 5)])
-    schedule = POLICIES["lookahead"](program)
-    wrong = dataclasses.replace(program, **{column: (getattr(program, column) + by).astype(np.int64)})
-    if column == "sig":
-        wrong = dataclasses.replace(wrong, sig=wrong.sig.astype(np.int32))
-    with pytest.raises(IndexError, match="not there"):
-        plan_arenas(wrong, schedule, [None] * len(program.signatures), reuse=True)
-    half = Schedule(schedule.order + 1, schedule.offsets)
-    with pytest.raises(IndexError, match="not there"):
-        plan_arenas(program, half, [None] * len(program.signatures))
-    with pytest.raises(IndexError, match="not there"):
-        plan_arenas(program, schedule, [None] * len(program.signatures), into=np.zeros(3, dtype=np.int64))
-
-
 def _columns_of(program: Program) -> tuple[list[Any], ...]:
     constants = [[id(x) for x in payload] for payload in program.constants.values()]
     columns = (program.sig, program.inputs, program.instance, program.outputs)
@@ -204,7 +156,7 @@ def test_equal_calls_are_merged_alike(program: Program) -> None:
     assert _columns_of(python) == _columns_of(c)
 
 
-@pytest.mark.parametrize("program", _workloads())
+@pytest.mark.parametrize("program", workloads())
 def test_equal_calls_of_workloads_are_merged_alike(program: Program) -> None:
     python, c = both(lambda: deduplicate(dataclasses.replace(program)))
     assert _columns_of(python) == _columns_of(c)
