@@ -33,6 +33,7 @@ class OperationRow:
     compiled: str = ""  # which graphs are compiled, how often again; why not
     recompilations: int = 0
     compile_seconds: float = 0.0
+    python: str = ""  # which kernels run in Python although native=True, and why
 
 
 @dataclass
@@ -64,6 +65,7 @@ def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
                     signature.location,
                     batched=not compiled.reason,
                     compiled=describe_compiled(compiled),
+                    python="; ".join(compiled.not_native),
                     recompilations=compiled.recompilations,
                     compile_seconds=compiled.compile_seconds,
                 )
@@ -162,6 +164,7 @@ class Explanation:
                 f"compiled in {seconds:.1f} s, {sum(r.recompilations for r in self.operations)} times again"
             ]
             lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
+        lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
         lines += [f"would help: {line}" for line in self.advice]
         return Group(table, Text("\n".join(lines)))
 

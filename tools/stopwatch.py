@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from fxbatch.codegen.native_steps import NativeStep
+from fxbatch.runtime import backward as backward_module
 from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime.backward import Backward
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.native_steps import NativeSteps
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 
@@ -118,6 +121,9 @@ class Stopwatch:
                 self._stepped(forward_module._run_call_by_call, "forward"),
             )
             replace(Backward, "_step", self._stepped(Backward._step, "backward"))
+            replace(NativeSteps, "forward", self._native_forward(NativeSteps.forward))
+            replace(NativeSteps, "backward", self._native_backward(NativeSteps.backward))
+            replace(backward_module, "run_native", self._native_kernel(backward_module.run_native))
             launch = Run.launch  # timed already
 
             def launch_timed(run: Run, phase: Any) -> None:
@@ -151,6 +157,51 @@ class Stopwatch:
             step, phase = args[at - 1], args[at - 2]
             with self.operation(args[at].signature.name, kind, int(phase.plan.step_rows[step])):
                 return function(*args, **kwargs)
+
+        return timed
+
+    def _native_forward(self, run: Callable[[NativeSteps, int, int], int]) -> Callable[..., int]:
+        """Native steps one at a time, each timed."""
+
+        def timed(steps: NativeSteps, first: int, last: int) -> int:
+            for k in range(first, last):
+                if not steps.begins_at(k):
+                    return k
+                with self._step(steps, k, "forward"):
+                    stop = run(steps, k, k + 1)
+                if stop == k:
+                    return k
+            return last
+
+        return timed
+
+    def _native_backward(self, run: Callable[[NativeSteps, int, int], int]) -> Callable[..., int]:
+        def timed(steps: NativeSteps, last: int) -> int:
+            for k in range(last, 0, -1):
+                if not steps.begins_at(k - 1):
+                    if run(steps, k, k - 1) == k:
+                        return k
+                    continue  # passed over
+                with self._step(steps, k - 1, "backward"):
+                    stop = run(steps, k, k - 1)
+                if stop == k:
+                    return k
+            return 0
+
+        return timed
+
+    @contextmanager
+    def _step(self, steps: NativeSteps, k: int, kind: str) -> Iterator[None]:
+        plan = steps.phase.plan
+        compiled = steps.phase.compiled[int(plan.step_signature[k])]
+        assert compiled is not None
+        with self.operation(compiled.signature.name, kind, int(plan.step_rows[k])):
+            yield
+
+    def _native_kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(step: NativeStep, n: int, *args: Any) -> Any:
+            with self.operation(step.name, "parameter gradients", n):
+                return run(step, n, *args)
 
         return timed
 

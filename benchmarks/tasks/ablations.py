@@ -33,6 +33,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deduplicate", {"deduplicate": not DEFAULTS.deduplicate}),
     ("fuse", {"fuse": not DEFAULTS.fuse}),
     ("split", {"split": not DEFAULTS.split}),
+    ("native", {"native": not DEFAULTS.native}),
     ("memory=recompute", {"memory": "recompute"}),
     ("backward=autograd", {"backward": "autograd"}),
 )

@@ -319,6 +319,8 @@ int run_program(const Program *p, int64_t n, char **bases, char *own)
             if (size[k])
                 at[k] = bases[operands[k].base] + operands[k].offset * size[k];
         int64_t rows = rows_of(x->per_row, x->rest, n);
+        if (x->code == PRODUCT && !sgemm)
+            return 1;
         if (x->code == PRODUCT)
             product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows,
                     rows_of(x->depth_per_row, x->depth_rest, n));

@@ -33,6 +33,7 @@ class NativeStep:
     """A kernel as a program. `fixed`: what it reads of what the kernel prepares once a run; `given`: from which
     shared operands that is made."""
 
+    name: str  # of the operation
     program: Any
     kernel: Kernel
     fixed: tuple[FixedTensor, ...]
@@ -59,7 +60,11 @@ class NativeStep:
 
 
 def make_step(
-    module: fx.GraphModule, kernel: object, shared: Sequence[torch.Tensor], sources: Sequence[Source]
+    name: str,
+    module: fx.GraphModule,
+    kernel: object,
+    shared: Sequence[torch.Tensor],
+    sources: Sequence[Source],
 ) -> NativeStep | str:
     """The step of a kernel whose first inputs come from `sources` and whose last are `shared`."""
     if reason := available():
@@ -75,7 +80,7 @@ def make_step(
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(program, kernel, made.fixed, made.given, forms)
+    return NativeStep(name, program, kernel, made.fixed, made.given, forms)
 
 
 def forward_step(
@@ -83,7 +88,7 @@ def forward_step(
 ) -> NativeStep | str:
     """The forward: gathered groups and shared operands in."""
     sources = [_group(graphs, kept, g) for g in range(len(graphs.layout.groups))]
-    return make_step(graphs.forward, kernel, shared, sources)
+    return make_step(graphs.signature.name, graphs.forward, kernel, shared, sources)
 
 
 def backward_step(
@@ -94,14 +99,16 @@ def backward_step(
         return "no gradients"
     gradients = [(0, 0, -1, 0, 1)] * len(graphs.grad_outputs)
     refs = [_source(graphs, kept, ref) for ref in graphs.backward_inputs]
-    return make_step(graphs.backward, kernel, shared, [*gradients, *refs])
+    return make_step(graphs.signature.name, graphs.backward, kernel, shared, [*gradients, *refs])
 
 
 def parameters_step(
     graphs: OperationGraphs, kernel: object, shared: Sequence[torch.Tensor]
 ) -> NativeStep | str:
     """The gradients of parameters: rows of all steps, and shared operands in."""
-    return "no gradients" if graphs.parameters is None else make_step(graphs.parameters, kernel, shared, ())
+    if graphs.parameters is None:
+        return "no gradients"
+    return make_step(graphs.signature.name, graphs.parameters, kernel, shared, ())
 
 
 def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> Source:

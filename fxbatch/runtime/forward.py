@@ -83,7 +83,7 @@ def execute_forward(run: Run, phase: Phase) -> None:
 def _run_stretches(run: Run, phase: Phase, workspace: Workspace, native: NativeSteps) -> None:
     k, steps = 0, len(phase.plan)
     while k < steps:
-        stop = native.forward(k, steps) if native.begins_at(phase, k) else k
+        stop = native.forward(k, steps) if native.begins_at(k) else k
         run.launches += stop - k
         if stop < steps:
             _run_one(run, phase, workspace, stop)

@@ -36,22 +36,23 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 class NativeSteps:
     """The programs of a phase by signature, and the columns that `_native.c` walks."""
 
+    phase: Phase
     programs: tuple[Any, ...]
     room: Any
     columns: tuple[Any, ...]
     held: list[torch.Tensor] = field(default_factory=list)
 
-    def begins_at(self, phase: Phase, k: int) -> bool:
+    def begins_at(self, k: int) -> bool:
         """Whether step k has a program."""
-        return self.programs[int(phase.plan.step_signature[k])] is not None
+        return self.programs[int(self.phase.plan.step_signature[k])] is not None
 
     def forward(self, first: int, last: int) -> int:
         """Run steps from `first` on; the first that was not run."""
         return int(extension.forward(self.programs, self.room, self.columns, first, last))
 
-    def backward(self, last: int) -> int:
-        """Run steps from `last - 1` down; the number of those that are left."""
-        return int(extension.backward(self.programs, self.room, self.columns, 0, last))
+    def backward(self, last: int, first: int = 0) -> int:
+        """Run steps from `last - 1` down to `first`; the number of the step after the next that is left."""
+        return int(extension.backward(self.programs, self.room, self.columns, first, last))
 
 
 class _Pointers:
@@ -90,7 +91,7 @@ def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps |
         return None
     programs, pointers, arenas = found
     columns = (*_plan_columns(phase), arenas, pointers.rows, pointers.first)
-    return NativeSteps(programs, workspace.native_room(), columns, pointers.held)
+    return NativeSteps(phase, programs, workspace.native_room(), columns, pointers.held)
 
 
 def backward_steps(
@@ -128,7 +129,7 @@ def backward_steps(
         *_plan_columns(phase), arenas, pointers.rows, pointers.first,
         *reads, indices, bags, table, *writes, passed.astype(np.int64),
     )  # fmt: skip
-    return NativeSteps(programs, workspace.native_room(), everything, pointers.held)
+    return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
 
 
 def _plan_columns(phase: Phase) -> tuple[Any, ...]:

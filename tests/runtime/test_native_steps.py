@@ -1,0 +1,226 @@
+"""Native steps against the undecorated forward and against the same minibatch with Python kernels alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.codegen import native_steps
+from fxbatch.codegen.native import extension
+from fxbatch.runtime.native_steps import NativeSteps
+from fxbatch.torch_private import product_address
+from tests import models as M
+from tests.oracle import check_equal, run
+from tests.trust.programs import model, vectors
+
+needs_extension = pytest.mark.skipif(extension is None, reason="the extension was not built")
+
+
+def words(rng: random.Random, length: int) -> list[torch.Tensor]:
+    return [torch.tensor(rng.randrange(20)) for _ in range(length)]
+
+
+def cases() -> Iterator[tuple[str, nn.Module, list[Any]]]:
+    rng = random.Random(3)
+    yield "tree", M.TreeLSTM(), M.trees(1, [1, 2, 5, 9, 20])
+    yield "childsum", M.ChildSum(), [M.wide_tree(rng, n) for n in (1, 3, 8)]
+    yield "tagger", M.Tagger(), [words(rng, n) for n in (1, 4, 7)]
+    yield "tied", M.Tied(), [[torch.tensor(rng.randrange(7)) for _ in range(n)] for n in (1, 3)]
+
+
+CASES = list(cases())
+each = pytest.mark.parametrize(("made", "instances"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+
+
+@pytest.fixture
+def stretches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """How many steps each call into C ran, forward and backward."""
+    counts: list[tuple[str, int]] = []
+    forward, backward = NativeSteps.forward, NativeSteps.backward
+
+    def counting_forward(self: NativeSteps, first: int, last: int) -> int:
+        stop = forward(self, first, last)
+        counts.append(("forward", stop - first))
+        return stop
+
+    def counting_backward(self: NativeSteps, last: int, first: int = 0) -> int:
+        stop = backward(self, last, first)
+        counts.append(("backward", last - stop))
+        return stop
+
+    monkeypatch.setattr(NativeSteps, "forward", counting_forward)
+    monkeypatch.setattr(NativeSteps, "backward", counting_backward)
+    return counts
+
+
+@each
+def test_as_one_by_one(made: nn.Module, instances: list[Any]) -> None:
+    for native in (True, False):
+        changed = M.with_options(copy.deepcopy(made), native=native)
+        check_equal(changed, instances)
+        check_equal(changed, instances[:1])
+        with torch.no_grad():
+            check_equal(changed, instances, gradients=False)
+
+
+@needs_extension
+@each
+def test_as_python_kernels(made: nn.Module, instances: list[Any], stretches: list[tuple[str, int]]) -> None:
+    with_c = M.with_options(copy.deepcopy(made), native=True)
+    found = run(with_c, [instances])
+    assert {name for name, steps in stretches if steps} == {"forward", "backward"}
+    stretches.clear()
+    wanted = run(M.with_options(copy.deepcopy(made), native=False), [instances])
+    assert not stretches
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    again = run(with_c, [instances])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(found, again, strict=True))  # type: ignore[arg-type]
+
+
+@needs_extension
+def test_a_tree_is_one_stretch_after_its_words(stretches: list[tuple[str, int]]) -> None:
+    made, trees = M.with_options(M.TreeLSTM(), native=True), M.trees(2, [12])
+    made(trees).sum().backward()
+    assert [name for name, _ in stretches].count("forward") == 1
+    explained = fxbatch.explain(made, trees)
+    assert all(row.python == "" for row in explained.operations)
+    assert stretches[0][1] == explained.steps
+
+
+def test_a_wrong_index_raises_what_it_raised() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return torch.tanh(self.embed(x))
+
+    for native in (True, False):
+        made = model(forward, {"embed": nn.Embedding(5, 3)}, native=native)
+        made([torch.tensor(1), torch.tensor(4)])
+        with pytest.raises(IndexError, match="out of range"):
+            made([torch.tensor(1), torch.tensor(5)])
+        check_equal(made, [torch.tensor(2), torch.tensor(0)])
+
+
+def test_a_kernel_with_a_call_that_is_not_native(stretches: list[tuple[str, int]]) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.b(torch.erf(self.a(x))) * torch.cumsum(x, 0)
+
+    made = model(forward, {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, fuse=False)
+    check_equal(made, vectors(4, 4, 4))
+    rows = {row.operation: row.python for row in fxbatch.explain(made, vectors(4, 4)).operations}
+    assert "erf" in rows["erf"]
+    if extension is not None:
+        assert rows["a"] == "" and sum(steps for _, steps in stretches)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+def test_other_types_run_as_before(dtype: torch.dtype, stretches: list[tuple[str, int]]) -> None:
+    made = model(lambda self, x: self.a(x) * 2, {"a": nn.Linear(4, 4).to(dtype)})
+    check_equal(made, [torch.randn(4).to(dtype) for _ in range(3)])
+    assert not any(steps for _, steps in stretches)
+
+
+def test_autocast_runs_as_before() -> None:
+    made = model(lambda self, x: torch.tanh(self.a(x)), {"a": nn.Linear(8, 8)})
+    xs = vectors(8, 8, 8)
+    made(xs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = made(xs)
+        with fxbatch.disabled():
+            wanted = made(xs)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_parameters_that_changed_and_that_are_not_contiguous() -> None:
+    made = model(lambda self, x: torch.sigmoid(self.a(x)), {"a": nn.Linear(6, 5)})
+    xs = vectors(6, 6, 6)
+    check_equal(made, xs)
+    with torch.no_grad():
+        made.a.weight.mul_(-2)
+    check_equal(made, xs)
+    made.a.weight.data = torch.randn(6, 5).t()
+    check_equal(made, xs)
+    made.a.weight.data = torch.randn(10, 12)[::2, ::2]
+    check_equal(made, xs)
+    made.a.weight.requires_grad_(False)
+    check_equal(made, xs)
+    with torch.inference_mode():
+        assert torch.equal(made(xs), made(xs))
+
+
+def test_value_branches_in_many_phases() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = torch.tanh(self.a(x))
+        for _ in range(4):
+            if h.sum().item() > 0:
+                h = torch.tanh(self.b(h) - 0.4)
+            else:
+                h = self.a(h) + x
+        return self.b(h)
+
+    parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    check_equal(model(forward, parts), vectors(4, 4, 4, 4, 4))
+
+
+def test_gradients_reach_values_with_several_readers() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.a(x)
+        return self.b(h) * torch.tanh(h) + h
+
+    check_equal(model(forward, {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, fuse=False), vectors(4, 4, 4))
+
+
+def test_two_threads_at_once() -> None:
+    made = M.with_options(M.TreeLSTM(size=40, hidden=50), native=True)
+    batches = [M.trees(seed, [5, 9, 14]) for seed in range(6)]
+    with fxbatch.disabled():
+        wanted = [made(batch) for batch in batches]
+    failed: list[str] = []
+
+    def work(order: list[int]) -> None:
+        for i in order * 4:
+            if not torch.allclose(made(batches[i]), wanted[i], rtol=1e-4, atol=1e-5):
+                failed.append(f"minibatch {i}")
+
+    threads = [
+        threading.Thread(target=work, args=(order,)) for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 2, 0])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("why", ("not built", "no products"))
+def test_without_the_extension(why: str, monkeypatch: pytest.MonkeyPatch, stretches: list[Any]) -> None:
+    if why == "not built":
+        monkeypatch.setattr(native_steps, "available", lambda: why)
+    elif extension is None:
+        pytest.skip("the extension was not built")
+    made, trees = M.TreeLSTM(), M.trees(4, [3, 8])
+    made = M.with_options(made, native=True)
+    if why == "no products":
+        extension.set_products(0)
+    try:
+        check_equal(made, trees)
+        rows = fxbatch.explain(made, trees).operations
+        assert any(row.python for row in rows)
+    finally:
+        if why == "no products":
+            extension.set_products(product_address())
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(fxbatch.FxbatchError, match="native='yes': takes True or False"):
+        fxbatch.autobatch(native="yes")(lambda self, x: x)
