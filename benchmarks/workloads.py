@@ -136,9 +136,9 @@ def ner_tagger(
     _folder("ner", settings.data)
     limit = settings.size(None, 200)
     data = None if settings.data is None else str(settings.data)
-    train, _, _, sizes = char_tagger.load(data, limit, 5, str(settings.device))
+    found = char_tagger.load(data, limit, 5, str(settings.device))
     torch.manual_seed(settings.seed)
-    return char_tagger.build(*sizes, hidden=hidden).to(settings.device), Batches.of(train, batch)
+    return char_tagger.build(*found.sizes, hidden=hidden).to(settings.device), Batches.of(found.train, batch)
 
 
 def ewt_parser(

@@ -7,6 +7,7 @@ sentences[0].forms, sentences[0].tags      # ('@paulwalk', ...), ('O', ...)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def _word(line: str, where: str) -> tuple[str, str]:
     return form, tag
 
 
-def entities(tags: tuple[str, ...] | list[str]) -> list[tuple[str, int, int]]:
+def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     """(type, first word, word after the last) of each entity that IOB2 tags describe.
 
     An I- that continues nothing of its type begins an entity, as the CoNLL 2003 scorer reads it.

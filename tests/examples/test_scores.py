@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from examples import lattice_lstm, module_networks, rnng, seq2seq
+from examples import char_tagger, lattice_lstm, module_networks, rnng, seq2seq
 from examples.char_tagger import EntityScore
+from fxbatch.data.ner import entities
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,52 @@ def test_f1_over_sentences() -> None:
     assert score.precision == pytest.approx(1 / 2)
     assert score.recall == pytest.approx(1 / 3)
     assert score.f1 == pytest.approx(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
+
+
+def chunks_by_the_scorer(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """What conlleval.pl finds, in its own terms: does a chunk end before this tag, does one begin with it?"""
+    found, start = set(), 0
+    for i, (before, now) in enumerate(itertools.pairwise(["O", *tags, "O"])):
+        (last, _, old), (prefix, _, new) = before.partition("-"), now.partition("-")
+        if last != "O" and (prefix in "BO" or old != new):
+            found.add((old, start, i))
+        if prefix == "B" or (prefix == "I" and (last == "O" or old != new)):
+            start = i
+    return found
+
+
+def test_entities_are_those_of_the_conll_scorer() -> None:
+    alphabet = ["O", "B-A", "I-A", "B-B", "I-B"]
+    for length in range(6):
+        for tags in itertools.product(alphabet, repeat=length):
+            assert set(entities(tags)) == chunks_by_the_scorer(tags), tags
+
+
+def test_entities_of_kinds_that_training_never_had_count_as_missed(tmp_path: Path) -> None:
+    for name, text in (
+        *((f"wnut17/{part}", "x\tO\n") for part in ("train", "dev", "test")),
+        ("wikiner10k/train", "Rome\tB-LOC\n\nis\tO\n\n"),
+        ("wikigold/wikigold", "Ann\tB-PER\nx\tO\n"),
+    ):
+        path = tmp_path / "ner" / f"{name}.conll"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = char_tagger.load(str(tmp_path), None, 5, "cpu")
+    assert "B-PER" not in found.names
+    score = char_tagger.evaluate(char_tagger.build(*found.sizes), found.parts["dev"], found.names, 2)
+    assert (score.gold, score.right) == (1, 0)
+
+
+def test_a_share_of_frequent_words_is_spelled_out() -> None:
+    frequent = char_tagger.Word(torch.tensor(3), torch.arange(2).unbind())
+    rare = char_tagger.Word(None, torch.arange(3).unbind())
+    sentence = char_tagger.Sentence([frequent, rare] * 500, torch.zeros(1000).unbind())
+    for share in (0.0, 0.1, 1.0):
+        found = char_tagger.spell_out(sentence, share, random.Random(0))
+        assert found.tags is sentence.tags and all(word is rare for word in found.words[1::2])
+        spelled = [word for word in found.words[::2] if word.id is None]
+        assert all(word.characters is frequent.characters for word in spelled)
+        assert abs(len(spelled) - 500 * share) <= 25
 
 
 def log_probability(model: seq2seq.Translator, source: list[torch.Tensor], output: tuple[int, ...]) -> float:

@@ -95,7 +95,7 @@ def write_molecules(path: Path, chance: random.Random) -> None:
 FILES: list[tuple[Callable[..., Any], list[str]]] = [
     (bilstm_tagger.main, ["--hidden", "8", "--limit", "12"]),
     (parser.main, ["--hidden", "8", "--limit", "8"]),
-    (char_tagger.main, ["--rare", "8"]),
+    (char_tagger.main, ["--rare", "8", "--dropout", "0", "--held-out", "4"]),
     (language_model.main, ["--hidden", "8"]),
     (molecules.main, ["--set", "qm9"]),
     (childsum_tree_lstm.main, ["--limit", "12"]),
