@@ -297,6 +297,9 @@ def function_modes() -> list[Any]:
     return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
 
 
+function_mode_count: Callable[[], int] = _len_torch_function_stack  # a C function, for hot paths
+
+
 def _warning_handlers() -> tuple[Callable[[], int | None], Callable[[int | None], None]]:
     """c10::WarningUtils of the library that is loaded. Checked: 2.11.0, 2.13.0, Linux; elsewhere nothing."""
     path = Path(torch.__file__).parent / "lib" / "libc10.so"
@@ -314,6 +317,13 @@ def _warning_handlers() -> tuple[Callable[[], int | None], Callable[[int | None]
 # Who gets this thread's C++ warnings. A binding of torch puts an object on its C stack in that place, and takes it
 # away when it returns: a stack that is left by a switch of greenlets must take its handler along.
 warning_handler, set_warning_handler = _warning_handlers()
+
+
+def warning_handler_address() -> int:
+    """Where the C++ function behind `warning_handler` is, 0 where there is none."""
+    found: Any = warning_handler
+    return ctypes.cast(found, ctypes.c_void_p).value or 0 if hasattr(found, "restype") else 0
+
 
 # The cheap form for hot paths: a C function, no Python frame.
 any_autocast = _is_any_autocast_enabled
@@ -340,6 +350,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "any_autocast",
+    "function_mode_count",
     "function_modes",
     "function_modes_enabled",
     "handle_torch_function",
@@ -363,6 +374,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "warning_handler",
+    "warning_handler_address",
 ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -192,3 +192,7 @@ class DifferentiableRun:
         """The values as real, detached tensors."""
         with torch.no_grad():
             return [self.rows(np.array([v], dtype=np.int64))[0].detach() for v in values]
+
+    def numbers(self, values: Sequence[int]) -> list[Any]:
+        """The values as Python numbers in nested lists."""
+        return [t.tolist() for t in self.read(values)]

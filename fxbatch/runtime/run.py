@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -226,6 +226,20 @@ class Run:
             for place, row in zip(places.tolist(), rows.unbind(0), strict=True):
                 out[place] = row
         return [x for x in out if x is not None]
+
+    def numbers(self, values: Sequence[int]) -> list[Any]:
+        """The values as Python numbers in nested lists: one transfer a type and call."""
+        wanted = np.asarray(values, dtype=np.int64)
+        kinds = self.value_type[wanted]
+        if (kinds == kinds[:1]).all():
+            found: list[Any] = self.rows(wanted).tolist() if len(wanted) else []
+            return found
+        out: list[Any] = [None] * len(wanted)
+        for kind in np.unique(kinds).tolist():
+            places = np.flatnonzero(kinds == kind)
+            for place, row in zip(places.tolist(), self.rows(wanted[places]).tolist(), strict=True):
+                out[place] = row
+        return out
 
 
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:

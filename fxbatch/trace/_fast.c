@@ -347,10 +347,14 @@ static struct {
     Py_ssize_t sid, types, alone, row;                                  /* of an Entry */
     Py_ssize_t sigs, inputs, count, known, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
+    Py_ssize_t m_grad, m_inference, m_autocast, m_functions, m_warnings, m_recorder; /* of ThreadModes */
 } at;
 static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
+static PyObject *inference_enabled, *function_modes;
+static void *(*warning_handler)(void); /* C++, of torch; NULL where it has none */
+static PyTypeObject *ThreadModes;
 static PyObject *slow_torch_function, *slow_handle;
 static PyObject *s_shape, *s_dtype, *s_device, *s_layout, *s_version, *s_base;
 static _Thread_local PyObject *current; /* this thread's recorder */
@@ -930,7 +934,7 @@ static PyTypeObject *Module, *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_hooks[4];
+static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_requires_grad, *s_hooks[4];
 static const char *const hook_names[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
                                          "_backward_pre_hooks"};
 
@@ -1027,6 +1031,115 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
     if (failed)
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* --- What an instance that waits has to keep (trace/state.py, location.py) -------------------------------------- */
+
+/* modes_are(modes): whether these are the thread's; autocast and function modes are taken to differ. */
+static PyObject *modes_are(PyObject *Py_UNUSED(module), PyObject *modes)
+{
+    if (!Py_IS_TYPE(modes, ThreadModes)) {
+        PyErr_SetString(PyExc_TypeError, "modes_are(ThreadModes)");
+        return NULL;
+    }
+    PyObject *functions = SLOT(modes, at.m_functions), *recorder = SLOT(modes, at.m_recorder);
+    PyObject *warnings = SLOT(modes, at.m_warnings);
+    int same = mode_is(grad_enabled, SLOT(modes, at.m_grad)) &&
+               mode_is(inference_enabled, SLOT(modes, at.m_inference)) && SLOT(modes, at.m_autocast) == Py_None &&
+               mode_is(autocast_enabled, Py_False) && functions && PyList_Check(functions) &&
+               !PyList_GET_SIZE(functions) && (recorder == Py_None ? !current : recorder == current);
+    if (same) {
+        PyObject *depth = PyCFunction_GET_FUNCTION(function_modes)(PyCFunction_GET_SELF(function_modes), NULL);
+        same = depth && PyLong_AsLong(depth) == 0;
+        Py_XDECREF(depth);
+    }
+    if (same && warning_handler) {
+        void *expected = warnings == Py_None ? NULL : PyLong_AsVoidPtr(warnings);
+        same = warning_handler() == expected;
+    }
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
+}
+
+/* copy_columns(sigs, inputs, base, count, int32 [calls], int64 [inputs]): whether all inputs are base to count. */
+static PyObject *copy_columns(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Column *sigs, *inputs;
+    long long base, count;
+    Py_buffer sig, out;
+    if (!PyArg_ParseTuple(args, "O!O!LLw*w*", &ColumnType, &sigs, &ColumnType, &inputs, &base, &count, &sig, &out))
+        return NULL;
+    int fits = sig.len == 4 * sigs->size && out.len == 8 * inputs->size, known = 1;
+    if (fits) {
+        for (Py_ssize_t i = 0; i < sigs->size; i++)
+            ((int32_t *)sig.buf)[i] = (int32_t)sigs->data[i];
+        for (Py_ssize_t i = 0; i < inputs->size; i++) {
+            known &= inputs->data[i] >= base && inputs->data[i] < count;
+            ((int64_t *)out.buf)[i] = inputs->data[i] - base;
+        }
+    } else
+        PyErr_SetString(PyExc_ValueError, "copy_columns: arrays of other lengths than the columns");
+    PyBuffer_Release(&sig);
+    PyBuffer_Release(&out);
+    return fits ? PyBool_FromLong(known) : NULL;
+}
+
+/* written_to([(Value, tensor, version), ...]): the first Value whose tensor has another version now, or None. */
+static PyObject *written_to(PyObject *Py_UNUSED(module), PyObject *constants)
+{
+    for (Py_ssize_t i = 0; PyList_Check(constants) && i < PyList_GET_SIZE(constants); i++) {
+        PyObject *kept = PyList_GET_ITEM(constants, i), *version = PyTuple_GET_ITEM(kept, 2);
+        if (version == Py_None)
+            continue;
+        PyObject *now = PyObject_GetAttr(PyTuple_GET_ITEM(kept, 1), s_version);
+        int same = now ? PyObject_RichCompareBool(now, version, Py_EQ) : -1;
+        Py_XDECREF(now);
+        if (same != 1)
+            return same < 0 ? NULL : Py_NewRef(PyTuple_GET_ITEM(kept, 0));
+    }
+    Py_RETURN_NONE;
+}
+
+/* leaves_of({id: (Value, tensor, version)}): numbers of the Values whose tensors require gradients. */
+static PyObject *leaves_of(PyObject *Py_UNUSED(module), PyObject *constants)
+{
+    PyObject *found = PyList_New(0), *key, *kept;
+    for (Py_ssize_t place = 0; found && PyDict_Check(constants) && PyDict_Next(constants, &place, &key, &kept);) {
+        PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(kept, 1), s_requires_grad);
+        if (!wanted || (wanted == Py_True && PyList_Append(found, SLOT(PyTuple_GET_ITEM(kept, 0), at.value)) < 0))
+            Py_CLEAR(found);
+        Py_XDECREF(wanted);
+    }
+    return found;
+}
+
+/* user_place(files, file_of): code and instruction of the innermost frame of the user's code, or None. */
+static PyObject *user_place(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2 || !PyDict_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "user_place(files, file_of)");
+        return NULL;
+    }
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
+    PyObject *place = NULL;
+    while (frame && !place && !PyErr_Occurred()) {
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        PyObject *file = Py_XNewRef(PyDict_GetItemWithError(args[0], code));
+        if (!file && !PyErr_Occurred())
+            file = PyObject_CallOneArg(args[1], (PyObject *)frame);
+        if (file && PyUnicode_Check(file) && PyUnicode_GET_LENGTH(file))
+            place = Py_BuildValue("(Oi)", code, PyFrame_GetLasti(frame));
+        PyFrameObject *back = PyFrame_GetBack(frame);
+        Py_XDECREF(file);
+        Py_DECREF(code);
+        Py_DECREF(frame);
+        frame = back;
+    }
+    Py_XDECREF(frame);
+    if (PyErr_Occurred()) {
+        Py_XDECREF(place);
+        return NULL;
+    }
+    return place ? place : Py_NewRef(Py_None);
 }
 
 /* --- Modules as they were (trace/kept.py) ---------------------------------------------------------------------- */
@@ -1131,10 +1244,11 @@ static int takes_nothing(PyObject *f)
 
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
+    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module, *modes, *handler;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
                           &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
-                          &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle))
+                          &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle, &modes,
+                          &inference_enabled, &function_modes, &handler))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -1150,16 +1264,22 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         slot(columns, "floats", &at.floats) ||
         slot(columns, "constants", &at.constants) || slot(columns, "owners", &at.owners) ||
         slot(columns, "constant_entries", &at.entries) || slot(columns, "payload", &at.payload) ||
-        slot(columns, "unchecked", &at.unchecked))
+        slot(columns, "unchecked", &at.unchecked) || slot(modes, "grad", &at.m_grad) ||
+        slot(modes, "inference", &at.m_inference) || slot(modes, "autocast", &at.m_autocast) ||
+        slot(modes, "functions", &at.m_functions) || slot(modes, "warnings", &at.m_warnings) ||
+        slot(modes, "recorder", &at.m_recorder))
+        return NULL;
+    if (!(warning_handler = (void *(*)(void))PyLong_AsVoidPtr(handler)) && PyErr_Occurred())
         return NULL;
     if (!((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
-        !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) || !((PyTypeObject *)value)->tp_weaklistoffset) {
+        !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) ||
+        !takes_nothing(inference_enabled) || !takes_nothing(function_modes) || !((PyTypeObject *)value)->tp_weaklistoffset) {
         PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
         return NULL;
     }
     PyObject *kept[] = {value, tensor, parameter, dtype, nn_module, columns, plain_new, build_result, slow_constant,
                         strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
-                        slow_torch_function, slow_handle};
+                        slow_torch_function, slow_handle, modes, inference_enabled, function_modes};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
         Py_INCREF(kept[i]); /* for as long as the process lives */
     Value = (PyTypeObject *)value;
@@ -1171,6 +1291,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     plain_getattr = Py_XNewRef(_PyType_Lookup(Module, s_getattr));
     plain_getattribute = Py_XNewRef(_PyType_Lookup(Module, s_getattribute));
     Recorder = (PyTypeObject *)columns;
+    ThreadModes = (PyTypeObject *)modes;
     plain_dealloc = Value->tp_dealloc;
     plain_clear = Value->tp_clear;
     Value->tp_dealloc = value_dealloc;
@@ -1204,6 +1325,11 @@ static PyMethodDef functions[] = {
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
+    {"copy_columns", copy_columns, METH_VARARGS, "Columns as numpy arrays, inputs counted from a base."},
+    {"written_to", written_to, METH_O, "The first constant that was written to, or None."},
+    {"leaves_of", leaves_of, METH_O, "Numbers of the constants that require gradients."},
+    {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
+    {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/kept.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
@@ -1223,7 +1349,8 @@ PyMODINIT_FUNC PyInit__fast(void)
     for (int i = 0; i < 4; i++)
         if (!(s_hooks[i] = PyUnicode_InternFromString(hook_names[i])))
             return NULL;
-    if (!module || !(s_training = PyUnicode_InternFromString("training")) || !(s_shape = PyUnicode_InternFromString("shape")) ||
+    if (!module || !(s_training = PyUnicode_InternFromString("training")) ||
+        !(s_requires_grad = PyUnicode_InternFromString("requires_grad")) || !(s_shape = PyUnicode_InternFromString("shape")) ||
         !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
         !(s_layout = PyUnicode_InternFromString("layout")) ||
         !(s_version = PyUnicode_InternFromString("_version")) || !(s_base = PyUnicode_InternFromString("_base")) ||

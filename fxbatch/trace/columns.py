@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 try:
     _fast: Any = importlib.import_module("fxbatch.trace._fast")
 except ImportError:  # installed without a C compiler
@@ -81,6 +83,31 @@ class Switch:
 def new_column() -> Any:
     """An empty int64 column with append, extend and the buffer protocol."""
     return _fast.Column() if Switch.on else array("q")
+
+
+def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Signatures as int32 [calls], inputs counted from `base` as int64 [inputs], and whether all inputs are values
+    of this recording: base to count."""
+    if _fast is not None and type(sigs) is _fast.Column:
+        sig, out = np.empty(len(sigs), dtype=np.int32), np.empty(len(inputs), dtype=np.int64)
+        return sig, out, _fast.copy_columns(sigs, inputs, base, count, sig, out)
+    sig, out = np.array(sigs, dtype=np.int32), np.array(inputs, dtype=np.int64)
+    out -= base
+    return sig, out, not len(out) or (int(out.min()) >= 0 and int(out.max()) < count - base)
+
+
+def written_to(constants: list[tuple[Value, torch.Tensor, int | None]]) -> Value | None:
+    """The value of the first constant whose tensor was written to since it was met; None if none was."""
+    if Switch.on:
+        return _fast.written_to(constants)
+    return next((v for v, t, version in constants if version is not None and t._version != version), None)
+
+
+def leaves_of(constants: dict[int, tuple[Value, torch.Tensor, int | None]]) -> list[int]:
+    """Numbers of the constants that require gradients."""
+    if Switch.on:
+        return _fast.leaves_of(constants)
+    return [v._value for v, t, _ in constants.values() if t.requires_grad]
 
 
 def new_known_calls() -> Any:

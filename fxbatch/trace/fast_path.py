@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 
-from fxbatch.torch_private import any_autocast, function_modes_enabled, handle_torch_function
+from fxbatch.torch_private import (
+    any_autocast,
+    function_mode_count,
+    function_modes_enabled,
+    handle_torch_function,
+    warning_handler_address,
+)
 from fxbatch.trace.columns import Columns, Switch, _fast
 from fxbatch.trace.modules import settle_call, traced_call
 from fxbatch.trace.record import Recorder
+from fxbatch.trace.state import ThreadModes
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import BINARY, Value, plain_new
 
@@ -81,7 +88,8 @@ if extension_available():
     _fast.setup(
         Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.nn.Module, plain_new,
         _build_result, Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
-        function_modes_enabled, Value.__torch_function__, handle_torch_function,
+        function_modes_enabled, Value.__torch_function__, handle_torch_function, ThreadModes,
+        torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(),
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, settle_call)
     use_extension(True)

@@ -27,12 +27,12 @@ def fix_uniform_numbers(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The signature and input columns with uniform numbers fixed; value ids stay."""
     table = recorder.table
-    arity = np.array([len(s.inputs) for s in table.signatures], dtype=np.int64)[sig]
-    first = np.cumsum(arity) - arity
+    arity = table.arity()[sig]
+    first = arity.cumsum() - arity
     keep = np.ones(len(inputs), dtype=bool)
     changed = sig.copy()
     for sid in recorder.lifted:
-        rows = np.flatnonzero(sig == sid)
+        rows = (sig == sid).nonzero()[0]
         lifted = table.lifted[sid]
         places = first[rows] + lifted.position
         used = inputs[places]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fxbatch.trace.columns import leaves_of
+
 if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
     from fxbatch.trace.values import Value
@@ -29,8 +31,7 @@ class GradientFlags:
 
     def keep_leaves(self, recorder: Recorder) -> None:
         """Note which constants require gradients: the recorder is about to let them go."""
-        constants = recorder.constants.values()
-        self.leaves |= frozenset(kept._value for kept, t, _ in constants if t.requires_grad)
+        self.leaves |= frozenset(leaves_of(recorder.constants))
 
     def phase(self, sig: np.ndarray, inputs: np.ndarray) -> None:
         """Keep the columns of a phase that has become a program."""
@@ -50,7 +51,7 @@ class GradientFlags:
             sig, inputs = self.phases[self.phase_done]
             # Numbers that were put back into their operation have left the inputs: start of the phase anew.
             if self.calls_done:
-                self.inputs_done = int(recorder_arity(recorder)[sig[: self.calls_done]].sum())
+                self.inputs_done = int(recorder.table.arity()[sig[: self.calls_done]].sum())
             self._flag(recorder, sig.tolist(), inputs.tolist(), leaves)
             self.phase_done += 1
             self.calls_done = self.inputs_done = 0
@@ -77,8 +78,3 @@ class GradientFlags:
             at += arity
         self.calls_done = len(sigs)
         self.inputs_done = at
-
-
-def recorder_arity(recorder: Recorder) -> np.ndarray:
-    """Inputs of each signature."""
-    return np.array([len(s.inputs) for s in recorder.table.signatures], dtype=np.int64)

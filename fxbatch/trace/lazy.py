@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fxbatch.torch_private import tree_map
-from fxbatch.trace.location import user_line
+from fxbatch.trace.location import user_place
 from fxbatch.trace.minibatch import LazyExecution
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
@@ -81,11 +81,12 @@ class LazyBatch:
         real = iter(self._give(found))
         return tree_map(lambda x: next(real) if type(x) is Value else x, results)
 
-    def _ask(self, values: list[Value]) -> list[torch.Tensor]:
-        self.statistics.asked(user_line(), len(values))
+    def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
+        self.statistics.asked(user_place(), len(values))
         self.run()
         with tracing(None):
-            return self.execution.read([v.id for v in values])
+            read = self.execution.numbers if plain else self.execution.read
+            return read([v.id for v in values])
 
     def _give(self, values: list[Value]) -> list[torch.Tensor]:
         self.run()

@@ -24,7 +24,7 @@ from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.kept import recall
-from fxbatch.trace.location import user_line
+from fxbatch.trace.location import user_place
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, current_recorder, tracing
@@ -41,6 +41,9 @@ class Execution(Protocol):
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real detached tensors of values that have run, by one transfer from the device."""
+
+    def numbers(self, values: Sequence[int]) -> list[Any]:
+        """The same as Python numbers in nested lists, as `tolist` gives them."""
 
 
 class LazyExecution(Execution, Protocol):
@@ -145,14 +148,17 @@ def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
 class _Parked:
     """An instance that waits for values."""
 
-    __slots__ = ("answer", "greenlet", "instance", "modes", "values")
+    __slots__ = ("answer", "greenlet", "instance", "modes", "plain", "values")
 
-    def __init__(self, instance: int, waiting: Any, values: list[Value], modes: ThreadModes) -> None:
+    def __init__(
+        self, instance: int, waiting: Any, values: list[Value], plain: bool, modes: ThreadModes
+    ) -> None:
         self.instance = instance
         self.greenlet = waiting
         self.values = values
         self.modes = modes
-        self.answer: list[torch.Tensor] = []
+        self.plain = plain  # whether it waits for Python numbers
+        self.answer: list[Any] = []
 
 
 class _Run:
@@ -181,7 +187,7 @@ class _Run:
         self.failed: BaseException | None = None
         self.closing = False
         self.main = greenlet.getcurrent()
-        self.modes = ThreadModes()
+        self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
         self.context = contextvars.copy_context()
 
     def all(self) -> None:
@@ -214,23 +220,32 @@ class _Run:
         """Run what is pending as one batch and let the parked instances go on, in order."""
         self.resuming = sorted(self.parked, key=_instance)
         self.parked = []
-        wanted = list(dict.fromkeys(v._value for p in self.resuming for v in p.values))
-        base = self.recorder.base
         calls = self.recorder.pending
         self.execution.run(self.recorder.pending_program([]))
-        numbers = [w - base for w in wanted]
-        answers = dict(zip(wanted, self.execution.read(numbers), strict=True))
+        answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
+        numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         for p in self.resuming:
-            p.answer = [answers[v._value] for v in p.values]
+            found = numbers if p.plain else answers
+            p.answer = [found[v._value] for v in p.values]
             self.running = p.instance
             self.recorder.begin(p.instance)
-            p.modes.restore()
+            p.modes.restore_if_other()
             p.greenlet.switch()
-            self.modes.restore()
-            self._raise()
+            if self.failed is not None:
+                break
+        self.modes.restore()
+        self._raise()
         self.resuming = []
         self._start()
+
+    def _read(
+        self, parked: Sequence[_Parked], read: Callable[[Sequence[int]], Sequence[Any]]
+    ) -> dict[int, Any]:
+        """What parked instances wait for, each value once."""
+        wanted = list(dict.fromkeys([v._value for p in parked for v in p.values]))
+        base = self.recorder.base
+        return dict(zip(wanted, read([w - base for w in wanted]), strict=True)) if wanted else {}
 
     def _raise(self) -> None:
         if self.failed is not None:
@@ -292,30 +307,33 @@ class _Run:
             )
         error.add_note(f"fxbatch: in instance {instance} of the minibatch")
 
-    def _ask(self, values: list[Value]) -> list[torch.Tensor]:
-        """Real tensors of the values: parks this instance until the batch has run."""
+    def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
+        """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
         me = greenlet.getcurrent()
         if me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
         if must_not_switch():
-            return self._answer_here(values)
-        parked = _Parked(self.running, me, values, ThreadModes())
+            return self._answer_here(values, plain)
+        if not self.usual.are_those_now():
+            self.usual = ThreadModes()
+        parked = _Parked(self.running, me, values, plain, self.usual)
         self.parked.append(parked)
-        self.statistics.asked(user_line(), len(values))
+        self.statistics.asked(user_place(), len(values))
         self.main.switch()
         return parked.answer
 
-    def _answer_here(self, values: list[Value]) -> list[torch.Tensor]:
-        """Real tensors of the values without leaving this instance: what is pending runs now."""
+    def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
+        """The answer to `_ask` without leaving this instance: what is pending runs now."""
         calls, modes = self.recorder.pending, ThreadModes()
-        self.statistics.asked(user_line(), len(values))
+        self.statistics.asked(user_place(), len(values))
         self.modes.restore()
         try:
             with tracing(None):
                 self.execution.run(self.recorder.pending_program([]))
-                answer = self.execution.read([v.id for v in values])
+                read = self.execution.numbers if plain else self.execution.read
+                answer = read([v.id for v in values])
         finally:
             modes.restore()
         self.statistics.phase(calls, [self.running])

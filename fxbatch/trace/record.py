@@ -21,10 +21,11 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
-from fxbatch.trace.columns import Columns, new_column, new_known_calls
+from fxbatch.trace.columns import Columns, columns_of, new_column, new_known_calls, written_to
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.gradients import GradientFlags
 from fxbatch.trace.kept import find_owners, keep
+from fxbatch.trace.known_types import KnownTypes
 from fxbatch.trace.lifting import call_row
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import autocast_state, state
@@ -63,7 +64,7 @@ class Recorder(Columns):
         self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
         self.constant_entries = {}
         self.owners = None
-        self.ask: Callable[[list[Value]], list[torch.Tensor]] | None = None  # gives real tensors, may suspend
+        self.ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
         self.parts: list[Any] = []  # all modules as they were when owners were found (trace/kept.py)
         self.seen: set[int] = set()  # their ids
@@ -76,9 +77,8 @@ class Recorder(Columns):
         self.gradients = GradientFlags()
         self.calls = 0  # calls that phases have run
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
-        self._known_types = np.empty(1024, dtype=np.int32)
-        self._known = self._typed = 0
-        self._untyped: list[np.ndarray] = []  # signature columns of phases whose types are not known yet
+        self._known = 0
+        self._known_types = KnownTypes(table)
         self._mode_key: Any = None
         self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
         self.met = new_known_calls()
@@ -88,6 +88,14 @@ class Recorder(Columns):
 
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
+        if (
+            self._mode_key is not None
+            and self.autocast is False
+            and not any_autocast()
+            and torch.is_grad_enabled() is self.grad
+            and torch.get_default_dtype() is self.floats
+        ):
+            return
         self.grad = torch.is_grad_enabled()
         self.autocast = None if any_autocast() else False
         casts: tuple[tuple[str, torch.dtype], ...] = ()
@@ -205,11 +213,18 @@ class Recorder(Columns):
 
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
         """Real detached tensors of the values; may suspend the instance."""
+        return self._ask(list(values), False)
+
+    def read_plain(self, v: Value) -> Any:
+        """A value as Python numbers in nested lists; may suspend the instance."""
+        return self._ask([v], True)[0]
+
+    def _ask(self, values: list[Value], plain: bool) -> list[Any]:
         if self.closed or self.ask is None:
             raise TraceError(
                 f"a value was asked for after its minibatch was over: use the results of the call{at_line()}"
             )
-        return self.ask(list(values))
+        return self.ask(values, plain)
 
     def _call_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After a lazy block: the call on real tensors."""
@@ -323,10 +338,8 @@ class Recorder(Columns):
         """The calls since the last phase as a Program; they count as run from here on."""
         self._check()
         table = self.table
-        sig = np.array(self.sigs, dtype=np.int32)
-        inputs = np.array(self.inputs, dtype=np.int64)
-        inputs -= self.base
-        if len(inputs) and (int(inputs.min()) < 0 or int(inputs.max()) >= self.count - self.base):
+        sig, inputs, known = columns_of(self.sigs, self.inputs, self.base, self.count)
+        if not known:
             self.closed = "a value of another recording was used in it"
             raise TraceError(
                 "a value of another minibatch (or of a finished call) was used: values live for "
@@ -335,22 +348,27 @@ class Recorder(Columns):
             )
         if self.lifted:
             sig, inputs = fix_uniform_numbers(self, sig, inputs)
-        starts: np.ndarray = np.array([*self.starts, len(sig)], dtype=np.int64)
-        lengths = starts[1:] - starts[:-1]
         program = Program(
             signatures=table.snapshot(),
             sig=sig,
             inputs=inputs,
-            instance=np.repeat(np.array(self.runs, dtype=np.int32), lengths),
+            instance=self._instances(len(sig)),
             outputs=np.array(outputs, dtype=np.int64),
             constants=self.payload,
             known=self._known,
-            known_types=self._types_of_known(),
+            known_types=self._known_types.first(self._known),
             instances=self.instances,
         )
         self.gradients.phase(sig, inputs)
         self._mark_run(sig)
         return program
+
+    def _instances(self, calls: int) -> np.ndarray:
+        """int32 [calls]: the instance of each."""
+        if len(self.runs) == 1:
+            return np.full(calls, self.runs[0], dtype=np.int32)
+        starts = np.array([*self.starts, calls], dtype=np.int64)
+        return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
 
     def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The last `pending_program` of a recording that is finished: constants and numbers are let go, which
@@ -361,50 +379,25 @@ class Recorder(Columns):
         self.constants, self.numbers = {}, {}
         return program
 
-    def _types_of_known(self) -> np.ndarray | None:
-        """int32 [known]: worked out when a second phase asks, from the calls of the phases before."""
-        for sig in self._untyped:
-            self._add_types(sig)
-        self._untyped.clear()
-        return self._known_types[: self._known] if self._known else None
-
     def _check(self) -> None:
         if self.closed:
             raise TraceError(f"this recording can't go on: {self.closed}")
         if self.generation != self.table.generation:
             raise TraceError("the table of signatures was cleared while a recording was going on")
-        for v, t, version in self.unchecked:
-            if version is not None and t._version != version:
-                raise InPlaceError(
-                    f"a tensor {self.type_of(v)} was written to after an operation had used it, before the "
-                    "operation ran: clone() it before the write"
-                )
+        written = written_to(self.unchecked)
+        if written is not None:
+            raise InPlaceError(
+                f"a tensor {self.type_of(written)} was written to after an operation had used it, before the "
+                "operation ran: clone() it before the write"
+            )
 
     def _mark_run(self, sig: np.ndarray) -> None:
         self._known = self.count - self.base
-        self._untyped.append(sig)
+        self._known_types.phase(sig)
         self.calls += len(self.sigs)
         self.sigs, self.inputs = new_column(), new_column()
         self.payload, self.unchecked, self.lifted = {}, [], {}
         self.starts, self.runs = [0], [self.runs[-1]]
-
-    def _add_types(self, sig: np.ndarray) -> None:
-        flat, width = self._output_types()
-        counts = width[sig]
-        starts = np.cumsum(width) - width
-        made, typed = int(counts.sum()), self._typed
-        within = np.arange(made) - np.repeat(np.cumsum(counts) - counts, counts)
-        if typed + made > len(self._known_types):
-            grown = np.empty(2 * (typed + made), dtype=np.int32)
-            grown[:typed] = self._known_types[:typed]
-            self._known_types = grown
-        self._known_types[typed : typed + made] = flat[np.repeat(starts[sig], counts) + within]
-        self._typed += made
-
-    def _output_types(self) -> tuple[np.ndarray, np.ndarray]:
-        outputs = self.table.outputs
-        flat = np.array(list(itertools.chain.from_iterable(outputs)), dtype=np.int32)
-        return flat, np.array([len(o) for o in outputs], dtype=np.int64)
 
     @property
     def known(self) -> int:

@@ -16,13 +16,14 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import (
     any_autocast,
+    function_mode_count,
     function_modes,
     set_grad_enabled,
     set_warning_handler,
     swap_function_modes,
     warning_handler,
 )
-from fxbatch.trace.columns import set_current
+from fxbatch.trace.columns import Switch, _fast, set_current
 from fxbatch.trace.location import at_line
 
 if TYPE_CHECKING:
@@ -91,6 +92,26 @@ class ThreadModes:
         swap_function_modes(self.functions)
         set_warning_handler(self.warnings)
         state.recorder = self.recorder
+
+    def are_those_now(self) -> bool:
+        """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
+        if Switch.on:
+            return _fast.modes_are(self)
+        return (
+            torch.is_grad_enabled() is self.grad
+            and torch.is_inference_mode_enabled() is self.inference
+            and self.autocast is None
+            and not any_autocast()
+            and not self.functions
+            and not function_mode_count()
+            and warning_handler() == self.warnings
+            and state.recorder is self.recorder
+        )
+
+    def restore_if_other(self) -> None:
+        """`restore`, where others are set."""
+        if not self.are_those_now():
+            self.restore()
 
 
 def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:

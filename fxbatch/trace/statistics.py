@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxbatch.trace.location import Place, line_of
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -25,14 +27,23 @@ class Statistics:
         self.instances = instances
         self.phases: list[Phase] = []
         self.suspensions = 0
-        self.lines: dict[str, int] = {}  # the user's line -> how often it asked
+        self._places: dict[Place, int] = {}  # where the user's code asked -> how often
         self.values_read = 0
 
-    def asked(self, line: str, values: int) -> None:
-        """An instance asked for values at this line."""
+    def asked(self, place: Place, values: int) -> None:
+        """An instance asked for values at this place of the user's code."""
         self.suspensions += 1
         self.values_read += values
-        self.lines[line] = self.lines.get(line, 0) + 1
+        self._places[place] = self._places.get(place, 0) + 1
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """The user's lines that asked, and how often."""
+        counts: dict[str, int] = {}
+        for place, count in self._places.items():
+            line = line_of(place)
+            counts[line] = counts.get(line, 0) + count
+        return counts
 
     def phase(self, calls: int, suspended: Sequence[int]) -> None:
         """A phase ran `calls` calls for these instances."""
@@ -44,7 +55,8 @@ class Statistics:
             return ""
         alone = sum(p.instances == 1 for p in self.phases)
         empty = sum(p.calls == 0 for p in self.phases)
-        line = max(self.lines, key=lambda k: self.lines[k])
+        lines = self.lines
+        line = max(lines, key=lambda k: lines[k])
         if empty > len(self.phases) // 2:
             return f"{line} reads values one at a time: read them together with .tolist()"
         if alone > len(self.phases) // 2 and alone > 1:

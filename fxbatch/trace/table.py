@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
@@ -109,6 +110,8 @@ class SignatureTable:
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/kept.py)
         self._snapshot: tuple[Signature, ...] = ()
+        self._arity = np.empty(0, dtype=np.int64)
+        self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
     def clear(self) -> None:
         """Forget all signatures. Not while a recording is going on."""
@@ -128,6 +131,19 @@ class SignatureTable:
         if len(self._snapshot) != len(self.signatures):
             self._snapshot = tuple(self.signatures)
         return self._snapshot
+
+    def arity(self) -> np.ndarray:
+        """int64 [signatures]: inputs of each."""
+        if len(self._arity) != len(self.signatures):
+            self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
+        return self._arity
+
+    def output_types(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32: type ids of all signatures' outputs, one signature after another; int64 [signatures]: how many."""
+        if len(self._output_types[1]) != len(self.outputs):
+            flat = np.array([t for types in self.outputs for t in types], dtype=np.int32)
+            self._output_types = flat, np.array([len(types) for types in self.outputs], dtype=np.int64)
+        return self._output_types
 
     def add(self, signature: Signature, outcome: Outcome | None = None) -> Entry:
         """Give a new signature its id. The caller holds the lock and has looked its key up."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 _is_grad_enabled = torch.is_grad_enabled
+# Types whose numbers Python's conversions take as torch's do; others are asked for as tensors.
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_REAL = _WHOLE | {torch.bool, torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _OPERANDS = (torch.Tensor, bool, int, float, complex, np.generic, np.ndarray)
 
 
@@ -197,10 +200,20 @@ class Value(torch.Tensor):
         return self._recorder.read([self])[0]
 
     def item(self) -> Any:
-        return self._read().item()
+        return self._number() if self.shape.numel() == 1 else self._read().item()
 
     def tolist(self) -> Any:
-        return self._read().tolist()
+        return self._recorder.read_plain(self)
+
+    def _number(self) -> Any:
+        """The only element, as Python's number."""
+        found = self._recorder.read_plain(self)
+        while type(found) is list:
+            (found,) = found
+        return found
+
+    def _is_one(self, kinds: frozenset[torch.dtype]) -> bool:
+        return self.dtype in kinds and self.shape.numel() == 1
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         if self.requires_grad and not force:
@@ -213,19 +226,19 @@ class Value(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(self._read())
+        return bool(self._number() if self._is_one(_REAL) else self._read())
 
     def __int__(self) -> int:
-        return int(self._read())
+        return int(self._number() if self._is_one(_WHOLE) else self._read())
 
     def __float__(self) -> float:
-        return float(self._read())
+        return float(self._number() if self._is_one(_REAL) else self._read())
 
     def __complex__(self) -> complex:
         return complex(self._read())
 
     def __index__(self) -> int:
-        return self._read().__index__()
+        return self._number() if self._is_one(_WHOLE) else self._read().__index__()
 
     def __contains__(self, element: Any) -> bool:
         if not isinstance(element, (torch.Tensor, bool, int, float, complex)):

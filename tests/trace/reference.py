@@ -72,6 +72,10 @@ class ReferenceExecution:
         self.reads.append(len(values))
         return [self.values[i].detach() for i in values]
 
+    def numbers(self, values: Sequence[int]) -> list[Any]:
+        """The values as Python numbers."""
+        return [t.tolist() for t in self.read(values)]
+
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real tensors that carry gradients."""
         return [self.values[i] for i in values]

@@ -1,0 +1,164 @@
+"""What an instance gets that asks for a number is what the tensor gives; what it keeps while it waits is its own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fxbatch
+from fxbatch.trace.columns import columns_of, leaves_of, new_column, written_to
+from fxbatch.trace.location import line_of, user_line, user_place
+from fxbatch.trace.state import ThreadModes
+from tests.trace.oracle import recorded
+from tests.trace.reference import ReferenceExecution
+
+TYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+    torch.complex64,
+)  # fmt: skip
+NUMBERS = (0.0, 2.75, -1.0, float("inf"), float("nan"))
+ASKS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda v: v.item(),
+    "tolist": lambda v: v.tolist(),
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "index": operator.index,
+}
+
+
+def _outcome(ask: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+    try:
+        found = ask(x)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        return type(error), str(error).splitlines()[0]
+    return type(found), repr(found)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("ask", ASKS)
+def test_numbers_are_those_of_the_tensor(ask: str, dtype: torch.dtype) -> None:
+    whole = dtype in (torch.int64, torch.int32, torch.uint8, torch.bool)
+    numbers = [0, 1, 3] if whole else NUMBERS
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (2,))
+    xs = [
+        torch.full(shape, number, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype)
+        for number in numbers
+        for shape in shapes
+    ]
+
+    def fn(x: Any) -> Any:
+        return _outcome(ASKS[ask], x.clone().clone())
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)
+        expected = [fn(x) for x in xs]
+        _, recording, _ = recorded(lambda x: fn(_as_value(x)), xs)
+    assert recording.results == expected
+
+
+def _as_value(x: Any) -> Any:
+    """A value with this content."""
+    return torch.stack([x, _zero(x)])[0]
+
+
+def _zero(x: torch.Tensor) -> Any:
+    """A value of zeros: what is asked for depends on a call that has not run."""
+    from fxbatch.trace.state import current_recorder
+
+    recorder = current_recorder()
+    assert recorder is not None
+    return recorder.constant(torch.zeros_like(x))
+
+
+def test_tensors_and_numbers_of_several_types_in_one_phase() -> None:
+    @fxbatch.autobatch(out="list")
+    def fn(x: torch.Tensor) -> Any:
+        y = torch.stack([x, x]) * 2
+        if x.shape[0] == 2:
+            return y.tolist()
+        if x.shape[0] == 3:
+            return (y.sum() > 0).item(), int(y.argmax())
+        return y.numpy().tolist(), float(y.sum())
+
+    xs = [torch.randn(n) for n in (2, 3, 4, 2, 3, 4)]
+    with torch.no_grad():
+        found = fn(xs)
+        with fxbatch.disabled():
+            assert found == fn(xs)
+
+
+def test_a_phase_reads_numbers_once() -> None:
+    def fn(x: Any) -> Any:
+        return (x * 2).sum().item()
+
+    xs = [torch.randn(4) for _ in range(5)]
+    _, recording, execution = recorded(fn, xs)
+    assert isinstance(execution, ReferenceExecution) and execution.reads == [5]
+    assert recording.results == [(x * 2).sum().item() for x in xs]
+
+
+def test_places_are_the_lines_of_the_user() -> None:
+    assert line_of(user_place()) == user_line()
+    assert line_of(None) == ""
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "grad": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "functions": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_modes_are_told_apart(change: str) -> None:
+    modes = ThreadModes()
+    assert modes.are_those_now()
+    with CHANGES[change]():
+        assert not modes.are_those_now()
+    assert modes.are_those_now()
+    if change in ("grad", "autocast"):  # the others' `with` would end what is not there any more
+        with CHANGES[change]():
+            modes.restore_if_other()
+            assert modes.are_those_now()
+
+
+def test_columns_as_arrays() -> None:
+    base = 1 << 41
+    sigs, inputs = new_column(), new_column()
+    for sid, ids in ((3, []), (70000, [base, base + 1]), (0, [base + 1])):
+        sigs.append(sid)
+        inputs.extend(ids)
+    sig, given, known = columns_of(sigs, inputs, base, base + 2)
+    assert sig.dtype == np.int32 and sig.tolist() == [3, 70000, 0] and given.tolist() == [0, 1, 1] and known
+    assert not columns_of(sigs, inputs, base, base + 1)[2]
+    assert not columns_of(sigs, inputs, base + 1, base + 9)[2]
+    assert columns_of(new_column(), new_column(), base, base)[2]
+
+
+def test_constants_that_were_written_to() -> None:
+    a, b, c = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    kept: Any = [("a", a, a._version), ("b", b, b._version), ("c", c, None)]
+    assert written_to(kept) is None and written_to([]) is None
+    c.add_(1)
+    assert written_to(kept) is None
+    b.add_(1)
+    assert written_to(kept) == "b"
+
+
+def test_constants_that_require_gradients() -> None:
+    def fn(x: Any) -> Any:
+        y = torch.stack([x, x]) * 2
+        return y, y.requires_grad
+
+    xs = [torch.randn(2).requires_grad_(flag) for flag in (False, True)]
+    _, recording, _ = recorded(fn, xs)
+    assert [flag for _, flag in recording.results] == [False, True]
+    assert leaves_of({}) == []
