@@ -2,7 +2,17 @@
 
 from setuptools import Extension, setup
 
-_PASSES = ("_loops", "_agenda", "_arenas", "_deduplicate", "_gradients", "_phases", "_reuse_rows", "_search")
+_PASSES = (
+    "_loops",
+    "_agenda",
+    "_arenas",
+    "_deduplicate",
+    "_gradients",
+    "_phases",
+    "_reuse_rows",
+    "_search",
+    "_survey",
+)
 
 setup(
     ext_modules=[

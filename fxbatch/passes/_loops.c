@@ -128,33 +128,6 @@ static PyObject *group(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t
     return finish(&a, good);
 }
 
-/* arrange(sig i32, before i32, first, OFFSETS, ORDER): as group, by the key first[sig] + before of each call. */
-static PyObject *arrange(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
-{
-    Arrays a;
-    if (take(&a, args, n, "iiqQQ") < 0)
-        return NULL;
-    int32_t *sig = I32(0), *before = I32(1);
-    int64_t *first = I64(2), *offsets = I64(3), *order = I64(4);
-    int64_t calls = LENGTH(0), signatures = LENGTH(2), keys = LENGTH(3) - 1;
-    int good = keys >= 0 && LENGTH(1) == calls && LENGTH(4) == calls;
-    if (good)
-        memset(offsets, 0, (keys + 1) * sizeof(int64_t));
-    for (int64_t c = 0; good && c < calls; c++) {
-        int64_t key = sig[c] >= 0 && sig[c] < signatures ? first[sig[c]] + before[c] : -1;
-        good = key >= 0 && key < keys;
-        if (good)
-            offsets[key + 1]++;
-    }
-    if (good)
-        add_up(offsets, keys);
-    for (int64_t c = 0; good && c < calls; c++)
-        order[offsets[first[sig[c]] + before[c]]++] = c;
-    if (good)
-        move_back(offsets, keys);
-    return finish(&a, good);
-}
-
 /* peak(key i32, number i32, PEAK): the largest number of each key, at least what is there. */
 static PyObject *peak(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
 {
@@ -169,56 +142,6 @@ static PyObject *peak(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t 
         if (good && number[i] > most[key[i]])
             most[key[i]] = number[i];
     }
-    return finish(&a, good);
-}
-
-/* count(key i32, COUNT): how often each key occurs, added to what is there. */
-static PyObject *count(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
-{
-    Arrays a;
-    if (take(&a, args, n, "iQ") < 0)
-        return NULL;
-    int32_t *key = I32(0);
-    int64_t *counts = I64(1), items = LENGTH(0), keys = LENGTH(1);
-    int good = 1;
-    for (int64_t i = 0; good && i < items; i++) {
-        good = key[i] >= 0 && key[i] < keys;
-        if (good)
-            counts[key[i]]++;
-    }
-    return finish(&a, good);
-}
-
-/* own_chains(sig i32, arity, width, inputs, BEFORE i32, LENGTH, known): of each call, how many of its signature
-   are before it on a path of such calls alone; of each signature, its longest such path. */
-static PyObject *own_chains(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
-{
-    Arrays a;
-    Py_ssize_t known = 0;
-    if (take(&a, args, n, "iqqqIQ") < 0 || number(&a, args, n, 6, &known) < 0)
-        return NULL;
-    int32_t *sig = I32(0), *before = I32(4);
-    int64_t calls = LENGTH(0), *arity = I64(1), *inputs = I64(3), entries = LENGTH(3), *longest = I64(5);
-    int64_t values = 0, at = 0;
-    int good = LENGTH(4) == calls && LENGTH(1) == LENGTH(2) && LENGTH(5) == LENGTH(1);
-    int32_t *maker = makers(&a, sig, calls, I64(2), LENGTH(2), &values);
-    if (!maker)
-        return NULL;
-    for (int64_t c = 0; c < calls && good; c++) {
-        int32_t s = sig[c], own = 0;
-        int64_t end = at + arity[s];
-        good = end <= entries;
-        for (; good && at < end; at++) {
-            int64_t v = inputs[at] - known;
-            good = v >= -known && v < values && (v < 0 || maker[v] < c);
-            if (good && v >= 0 && sig[maker[v]] == s && before[maker[v]] >= own)
-                own = before[maker[v]] + 1;
-        }
-        before[c] = own;
-        if (own >= longest[s])
-            longest[s] = own + 1;
-    }
-    PyMem_Free(maker);
     return finish(&a, good);
 }
 
@@ -245,56 +168,21 @@ static PyObject *advance(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
     return none ? PyLong_FromLongLong(found) : NULL;
 }
 
-/* feeding(sig i32, inputs, arity, width, first_slot, first_out, SEEN bool): marks the pairs (slot, output). */
-static PyObject *feeding(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
-{
-    Arrays a;
-    if (take(&a, args, n, "iqqqqqB") < 0)
-        return NULL;
-    int32_t *sig = I32(0), *flat = NULL;
-    int64_t *inputs = I64(1), *arity = I64(2), *width = I64(3), *slot = I64(4), *out = I64(5);
-    int64_t calls = LENGTH(0), entries = LENGTH(1), at = 0, values = 0, room = 0;
-    int64_t signatures = LENGTH(2), outs = signatures ? out[signatures] : 0;
-    uint8_t *seen = U8(6);
-    int good = LENGTH(6) >= (signatures ? slot[signatures] * outs : 0);
-    for (int64_t c = 0; c < calls && good; c++) {
-        good = sig[c] >= 0 && sig[c] < signatures;
-        room += good ? width[sig[c]] : 0;
-    }
-    if (good && !(flat = PyMem_Malloc((room + 1) * sizeof(int32_t)))) {
-        release(&a);
-        return PyErr_NoMemory();
-    }
-    for (int64_t c = 0; c < calls && good; c++) {
-        int32_t s = sig[c];
-        int64_t reads = arity[s], makes = width[s];
-        uint8_t *pairs = seen + slot[s] * outs;
-        good = at + reads <= entries;
-        for (int64_t i = 0; good && i < reads; i++, at++, pairs += outs) {
-            good = inputs[at] >= 0 && inputs[at] < values;
-            if (good)
-                pairs[flat[inputs[at]]] = 1;
-        }
-        for (int64_t j = 0; j < makes; j++)
-            flat[values++] = (int32_t)(out[s] + j);
-    }
-    PyMem_Free(flat);
-    return finish(&a, good);
-}
-
 #define DECLARE(name) PyObject *name(PyObject *, PyObject *const *, Py_ssize_t);
 DECLARE(agenda)      /* _agenda.c */
 DECLARE(merge_equal) /* _deduplicate.c */
 DECLARE(plan)        /* _arenas.c */
 DECLARE(plan_gradients) /* _gradients.c */
 DECLARE(search)      /* _search.c */
+DECLARE(survey)      /* _survey.c */
+DECLARE(in_turn)     /* _survey.c */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
     FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
-    FUNCTION(group), FUNCTION(arrange), FUNCTION(peak), FUNCTION(count), FUNCTION(own_chains), FUNCTION(advance),
-    FUNCTION(feeding), FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
-    FUNCTION(plan_gradients), {NULL}};
+    FUNCTION(group), FUNCTION(peak), FUNCTION(advance),
+    FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
+    FUNCTION(plan_gradients), FUNCTION(survey), FUNCTION(in_turn), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};

@@ -19,33 +19,29 @@ chain are ready, which shortens the lower bound of what remains by one. Nothing 
 
 from __future__ import annotations
 
-import weakref
-
-import networkx as nx
 import numpy as np
 
-from fxbatch.ir import Program, Schedule, SignatureColumns
+from fxbatch.ir import Program, Schedule
 from fxbatch.passes.batch_by_agenda import agenda_schedule
-from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, schedule_from_steps
-from fxbatch.passes.lower_bound import chain_below, own_chains, signature_graph
-from fxbatch.passes.native import Native
+from fxbatch.passes.lower_bound import chain_below
+from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.search_steps import affordable_width, cut_component, search_steps
+from fxbatch.passes.survey import survey
 
 
 def batch_by_lookahead(program: Program) -> Schedule:
     """The lookahead schedule; 0.02 us a call where no signatures wait for each other in turn, else up to 0.7."""
     if not len(program):
         return Schedule(np.zeros(0, np.int64), np.zeros(1, np.int64), "lookahead")
-    parts = signature_components(program)
-    before, length = own_chains(program)
-    several = [part for part in parts if len(part) > 1]
-    if not several:
-        return _in_turn(program, parts, before, length)
+    found = survey(program)
+    if not found.graph.several:
+        return _in_turn(program, found.before, found.longest)
+    before, length = found.before.copy(), found.longest.copy()
     frontier = Frontier(program)
     chain = chain_below(frontier)
     bound = int(length.sum())
-    for part in several:
+    for part in found.graph.several:
         component = cut_component(frontier, np.array(part), chain)
         step, steps = search_steps(component, 1)
         width = affordable_width(component, len(program)) if steps > component.bound else 1
@@ -60,48 +56,24 @@ def batch_by_lookahead(program: Program) -> Schedule:
         other = agenda_schedule(frontier)
         if len(other) < int(length.sum()):
             return Schedule(other.order, other.offsets, "lookahead")
-    return _in_turn(program, parts, before, length)
+    return _in_turn(program, before, length)
 
 
 def signature_components(program: Program) -> list[list[int]]:
     """The strongly connected components of the signature graph, each sorted: constants, then as they feed."""
-    slots, outs = feeding_pairs(program)
-    key = (slots.tobytes(), outs.tobytes())
-    found = _COMPONENTS.setdefault(program.columns, {})
-    if key not in found:
-        if len(found) >= _KEPT:
-            found.clear()
-        found[key] = _find_components(program)
-    return found[key]
+    return survey(program).graph.parts
 
 
-_KEPT = 256  # signature graphs whose components are kept, a tuple of signatures
-
-# Programs of one model have few signature graphs, however many minibatches there are.
-_COMPONENTS: weakref.WeakKeyDictionary[SignatureColumns, dict[tuple[bytes, bytes], list[list[int]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _find_components(program: Program) -> list[list[int]]:
-    graph = signature_graph(program)
-    condensed = nx.condensation(graph)
-    members = [sorted(condensed.nodes[node]["members"]) for node in range(len(condensed))]
-    ranked = nx.lexicographical_topological_sort(condensed, key=lambda node: members[node][0])
-    constants = program.columns.constant.tolist()
-    return sorted((members[node] for node in ranked), key=lambda part: not constants[part[0]])
-
-
-def _in_turn(program: Program, parts: list[list[int]], before: np.ndarray, length: np.ndarray) -> Schedule:
-    """One component after another: `before` is a call's step in its own, `length` the steps, at its first
-    signature."""
+def _in_turn(program: Program, before: np.ndarray, length: np.ndarray) -> Schedule:
+    """One component after another: `before` is a call's step in its own, `length` the steps, summed over its
+    signatures."""
+    graph = survey(program).graph
+    if Native.loops is not None:
+        offsets, order = Native.loops.in_turn(program.sig, before, length, *graph.turns, empty_column)
+        return Schedule(order, offsets, "lookahead")
     first = np.zeros(len(program.signatures), dtype=np.int64)
     steps = 0
-    for part in parts:
+    for part in graph.parts:
         first[part] = steps
         steps += int(length[part].sum())
-    if Native.loops is None:
-        return schedule_from_steps(first[program.sig] + before, steps, "lookahead")
-    offsets, order = np.empty(steps + 1, dtype=np.int64), np.empty(len(program), dtype=np.int64)
-    Native.loops.arrange(program.sig, before, first, offsets, order)
-    return Schedule(order, offsets, "lookahead")
+    return schedule_from_steps(first[program.sig] + before, steps, "lookahead")

@@ -11,17 +11,13 @@ value that it reads may carry one.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fxbatch.ir import Program, Signature, signature_columns
-from fxbatch.passes.frontier import count_signatures
-from fxbatch.passes.native import Native
-
-_DENSE_LIMIT = 1 << 22
+from fxbatch.passes.survey import flat_slots, survey
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,15 @@ def find_needs(
 ) -> Needs:
     """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
     constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
-    slots, outs = feeding_pairs(program)
+    found = survey(program)
     slot_needs = np.zeros(int(program.columns.first_slot[-1]), dtype=bool)
     if known_needs is not None and known_needs.any():
-        flat = _flat_slots(program)
+        flat = flat_slots(program)
         early = program.inputs < program.known
         slot_needs[flat[early][known_needs[program.inputs[early]]]] = True
-    present = count_signatures(program).nonzero()[0].tolist()
+    present = found.counts.nonzero()[0].tolist()
     begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
-    return _spread(
-        program.signatures, slots.tobytes(), outs.tobytes(), tuple(present), begin, slot_needs.tobytes()
-    )
+    return _spread(program.signatures, *found.graph.key, tuple(present), begin, slot_needs.tobytes())
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,46 +125,7 @@ def flat_outputs(program: Program) -> np.ndarray:
     return program.output_of_value
 
 
-def _flat_slots(program: Program) -> np.ndarray:
-    arity = program.arity[program.sig]
-    first = program.input_offsets
-    within = np.arange(first[-1]) - np.repeat(first[:-1], arity)
-    return np.repeat(program.columns.first_slot[program.sig], arity) + within
-
-
-# Policies and the runtime ask this of one program; programs are immutable.
-_PAIRS: weakref.WeakKeyDictionary[Program, tuple[np.ndarray, np.ndarray]] = weakref.WeakKeyDictionary()
-
-
 def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
-    found = _PAIRS.get(program)
-    if found is None:
-        found = _PAIRS[program] = _find_pairs(program)
-    return found
-
-
-def _find_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
-    slots, outs = int(program.arity.sum()), int(program.width.sum())
-    if Native.loops is not None and not program.known and slots * outs <= _DENSE_LIMIT:
-        seen = np.zeros(slots * outs, dtype=bool)
-        c = program.columns
-        Native.loops.feeding(
-            program.sig, program.inputs, c.arity, c.width, c.first_slot, c.first_output, seen
-        )
-        key = np.flatnonzero(seen)
-        return key // max(outs, 1), key % max(outs, 1)
-    slot = _flat_slots(program)
-    made = program.inputs >= program.known
-    value = program.inputs if made.all() else program.inputs[made]
-    if not made.all():
-        slot = slot[made]
-    out = flat_outputs(program)[value - program.known]
-    key = slot * outs + out
-    if slots * outs <= _DENSE_LIMIT:
-        seen = np.zeros(slots * outs, dtype=bool)
-        seen[key] = True
-        key = np.flatnonzero(seen)
-    else:
-        key = np.unique(key)
-    return key // max(outs, 1), key % max(outs, 1)
+    graph = survey(program).graph
+    return graph.slots, graph.outs

@@ -15,13 +15,13 @@ where an array operation of a microsecond would serve only a few calls.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from fxbatch.ir import Program, Schedule, Signature
 from fxbatch.passes.native import Native
+from fxbatch.passes.survey import source_calls, survey
 
 # Below this many calls, or this many calls a (depth, signature) group, lists are faster than arrays.
 # Measured: about 0.5 us a call in lists, 25 us a step plus 0.1 us a call in arrays.
@@ -136,45 +136,9 @@ class Frontier:
         return ready[mark[ready] == position]
 
 
-# Several passes ask this of one program; programs are immutable.
-_SOURCES: weakref.WeakKeyDictionary[Program, np.ndarray] = weakref.WeakKeyDictionary()
-
-
-def source_calls(program: Program) -> np.ndarray:
-    """int64 [len(inputs)]: the call that makes each input entry, -1 for values of earlier phases."""
-    if Native.loops is not None and not program.known:
-        found = _SOURCES.get(program)
-        if found is not None:
-            return found
-        out = np.empty(len(program.inputs), dtype=np.int64)
-        Native.loops.source_calls(program.sig, program.width, program.inputs, out)
-        _SOURCES[program] = out
-        return out
-    made = program.inputs - program.known if program.known else program.inputs
-    if program.values - program.known == len(program) and (
-        not len(program.width) or (int(program.width.min()) == int(program.width.max()) == 1)
-    ):
-        return np.where(made < 0, -1, made) if program.known else made
-    if not program.known:
-        return program.call_of_value[made]
-    return np.where(made < 0, -1, np.append(program.call_of_value, -1)[np.maximum(made, -1)])
-
-
-# As above: how often each signature occurs.
-_COUNTS: weakref.WeakKeyDictionary[Program, np.ndarray] = weakref.WeakKeyDictionary()
-
-
 def count_signatures(program: Program) -> np.ndarray:
     """int64 [signatures]: how many calls of each signature there are."""
-    found = _COUNTS.get(program)
-    if found is None:
-        if Native.loops is None:
-            found = np.bincount(program.sig, minlength=len(program.signatures))
-        else:
-            found = np.zeros(len(program.signatures), dtype=np.int64)
-            Native.loops.count(program.sig, found)
-        _COUNTS[program] = found
-    return found
+    return survey(program).counts
 
 
 def stable_argsort(key: np.ndarray, bound: int) -> np.ndarray:

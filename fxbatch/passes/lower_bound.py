@@ -12,13 +12,12 @@ chain; steps of different signatures are different steps. Constants need one ste
 
 from __future__ import annotations
 
-import networkx as nx
 import numpy as np
 
 from fxbatch.ir import Program
-from fxbatch.passes.find_needs import feeding_pairs
-from fxbatch.passes.frontier import Frontier, peaks, source_calls, stable_argsort
+from fxbatch.passes.frontier import Frontier, peaks, stable_argsort
 from fxbatch.passes.native import Native
+from fxbatch.passes.survey import survey
 
 
 def lower_bound(program: Program) -> int:
@@ -40,7 +39,7 @@ def chain_below(frontier: Frontier) -> np.ndarray:
     are followed together, then the second ones, and so on. In most programs a component is one signature.
     """
     sig = frontier.program.sig
-    component, column, size = components(frontier)
+    component, column, size = survey(frontier.program).graph.components
     edges = np.flatnonzero(component[sig[frontier.source]] == component[sig[frontier.target]])
     out = np.ones(frontier.calls, dtype=np.int32)
     for number in range(int(size.max(initial=0))):
@@ -56,49 +55,11 @@ def height(frontier: Frontier) -> np.ndarray:
     return longest_chain(frontier, np.arange(len(frontier.source)), np.ones(frontier.calls, dtype=bool))
 
 
-def components(frontier: Frontier) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the signature graph, a signature: its component, its position in it, the component's size."""
-    signatures = len(frontier.program.signatures)
-    graph = signature_graph(frontier.program)
-    component, column, size = (np.zeros(signatures, dtype=np.int64) for _ in range(3))
-    for number, part in enumerate(nx.strongly_connected_components(graph)):
-        members = sorted(part)
-        component[members], size[members] = number, len(members)
-        column[members] = np.arange(len(members))
-    return component, column, size
-
-
-def signature_graph(program: Program) -> nx.DiGraph:
-    """Which signature's calls read which other's: numbers of signatures as nodes; constants feed nobody."""
-    slots, outs = feeding_pairs(program)
-    numbers = np.arange(len(program.signatures))
-    reader, source = numbers.repeat(program.arity)[slots], numbers.repeat(program.width)[outs]
-    edges = ~program.columns.constant[source]
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(program.signatures)))
-    graph.add_edges_from(sorted(zip(source[edges].tolist(), reader[edges].tolist(), strict=True)))
-    return graph
-
-
 def own_chains(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """int32 [calls]: how many calls of its signature are before each one on a path of such calls alone; int64
     [signatures]: the calls on the longest such path."""
-    before = np.zeros(len(program), dtype=np.int32)
-    if Native.loops is not None:
-        length = np.zeros(len(program.signatures), dtype=np.int64)
-        columns = (program.sig, program.arity, program.width, program.inputs)
-        Native.loops.own_chains(*columns, before, length, program.known)
-        return before, length
-    source = source_calls(program)
-    edges = source >= 0
-    source, target = source[edges], program.reader[edges]
-    own = program.sig[source] == program.sig[target]
-    counts = before.tolist()
-    for read, reader in zip(source[own].tolist(), target[own].tolist(), strict=True):
-        if counts[read] >= counts[reader]:
-            counts[reader] = counts[read] + 1
-    before = np.array(counts, dtype=np.int32)
-    return before, peaks(program.sig, before + 1, len(program.signatures))
+    found = survey(program)
+    return found.before, found.longest
 
 
 def longest_chain(frontier: Frontier, edges: np.ndarray, counted: np.ndarray) -> np.ndarray:

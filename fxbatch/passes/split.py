@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxbatch.ir import Operation, Program, Signature, Slot, Template, tensor_type
-from fxbatch.passes.frontier import Frontier
-from fxbatch.passes.lower_bound import components
 from fxbatch.passes.select_calls import reorder
+from fxbatch.passes.survey import survey
 
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
@@ -57,8 +56,7 @@ class Splitter:
         return program
 
     def _wins(self, program: Program, s: int) -> bool:
-        frontier = Frontier(program)
-        component, _, _ = components(frontier)
+        component, _, _ = survey(program).graph.components
         mine = np.flatnonzero(program.sig == s)
         if not len(mine):
             return False

@@ -20,9 +20,10 @@ from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
 from fxbatch.passes.lower_bound import chain_below, height, lower_bound, own_chains
-from fxbatch.passes.native import Native
+from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.policies import POLICIES
 from fxbatch.passes.search_steps import cut_component, search_steps
+from fxbatch.passes.survey import survey
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
 pytestmark = pytest.mark.skipif(Native.loops is None, reason="fxbatch was installed without its C extension")
@@ -168,3 +169,26 @@ def test_merging_refuses_columns_that_name_what_is_not_there() -> None:
     for name, column in (("inputs", program.inputs + 1000), ("outputs", program.outputs - 1000)):
         with pytest.raises(IndexError, match="names a call or a value that is not there"):
             deduplicate(dataclasses.replace(program, **{name: column}))
+
+
+def test_surveys_and_turns_of_wrong_columns_are_errors() -> None:
+    program = tree_lstm_program([random_tree(random.Random(0), 5)])
+    for column in ("inputs", "sig"):
+        for by in (-1000, 1000):
+            wrong = dataclasses.replace(program, **{column: getattr(program, column) + by})
+            with pytest.raises(IndexError, match="not there"):
+                survey(dataclasses.replace(wrong, sig=wrong.sig.astype(np.int32)))
+    found = survey(program)
+    for before, members in ((found.before + 99, 0), (found.before, 99), (found.before - 99, 0)):
+        with pytest.raises(IndexError, match="not there"):
+            turns = found.graph.turns[0] + members, found.graph.turns[1]
+            Native.loops.in_turn(program.sig, before, found.longest, *turns, empty_column)
+
+
+def test_programs_of_many_signatures_are_surveyed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a table of all pairs would be too large, numpy finds those that occur."""
+    program = workloads()[0]
+    expected = feeding_pairs(program)
+    monkeypatch.setattr("fxbatch.passes.survey._DENSE_LIMIT", 1)
+    for a, b in zip(feeding_pairs(dataclasses.replace(program)), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
