@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -116,8 +116,9 @@ def _call_on_views(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
     views = []
     for i, t in enumerate(leaves):
         if isinstance(t, torch.Tensor) and view_of_shared(recorder, t):
-            views.append((i, tuple(t.shape), t.stride(), t.storage_offset()))
-            leaves[i] = t._base
+            base = leaves[i] = cast(torch.Tensor, t._base)
+            flipped = (t.is_conj() != base.is_conj(), t.is_neg() != base.is_neg())
+            views.append((i, tuple(t.shape), t.stride(), t.storage_offset(), *flipped))
     args, kwargs = tree_unflatten(leaves, spec)
     return call_function(recorder, on_views, (func, tuple(views), *args), kwargs)
 

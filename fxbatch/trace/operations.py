@@ -118,18 +118,21 @@ def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.reshape(1)).squeeze(0)
 
 
-View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # argument leaf, size, stride, offset
+# argument leaf, size, stride, offset, conjugated, negated
+View = tuple[int, tuple[int, ...], tuple[int, ...], int, bool, bool]
 
 
 def on_views(func: Callable[..., Any], views: tuple[View, ...], *args: Any, **kwargs: Any) -> Any:
     """Call `func` with some tensor arguments seen through a view: `x @ weight.T` for `weight`."""
     leaves, spec = tree_flatten((args, kwargs))
-    for leaf, size, stride, offset in views:
+    for leaf, size, stride, offset, conjugated, negated in views:
         base = leaves[leaf]
         if len(size) == 2 and (size, stride) == (base.shape[::-1], base.stride()[::-1]):
-            leaves[leaf] = base.t()
+            view = base.t()
         else:
-            leaves[leaf] = base.as_strided(size, stride, offset)
+            view = base.as_strided(size, stride, offset)
+        view = view.conj() if conjugated else view
+        leaves[leaf] = view.neg() if negated else view
     args, kwargs = tree_unflatten(leaves, spec)
     return func(*args, **kwargs)
 
