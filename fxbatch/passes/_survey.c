@@ -166,3 +166,82 @@ PyObject *in_turn(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
     release(&a);
     return out;
 }
+
+typedef struct {
+    Arrays a;
+    int64_t known;
+} Calls;
+
+/* Mark the outputs whose values are marked, then the earlier values that are read; bytes, one an output. */
+static PyObject *reach(const Calls *calls, uint8_t *marked, int64_t values)
+{
+    const int64_t *lengths = calls->a.lengths, *first = calls->a.views[1].buf, *inputs = calls->a.views[2].buf;
+    const int32_t *sig = calls->a.views[0].buf;
+    int64_t signatures = lengths[1] - 1, outs = signatures >= 0 ? first[signatures] : 0, v = calls->known;
+    PyObject *out = PyBytes_FromStringAndSize(NULL, outs);
+    if (!out)
+        return NULL;
+    char *hit = PyBytes_AS_STRING(out);
+    int good = 1;
+    memset(hit, 0, outs);
+    for (int64_t c = 0; good && c < lengths[0]; c++) {
+        good = sig[c] >= 0 && sig[c] < signatures && v + first[sig[c] + 1] - first[sig[c]] <= values;
+        for (int64_t j = good ? first[sig[c]] : 0; good && j < first[sig[c] + 1]; j++, v++)
+            hit[j] |= marked[v];
+    }
+    for (int64_t i = 0; good && i < lengths[2]; i++) {
+        good = inputs[i] >= 0 && inputs[i] < values;
+        if (good && inputs[i] < calls->known)
+            marked[inputs[i]] = 1;
+    }
+    if (good)
+        return out;
+    Py_DECREF(out);
+    not_there();
+    return NULL;
+}
+
+/* reached(phases, results, values) -> list of bytes a phase, one an output of its signatures: whether a value of it
+   is a result or read by a later phase. A phase is (sig i32, first_output, inputs, known). */
+PyObject *reached(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize_t n)
+{
+    Arrays a;
+    Py_ssize_t values = 0, phases = n > 2 && PyList_Check(args[0]) ? PyList_GET_SIZE(args[0]) : -1;
+    if (phases < 0) {
+        PyErr_SetString(PyExc_TypeError, "reached(list of phases, results, values)");
+        return NULL;
+    }
+    if (take(&a, args + 1, n - 1, "q") < 0 || number(&a, args, n, 2, &values) < 0)
+        return NULL;
+    uint8_t *marked = PyMem_Calloc(values > 0 ? values : 1, 1);
+    PyObject *out = marked ? PyList_New(phases) : PyErr_NoMemory();
+    for (int64_t i = 0; out && i < LENGTH(0); i++) {
+        if (I64(0)[i] >= 0 && I64(0)[i] < values)
+            marked[I64(0)[i]] = 1;
+        else {
+            not_there();
+            Py_CLEAR(out);
+        }
+    }
+    for (Py_ssize_t p = phases - 1; out && p >= 0; p--) {
+        PyObject *tuple = PyList_GET_ITEM(args[0], p), *found = NULL;
+        Calls calls;
+        if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4)
+            PyErr_SetString(PyExc_TypeError, "a phase is a tuple of 4");
+        else if (take(&calls.a, ((PyTupleObject *)tuple)->ob_item, 3, "iqq") == 0) {
+            calls.known = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, 3));
+            if (calls.known >= 0)
+                found = reach(&calls, marked, values);
+            else if (!PyErr_Occurred())
+                not_there();
+            release(&calls.a);
+        }
+        if (found)
+            PyList_SET_ITEM(out, p, found);
+        else
+            Py_CLEAR(out);
+    }
+    PyMem_Free(marked);
+    release(&a);
+    return out;
+}

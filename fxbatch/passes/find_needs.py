@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from fxbatch.ir import Program, Signature, signature_columns
+from fxbatch.ir import Program, Signature, SignatureColumns, signature_columns
+from fxbatch.passes.native import Native
 from fxbatch.passes.survey import flat_slots, survey
+
+_KEPT = 256  # sets of outputs that are reached
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,36 @@ class Needs:
     inputs: tuple[tuple[bool, ...], ...]
     outputs: np.ndarray  # bool [signatures' outputs, flat]
     feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
+    _wanted: dict[bytes, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def wanted(self, columns: SignatureColumns, reached: bytes) -> np.ndarray:
+        """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs."""
+        found = self._wanted.get(reached)
+        if found is None:
+            if len(self._wanted) >= _KEPT:
+                self._wanted.clear()
+            found = self._wanted[reached] = self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
+        return found
+
+    def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> np.ndarray:
+        slots, outs = self.feeds
+        owner_of_out = np.repeat(np.arange(len(columns.width)), columns.width).tolist()
+        feeders: dict[int, list[int]] = {}
+        for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+            feeders.setdefault(slot, []).append(out)
+        wanted = np.zeros(len(columns.width), dtype=bool)
+        waiting = [owner_of_out[o] for o in np.flatnonzero(reached & self.outputs).tolist()]
+        while waiting:
+            s = waiting.pop()
+            if wanted[s]:
+                continue
+            wanted[s] = True
+            for i, need in enumerate(self.inputs[s]):
+                if need:
+                    found = feeders.get(int(columns.first_slot[s]) + i, ())
+                    waiting.extend(owner_of_out[o] for o in found if self.outputs[o])
+        wanted.setflags(write=False)
+        return wanted
 
 
 def find_needs(
@@ -97,27 +130,29 @@ def _spread(
     return Needs(inputs, out_needs, (slots, outs))
 
 
-def find_wanted(program: Program, needs: Needs, results: np.ndarray) -> np.ndarray:
-    """bool [signatures]: whose outputs reach, by differentiable inputs, one of the values `results`."""
-    first_slot = program.columns.first_slot
-    slots, outs = needs.feeds
-    owner_of_out = np.repeat(np.arange(len(program.signatures)), program.width)
-    feeders: dict[int, list[int]] = {}
-    for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
-        feeders.setdefault(slot, []).append(out)
-    wanted = np.zeros(len(program.signatures), dtype=bool)
-    flat = flat_outputs(program)[results[results >= program.known] - program.known]
-    waiting = [int(owner_of_out[o]) for o in np.unique(flat).tolist() if needs.outputs[o]]
-    while waiting:
-        s = waiting.pop()
-        if wanted[s]:
-            continue
-        wanted[s] = True
-        for i, need in enumerate(needs.inputs[s]):
-            if need:
-                found = feeders.get(int(first_slot[s]) + i, ())
-                waiting.extend(int(owner_of_out[o]) for o in found if needs.outputs[o])
-    return wanted
+def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) -> list[np.ndarray]:
+    """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`, or what
+    a later phase reads."""
+    if Native.loops is None:
+        reached = _find_reached(phases, results)
+    else:
+        last = phases[-1][0]
+        values = last.known + int(survey(last).counts @ last.width)
+        columns = [(p.sig, p.columns.first_output, p.inputs, p.known) for p, _ in phases]
+        reached = Native.loops.reached(columns, results, values)
+    return [needs.wanted(p.columns, outs) for (p, needs), outs in zip(phases, reached, strict=True)]
+
+
+def _find_reached(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) -> list[bytes]:
+    """A byte an output of the signatures: whether a value of it is a result, or read by a later phase."""
+    found = []
+    for program, _ in reversed(phases):
+        mine = results[results < program.values]
+        hit = np.zeros(int(program.columns.first_output[-1]), dtype=bool)
+        hit[flat_outputs(program)[mine[mine >= program.known] - program.known]] = True
+        found.append(hit.tobytes())
+        results = np.concatenate([mine[mine < program.known], program.inputs[program.inputs < program.known]])
+    return found[::-1]
 
 
 def flat_outputs(program: Program) -> np.ndarray:

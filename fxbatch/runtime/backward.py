@@ -60,8 +60,9 @@ class Backward:
         if not given:
             return
         with kernel_modes():
-            self.wanted = self._find_wanted(np.concatenate([v for _, v, _ in given]))
-            self.described = [self._describe(p, w) for p, w in zip(run.phases, self.wanted, strict=True)]
+            results = np.concatenate([v for _, v, _ in given])
+            wanted = find_wanted([(p.program, p.needs) for p in run.phases], results)
+            self.described = [self._describe(p, w) for p, w in zip(run.phases, wanted, strict=True)]
             self.plan = plan_gradients(
                 self.described,
                 [(t, v) for t, v, _ in given],
@@ -79,16 +80,6 @@ class Backward:
                 buffer.release()
 
     # -- preparation --------------------------------------------------------------------------------
-
-    def _find_wanted(self, results: np.ndarray) -> list[np.ndarray]:
-        wanted: list[np.ndarray] = []
-        for phase in reversed(self.run.phases):
-            mine = results[results < phase.program.values]
-            found = find_wanted(phase.program, phase.needs, mine)
-            early = phase.program.inputs[phase.program.inputs < phase.program.known]
-            results = np.concatenate([mine[mine < phase.program.known], early])
-            wanted.append(found)
-        return wanted[::-1]
 
     def _describe(self, phase: Phase, wanted: np.ndarray) -> PhaseGradients:
         groups: list[tuple[int, ...]] = []

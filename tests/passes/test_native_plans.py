@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxbatch.ir import Layout, Plan, Program, Schedule
+from fxbatch.passes.find_needs import find_needs, find_wanted
 from fxbatch.passes.native import Native
 from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.plan_gradients import GradientPlan, PhaseGradients, plan_gradients
@@ -142,9 +143,45 @@ def test_gradient_plans_of_random_programs(data: st.DataObject) -> None:
         check_gradients(cut(program, call), program.outputs)
 
 
+def check_wanted(phases: list[Program], results: np.ndarray) -> None:
+    def found() -> list[np.ndarray]:
+        pairs, before = [], np.zeros(0, dtype=bool)
+        for program in map(dataclasses.replace, phases):
+            own = [bool(s.inputs) and k % 3 == 1 for k, s in enumerate(program.signatures)]
+            needs = find_needs(program, own, {}, known_needs=before)
+            before = np.concatenate([before, needs.outputs[program.output_of_value]])
+            pairs.append((program, needs))
+        return find_wanted(pairs, results)
+
+    for a, b in zip(*both(found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(st.data())
+def test_wanted_signatures_of_random_programs(data: st.DataObject) -> None:
+    program = data.draw(programs(known=False))
+    if not len(program) or not len(program.outputs):
+        return
+    check_wanted([program], program.outputs)
+    call = data.draw(st.integers(1, len(program)))
+    if call < len(program):
+        check_wanted(cut(program, call), program.outputs)
+
+
+def test_values_that_are_not_there_are_errors() -> None:
+    program = tree_lstm_program([random_tree(random.Random(0), 5)])
+    phase = (program.sig, program.columns.first_output, program.inputs, 0)
+    for wrong in ((program.sig + 99, *phase[1:]), (*phase[:2], phase[2] + 999, 0), (*phase[:3], 999)):
+        with pytest.raises(IndexError, match="not there"):
+            Native.loops.reached([wrong], program.outputs, program.values)
+    with pytest.raises(IndexError, match="not there"):
+        Native.loops.reached([phase], program.outputs + 999, program.values)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_gradient_plans_of_workloads(number: int) -> None:
     program = workloads()[number]
+    check_wanted(cut(program, len(program) // 3), program.outputs)
     check_gradients([program], program.outputs)
     check_gradients(cut(program, len(program) // 2), program.outputs)
 
