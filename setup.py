@@ -11,12 +11,18 @@ _PASSES = (
     "_phases",
     "_reuse_rows",
     "_search",
+    "_select",
     "_survey",
 )
 
 setup(
     ext_modules=[
-        Extension("fxbatch.trace._fast", ["fxbatch/trace/_fast.c"], optional=True),
+        Extension(
+            "fxbatch.trace._fast",
+            ["fxbatch/trace/_fast.c"],
+            depends=[f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "waiting")],
+            optional=True,
+        ),
         Extension(
             "fxbatch.passes._loops",
             [f"fxbatch/passes/{name}.c" for name in _PASSES],

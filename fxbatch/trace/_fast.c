@@ -12,333 +12,7 @@
 #include <structmember.h>
 #include <stdint.h>
 
-/* --- Column: what array.array("q") is to the recorder, with appends from C --- */
-
-typedef struct {
-    PyObject_HEAD
-    int64_t *data;
-    Py_ssize_t size, room, exports;
-} Column;
-
-static int column_reserve(Column *c, Py_ssize_t more)
-{
-    if (c->exports) {
-        PyErr_SetString(PyExc_BufferError, "a column can't grow while its buffer is in use");
-        return -1;
-    }
-    if (c->size + more <= c->room)
-        return 0;
-    Py_ssize_t room = 2 * (c->size + more) + 62;
-    int64_t *data = PyMem_Realloc(c->data, room * sizeof(int64_t));
-    if (!data) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    c->data = data;
-    c->room = room;
-    return 0;
-}
-
-static PyObject *column_append(PyObject *self, PyObject *number)
-{
-    Column *c = (Column *)self;
-    int64_t x = PyLong_AsSsize_t(number);
-    if ((x == -1 && PyErr_Occurred()) || column_reserve(c, 1) < 0)
-        return NULL;
-    c->data[c->size++] = x;
-    Py_RETURN_NONE;
-}
-
-static PyObject *column_extend(PyObject *self, PyObject *numbers)
-{
-    Column *c = (Column *)self;
-    PyObject *items = PySequence_Fast(numbers, "a column is extended by a sequence");
-    if (!items)
-        return NULL;
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(items), before = c->size;
-    int failed = column_reserve(c, n) < 0;
-    for (Py_ssize_t i = 0; i < n && !failed; i++) {
-        int64_t x = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(items, i));
-        failed = x == -1 && PyErr_Occurred();
-        c->data[before + i] = x;
-    }
-    Py_DECREF(items);
-    if (failed)
-        return NULL;
-    c->size = before + n;
-    Py_RETURN_NONE;
-}
-
-static Py_ssize_t column_length(PyObject *self)
-{
-    return ((Column *)self)->size;
-}
-
-static PyObject *column_item(PyObject *self, Py_ssize_t i)
-{
-    Column *c = (Column *)self;
-    if (i < 0 || i >= c->size) {
-        PyErr_SetString(PyExc_IndexError, "column index out of range");
-        return NULL;
-    }
-    return PyLong_FromLongLong(c->data[i]);
-}
-
-static int column_getbuffer(PyObject *self, Py_buffer *view, int flags)
-{
-    Column *c = (Column *)self;
-    static int64_t nothing;
-    if (PyBuffer_FillInfo(view, self, c->data ? c->data : &nothing, c->size * 8, 0, flags) < 0)
-        return -1;
-    view->itemsize = 8;
-    view->format = (flags & PyBUF_FORMAT) ? "q" : NULL;
-    if (flags & PyBUF_ND)
-        view->shape = &c->size; /* no append while there are exports */
-    if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES)
-        view->strides = &view->itemsize;
-    c->exports++;
-    return 0;
-}
-
-static void column_releasebuffer(PyObject *self, Py_buffer *Py_UNUSED(view))
-{
-    ((Column *)self)->exports--;
-}
-
-static void column_dealloc(PyObject *self)
-{
-    PyMem_Free(((Column *)self)->data);
-    Py_TYPE(self)->tp_free(self);
-}
-
-static PyMethodDef column_methods[] = {
-    {"append", column_append, METH_O, NULL},
-    {"extend", column_extend, METH_O, NULL},
-    {NULL}};
-static PySequenceMethods column_sequence = {.sq_length = column_length, .sq_item = column_item};
-static PyBufferProcs column_buffer = {column_getbuffer, column_releasebuffer};
-static PyTypeObject ColumnType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Column",
-    .tp_doc = "A growing int64 column.",
-    .tp_basicsize = sizeof(Column),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = column_dealloc,
-    .tp_methods = column_methods,
-    .tp_as_sequence = &column_sequence,
-    .tp_as_buffer = &column_buffer,
-};
-
-/* --- KnownCalls: (owner, mode, input types) -> Entry ---------------------------------------------------- */
-
-#define MAX_INPUTS 6
-
-typedef struct {
-    PyObject *owner, *entry; /* owner NULL: a free place */
-    int32_t mode, n, types[MAX_INPUTS];
-} Call;
-
-#define MAX_TOKENS 64
-#define MAX_PATTERNS 4096
-
-/* A part of a function's arguments: what must be this very object, and a number that goes with it: the type id
-   of a Value, an int, the bits of a float, the length of a list. */
-typedef struct {
-    PyObject *object;
-    int64_t number;
-} Token;
-
-typedef struct {
-    PyObject *func, *entry; /* func NULL: a free place */
-    uint64_t hash;
-    int32_t mode, n;
-    Token *tokens; /* ours, with a reference to each object */
-} Pattern;
-
-typedef struct {
-    PyObject_HEAD
-    Call *calls;
-    Py_ssize_t used, room; /* room: a power of two, or 0 */
-    Pattern *patterns;
-    Py_ssize_t pattern_used, pattern_room;
-    int foreign; /* whether a pattern has a parameter of no module that is watched */
-} KnownCalls;
-
-static Call *known_place(Call *calls, Py_ssize_t room, const Call *wanted)
-{
-    uint64_t h = ((uint64_t)(uintptr_t)wanted->owner >> 4) * 31 + (uint64_t)wanted->mode;
-    for (int i = 0; i < wanted->n; i++)
-        h = (h ^ (uint64_t)wanted->types[i]) * 0x9E3779B97F4A7C15u;
-    for (h ^= h >> 29;; h++) {
-        Call *c = &calls[h & (uint64_t)(room - 1)];
-        if (!c->owner || (c->owner == wanted->owner && c->mode == wanted->mode && c->n == wanted->n &&
-                          !memcmp(c->types, wanted->types, wanted->n * sizeof(int32_t))))
-            return c;
-    }
-}
-
-static int known_grow(KnownCalls *k)
-{
-    Py_ssize_t room = k->room ? 2 * k->room : 64;
-    Call *calls = PyMem_Calloc(room, sizeof(Call));
-    if (!calls) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < k->room; i++)
-        if (k->calls[i].owner)
-            *known_place(calls, room, &k->calls[i]) = k->calls[i];
-    PyMem_Free(k->calls);
-    k->calls = calls;
-    k->room = room;
-    return 0;
-}
-
-/* Fill `call` from Python arguments; 0 when it has too many inputs to be kept, -1 on error. */
-static int known_key(Call *call, PyObject *owner, int mode, PyObject *types)
-{
-    if (!PyTuple_Check(types)) {
-        PyErr_SetString(PyExc_TypeError, "types is a tuple");
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(types) > MAX_INPUTS)
-        return 0;
-    memset(call, 0, sizeof(Call));
-    call->owner = owner;
-    call->mode = mode;
-    call->n = (int32_t)PyTuple_GET_SIZE(types);
-    for (int i = 0; i < call->n; i++)
-        call->types[i] = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(types, i));
-    return PyErr_Occurred() ? -1 : 1;
-}
-
-static PyObject *known_add(PyObject *self, PyObject *args)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    PyObject *owner, *types, *entry;
-    int mode;
-    Call call;
-    if (!PyArg_ParseTuple(args, "OiOO", &owner, &mode, &types, &entry))
-        return NULL;
-    int fits = known_key(&call, owner, mode, types);
-    if (fits < 0 || (fits && 4 * k->used >= 3 * k->room && known_grow(k) < 0))
-        return NULL;
-    if (fits) {
-        Call *place = known_place(k->calls, k->room, &call);
-        PyObject *before = place->entry;
-        call.entry = Py_NewRef(entry);
-        if (!place->owner) {
-            Py_INCREF(owner);
-            k->used++;
-        }
-        *place = call;
-        Py_XDECREF(before);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *known_find(PyObject *self, PyObject *args)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    PyObject *owner, *types;
-    int mode;
-    Call call;
-    if (!PyArg_ParseTuple(args, "OiO", &owner, &mode, &types))
-        return NULL;
-    int fits = known_key(&call, owner, mode, types);
-    if (fits < 0)
-        return NULL;
-    PyObject *entry = fits && k->room ? known_place(k->calls, k->room, &call)->entry : NULL;
-    return Py_NewRef(entry ? entry : Py_None);
-}
-
-static void pattern_free(Pattern *p)
-{
-    for (int32_t i = 0; i < p->n; i++)
-        Py_DECREF(p->tokens[i].object);
-    PyMem_Free(p->tokens);
-    Py_XDECREF(p->func);
-    Py_XDECREF(p->entry);
-}
-
-static int known_drop(PyObject *self)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    Pattern *patterns = k->patterns;
-    Py_ssize_t pattern_room = k->pattern_room;
-    k->patterns = NULL;
-    k->pattern_used = k->pattern_room = 0;
-    k->foreign = 0;
-    for (Py_ssize_t i = 0; i < pattern_room; i++)
-        if (patterns[i].func)
-            pattern_free(&patterns[i]);
-    PyMem_Free(patterns);
-    Call *calls = k->calls;
-    Py_ssize_t room = k->room;
-    k->calls = NULL;
-    k->used = k->room = 0;
-    for (Py_ssize_t i = 0; i < room; i++) {
-        Py_XDECREF(calls[i].owner);
-        Py_XDECREF(calls[i].entry);
-    }
-    PyMem_Free(calls);
-    return 0;
-}
-
-static PyObject *known_clear(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    known_drop(self);
-    Py_RETURN_NONE;
-}
-
-/* lasts(): whether these may be known in another minibatch. */
-static PyObject *known_lasts(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    KnownCalls *k = (KnownCalls *)self;
-    return PyBool_FromLong(!k->foreign && k->used < MAX_PATTERNS && k->pattern_used < MAX_PATTERNS);
-}
-
-static int known_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    for (Py_ssize_t i = 0; i < k->room; i++) {
-        Py_VISIT(k->calls[i].owner);
-        Py_VISIT(k->calls[i].entry);
-    }
-    for (Py_ssize_t i = 0; i < k->pattern_room; i++) {
-        Pattern *p = &k->patterns[i];
-        Py_VISIT(p->func);
-        Py_VISIT(p->entry);
-        for (int32_t j = 0; p->func && j < p->n; j++)
-            Py_VISIT(p->tokens[j].object);
-    }
-    return 0;
-}
-
-static void known_dealloc(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    known_drop(self);
-    Py_TYPE(self)->tp_free(self);
-}
-
-static PyMethodDef known_methods[] = {
-    {"add", known_add, METH_VARARGS, NULL},
-    {"find", known_find, METH_VARARGS, NULL},
-    {"clear", known_clear, METH_NOARGS, NULL},
-    {"lasts", known_lasts, METH_NOARGS, NULL},
-    {NULL}};
-static PyTypeObject KnownCallsType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.KnownCalls",
-    .tp_doc = "Entries by owner, mode and input types.",
-    .tp_basicsize = sizeof(KnownCalls),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = known_dealloc,
-    .tp_traverse = known_traverse,
-    .tp_clear = known_drop,
-    .tp_methods = known_methods,
-};
+#include "_fast_columns.h"
 
 /* --- Slots of Python objects ----------------------------------------------------------------------------- */
 
@@ -352,11 +26,13 @@ static struct {
 static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
+static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
+static PyObject *cpu; /* the device */
 static PyObject *inference_enabled, *function_modes;
 static void *(*warning_handler)(void); /* C++, of torch; NULL where it has none */
 static PyTypeObject *ThreadModes;
 static PyObject *slow_torch_function, *slow_handle;
-static PyObject *s_shape, *s_dtype, *s_device, *s_layout, *s_version, *s_base;
+static PyObject *s_shape, *s_dtype, *s_device, *s_version;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -489,51 +165,127 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const int64_t *ids,
     return built;
 }
 
+/* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
+static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
+{
+    return attribute->get(t, attribute->closure);
+}
+
+/* emit(recorder, entry, ids): record one call; its result with Values. */
+static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    int64_t few[16], *ids = few;
+    if (n != 3 || !PyObject_TypeCheck(args[0], Recorder) || !has_columns(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "emit(recorder with columns in C, entry, ids)");
+        return NULL;
+    }
+    PyObject *given = PySequence_Fast(args[2], "ids are a sequence"), *result = NULL;
+    Py_ssize_t inputs = given ? PySequence_Fast_GET_SIZE(given) : 0;
+    if (given && inputs > 16 && !(ids = PyMem_Malloc(inputs * sizeof(int64_t))))
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; given && ids && i < inputs; i++)
+        ids[i] = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(given, i));
+    if (given && ids && !PyErr_Occurred())
+        result = record(args[0], args[1], ids, inputs);
+    if (ids != few)
+        PyMem_Free(ids);
+    Py_XDECREF(given);
+    return result;
+}
+
+/* The entry of constants like t, borrowed; NULL without an error where there is none. There are few. */
+static PyObject *entry_like(PyObject *recorder, PyObject *t)
+{
+    PyObject *entries = SLOT(recorder, at.entries), *found = NULL, *key, *entry;
+    PyObject *shape = ask(get_shape, t), *dtype = ask(get_dtype, t), *on_cpu = ask(get_is_cpu, t), *device = NULL;
+    if (on_cpu)
+        device = on_cpu == Py_True ? Py_NewRef(cpu) : ask(get_device, t);
+    if (shape && dtype && device && PyDict_GET_SIZE(entries) <= 8) {
+        for (Py_ssize_t place = 0; !found && PyDict_Next(entries, &place, &key, &entry);) {
+            if (PyTuple_GET_ITEM(key, 1) != dtype)
+                continue;
+            int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(key, 0), shape, Py_EQ);
+            if (same == 1)
+                same = PyObject_RichCompareBool(PyTuple_GET_ITEM(key, 2), device, Py_EQ);
+            if (same < 0)
+                break;
+            found = same ? entry : NULL;
+        }
+    } else if (shape && dtype && device) {
+        key = PyTuple_Pack(3, shape, dtype, device);
+        found = key ? PyDict_GetItemWithError(entries, key) : NULL;
+        Py_XDECREF(key);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    Py_XDECREF(on_cpu);
+    Py_XDECREF(device);
+    return found;
+}
+
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
-    PyObject *owners = SLOT(recorder, at.owners), *parts[5] = {0}, *v = NULL, *kept = NULL;
+    PyObject *owners = SLOT(recorder, at.owners), *v = NULL;
     if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key))
         return NULL;
-    PyObject *names[] = {s_shape, s_dtype, s_device, s_layout, s_version};
-    for (int i = 0; i < 5; i++)
-        if (!(parts[i] = PyObject_GetAttr(t, names[i])))
-            goto done;
-    PyObject *of = PyTuple_Pack(3, parts[0], parts[1], parts[2]);
-    PyObject *entry = of ? PyDict_GetItemWithError(SLOT(recorder, at.entries), of) : NULL;
-    Py_XDECREF(of);
-    if (!entry || parts[3] != strided)
-        goto done;
-    PyObject *payload = PyDict_GetItemWithError(SLOT(recorder, at.payload), SLOT(entry, at.sid));
-    if (!payload || !(v = record(recorder, entry, NULL, 0)))
-        goto done;
-    kept = PyTuple_Pack(3, v, t, parts[4]);
-    Py_DECREF(v); /* `kept` has it */
-    if (!kept || PyList_Append(payload, t) < 0 || PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
-        PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
-        v = NULL;
-    Py_XDECREF(kept); /* so has the dict */
-done:
-    for (int i = 0; i < 5; i++)
-        Py_XDECREF(parts[i]);
+    PyObject *layout = ask(get_layout, t), *version = NULL;
+    PyObject *entry = layout == strided ? entry_like(recorder, t) : NULL;
+    Py_XDECREF(layout);
+    if (entry && (version = ask(get_version, t))) {
+        PyObject *payload = PyDict_GetItemWithError(SLOT(recorder, at.payload), SLOT(entry, at.sid)), *kept = NULL;
+        if (payload && (v = record(recorder, entry, NULL, 0))) {
+            kept = PyTuple_Pack(3, v, t, version);
+            Py_DECREF(v); /* `kept` has it */
+            if (!kept || PyList_Append(payload, t) < 0 ||
+                PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
+                PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
+                v = NULL;
+            Py_XDECREF(kept); /* so has the dict */
+        }
+        Py_DECREF(version);
+    }
     if (!v && PyErr_ExceptionMatches(PyExc_RuntimeError))
         PyErr_Clear(); /* tensors made in inference mode have no version */
     return v;
 }
 
-/* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand. */
-static PyObject *constant_of(PyObject *recorder, PyObject *t)
+/* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
+static int perhaps_shared_view(PyObject *recorder, PyObject *t)
+{
+    PyObject *base = ask(get_base, t);
+    if (!base)
+        return -1;
+    int found = base != Py_None;
+    PyObject *owners = SLOT(recorder, at.owners);
+    if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
+        PyObject *key = PyLong_FromVoidPtr(base);
+        found = key ? PyDict_Contains(owners, key) : -1;
+        Py_XDECREF(key);
+    }
+    Py_DECREF(base);
+    return found;
+}
+
+/* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand, or where `views` count
+   when it may be a view of one. */
+static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
 {
     PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
     PyObject *kept = key ? PyDict_GetItemWithError(SLOT(recorder, at.constants), key) : NULL;
     if (kept) {
         PyObject *version = PyTuple_GET_ITEM(kept, 2);
-        PyObject *now = version == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(t, s_version);
+        PyObject *now = version == Py_None ? Py_NewRef(Py_None) : ask(get_version, t);
         int same = now ? PyObject_RichCompareBool(now, version, Py_EQ) : -1;
         Py_XDECREF(now);
         v = same == 1 ? PyTuple_GET_ITEM(kept, 0) : NULL;
-    } else if (key && !PyErr_Occurred())
+    } else if (key && !PyErr_Occurred()) {
+        if (views && perhaps_shared_view(recorder, t) != 0) {
+            Py_DECREF(key);
+            return NULL;
+        }
         v = new_constant(recorder, t, key);
+    }
     Py_XDECREF(key);
     if (v || PyErr_Occurred())
         return v;
@@ -567,7 +319,7 @@ static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *a = args[i];
         if (!Py_IS_TYPE(a, Value)) {
-            if (!tensors || !Py_IS_TYPE(a, Tensor) || !(a = constant_of(recorder, a)))
+            if (!tensors || !Py_IS_TYPE(a, Tensor) || !(a = constant_of(recorder, a, 0)))
                 return NULL;
         } else if (SLOT(a, at.recorder) != recorder)
             return NULL;
@@ -606,23 +358,6 @@ static int token_value(Arguments *a, PyObject *v)
     return token(a, (PyObject *)Value, PyLong_AsLong(SLOT(v, at.type)));
 }
 
-/* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
-static int perhaps_shared_view(PyObject *recorder, PyObject *t)
-{
-    PyObject *base = PyObject_GetAttr(t, s_base);
-    if (!base)
-        return -1;
-    int found = base != Py_None;
-    PyObject *owners = SLOT(recorder, at.owners);
-    if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
-        PyObject *key = PyLong_FromVoidPtr(base);
-        found = key ? PyDict_Contains(owners, key) : -1;
-        Py_XDECREF(key);
-    }
-    Py_DECREF(base);
-    return found;
-}
-
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -645,11 +380,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         return number == number && token(a, (PyObject *)type, bits);
     }
     if (type == Tensor) {
-        PyObject *key = PyLong_FromVoidPtr(x);
-        int met = key ? PyDict_Contains(SLOT(recorder, at.constants), key) : -1;
-        Py_XDECREF(key);
-        int shared = met == 0 ? perhaps_shared_view(recorder, x) : 0;
-        PyObject *v = met < 0 || shared ? NULL : constant_of(recorder, x);
+        PyObject *v = constant_of(recorder, x, 1);
         return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
     }
     if ((type == &PyTuple_Type || type == &PyList_Type) && depth < 3) {
@@ -923,309 +654,8 @@ static PyTypeObject MethodType = {
     .tp_members = method_members,
 };
 
-/* --- Attributes of modules ------------------------------------------------------------------------------------
-
-   A parameter, buffer or submodule is found by nn.Module.__getattr__, in Python, after the ordinary look-up has
-   failed and made an exception. While some thread traces, classes of modules that are met find them here, in the
-   same order; what is not found goes the ordinary way, which raises what it always raises. */
-
-#define MAX_QUICK 256
-static PyTypeObject *Module, *quick[MAX_QUICK];
-static int quick_types, quick_on;
-static getattrofunc plain_getattro;
-static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_requires_grad, *s_hooks[4];
-static const char *const hook_names[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-                                         "_backward_pre_hooks"};
-
-static PyObject *quick_getattro(PyObject *self, PyObject *name)
-{
-    PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);
-    PyObject *dict = place ? *place : NULL, *found = NULL;
-    if (dict && !(found = PyDict_GetItemWithError(dict, name)) && !PyErr_Occurred())
-        for (int i = 0; i < 3 && !found; i++) {
-            PyObject *table = PyDict_GetItemWithError(dict, s_tables[i]);
-            if (!table || !(PyDict_CheckExact(table) || PyODict_CheckExact(table)))
-                break;
-            found = PyDict_GetItemWithError(table, name);
-            if (!found && PyErr_Occurred())
-                break;
-        }
-    if (found)
-        return Py_NewRef(found);
-    return PyErr_Occurred() ? NULL : plain_getattro(self, name);
-}
-
-/* quicken(type): while types may be quickened, those that find attributes as nn.Module does. */
-static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *object)
-{
-    PyTypeObject *type = (PyTypeObject *)object;
-    if (quick_on && quick_types < MAX_QUICK && PyType_Check(object) && type->tp_getattro == plain_getattro &&
-        PyType_IsSubtype(type, Module) && _PyType_Lookup(type, s_getattr) == plain_getattr &&
-        _PyType_Lookup(type, s_getattribute) == plain_getattribute) {
-        quick[quick_types++] = (PyTypeObject *)Py_NewRef(object);
-        type->tp_getattro = quick_getattro;
-    }
-    Py_RETURN_NONE;
-}
-
-/* quicken_modules(on): whether types may be quickened; those that were go back when it ends. */
-static PyObject *quicken_modules(PyObject *Py_UNUSED(module), PyObject *on)
-{
-    quick_on = on == Py_True;
-    while (!quick_on && quick_types) {
-        PyTypeObject *type = quick[--quick_types];
-        if (type->tp_getattro == quick_getattro)
-            type->tp_getattro = plain_getattro;
-        Py_DECREF(type);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *attributes_of(PyObject *owner)
-{
-    return PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_dict : PyModule_GetDict(owner);
-}
-
-/* What entries ((owner, name, new), ...) would replace, in reverse. */
-static PyObject *replaced(PyObject *entries)
-{
-    Py_ssize_t n = PyTuple_GET_SIZE(entries);
-    PyObject *before = PyTuple_New(n), *owner, *name, *new;
-    for (Py_ssize_t i = 0; before && i < n; i++) {
-        PyObject *dict = NULL, *row = NULL, *old = NULL;
-        if (PyArg_ParseTuple(PyTuple_GET_ITEM(entries, i), "OUO", &owner, &name, &new))
-            dict = attributes_of(owner);
-        if (dict && (old = PyDict_GetItemWithError(dict, name)))
-            row = PyTuple_Pack(3, owner, name, old);
-        else if (dict && !PyErr_Occurred())
-            PyErr_SetObject(PyExc_AttributeError, name);
-        if (row)
-            PyTuple_SET_ITEM(before, n - 1 - i, row);
-        else
-            Py_CLEAR(before);
-    }
-    return before;
-}
-
-/* swap(((owner, name, new), ...), saved): put attributes of classes and Python modules; what was there is appended
-   to the list `saved` before, in reverse. The classes' methods are none that have a slot, or such that are Python
-   functions before and after. */
-static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *entries, *saved, *changed = NULL;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &entries, &PyList_Type, &saved))
-        return NULL;
-    PyObject *before = replaced(entries);
-    int failed = !before || PyList_Append(saved, before) < 0;
-    Py_XDECREF(before);
-    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(entries); i++) {
-        PyObject *row = PyTuple_GET_ITEM(entries, i), *owner = PyTuple_GET_ITEM(row, 0);
-        if (changed && changed != owner)
-            PyType_Modified((PyTypeObject *)changed);
-        changed = PyType_Check(owner) ? owner : NULL;
-        failed = PyDict_SetItem(attributes_of(owner), PyTuple_GET_ITEM(row, 1), PyTuple_GET_ITEM(row, 2)) < 0;
-    }
-    if (changed)
-        PyType_Modified((PyTypeObject *)changed);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-/* --- What an instance that waits has to keep (trace/state.py, location.py) -------------------------------------- */
-
-/* modes_are(modes): whether these are the thread's; autocast and function modes are taken to differ. */
-static PyObject *modes_are(PyObject *Py_UNUSED(module), PyObject *modes)
-{
-    if (!Py_IS_TYPE(modes, ThreadModes)) {
-        PyErr_SetString(PyExc_TypeError, "modes_are(ThreadModes)");
-        return NULL;
-    }
-    PyObject *functions = SLOT(modes, at.m_functions), *recorder = SLOT(modes, at.m_recorder);
-    PyObject *warnings = SLOT(modes, at.m_warnings);
-    int same = mode_is(grad_enabled, SLOT(modes, at.m_grad)) &&
-               mode_is(inference_enabled, SLOT(modes, at.m_inference)) && SLOT(modes, at.m_autocast) == Py_None &&
-               mode_is(autocast_enabled, Py_False) && functions && PyList_Check(functions) &&
-               !PyList_GET_SIZE(functions) && (recorder == Py_None ? !current : recorder == current);
-    if (same) {
-        PyObject *depth = PyCFunction_GET_FUNCTION(function_modes)(PyCFunction_GET_SELF(function_modes), NULL);
-        same = depth && PyLong_AsLong(depth) == 0;
-        Py_XDECREF(depth);
-    }
-    if (same && warning_handler) {
-        void *expected = warnings == Py_None ? NULL : PyLong_AsVoidPtr(warnings);
-        same = warning_handler() == expected;
-    }
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
-}
-
-/* copy_columns(sigs, inputs, base, count, int32 [calls], int64 [inputs]): whether all inputs are base to count. */
-static PyObject *copy_columns(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    Column *sigs, *inputs;
-    long long base, count;
-    Py_buffer sig, out;
-    if (!PyArg_ParseTuple(args, "O!O!LLw*w*", &ColumnType, &sigs, &ColumnType, &inputs, &base, &count, &sig, &out))
-        return NULL;
-    int fits = sig.len == 4 * sigs->size && out.len == 8 * inputs->size, known = 1;
-    if (fits) {
-        for (Py_ssize_t i = 0; i < sigs->size; i++)
-            ((int32_t *)sig.buf)[i] = (int32_t)sigs->data[i];
-        for (Py_ssize_t i = 0; i < inputs->size; i++) {
-            known &= inputs->data[i] >= base && inputs->data[i] < count;
-            ((int64_t *)out.buf)[i] = inputs->data[i] - base;
-        }
-    } else
-        PyErr_SetString(PyExc_ValueError, "copy_columns: arrays of other lengths than the columns");
-    PyBuffer_Release(&sig);
-    PyBuffer_Release(&out);
-    return fits ? PyBool_FromLong(known) : NULL;
-}
-
-/* written_to([(Value, tensor, version), ...]): the first Value whose tensor has another version now, or None. */
-static PyObject *written_to(PyObject *Py_UNUSED(module), PyObject *constants)
-{
-    for (Py_ssize_t i = 0; PyList_Check(constants) && i < PyList_GET_SIZE(constants); i++) {
-        PyObject *kept = PyList_GET_ITEM(constants, i), *version = PyTuple_GET_ITEM(kept, 2);
-        if (version == Py_None)
-            continue;
-        PyObject *now = PyObject_GetAttr(PyTuple_GET_ITEM(kept, 1), s_version);
-        int same = now ? PyObject_RichCompareBool(now, version, Py_EQ) : -1;
-        Py_XDECREF(now);
-        if (same != 1)
-            return same < 0 ? NULL : Py_NewRef(PyTuple_GET_ITEM(kept, 0));
-    }
-    Py_RETURN_NONE;
-}
-
-/* leaves_of({id: (Value, tensor, version)}): numbers of the Values whose tensors require gradients. */
-static PyObject *leaves_of(PyObject *Py_UNUSED(module), PyObject *constants)
-{
-    PyObject *found = PyList_New(0), *key, *kept;
-    for (Py_ssize_t place = 0; found && PyDict_Check(constants) && PyDict_Next(constants, &place, &key, &kept);) {
-        PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(kept, 1), s_requires_grad);
-        if (!wanted || (wanted == Py_True && PyList_Append(found, SLOT(PyTuple_GET_ITEM(kept, 0), at.value)) < 0))
-            Py_CLEAR(found);
-        Py_XDECREF(wanted);
-    }
-    return found;
-}
-
-/* user_place(files, file_of): code and instruction of the innermost frame of the user's code, or None. */
-static PyObject *user_place(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
-{
-    if (n != 2 || !PyDict_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "user_place(files, file_of)");
-        return NULL;
-    }
-    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
-    PyObject *place = NULL;
-    while (frame && !place && !PyErr_Occurred()) {
-        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-        PyObject *file = Py_XNewRef(PyDict_GetItemWithError(args[0], code));
-        if (!file && !PyErr_Occurred())
-            file = PyObject_CallOneArg(args[1], (PyObject *)frame);
-        if (file && PyUnicode_Check(file) && PyUnicode_GET_LENGTH(file))
-            place = Py_BuildValue("(Oi)", code, PyFrame_GetLasti(frame));
-        PyFrameObject *back = PyFrame_GetBack(frame);
-        Py_XDECREF(file);
-        Py_DECREF(code);
-        Py_DECREF(frame);
-        frame = back;
-    }
-    Py_XDECREF(frame);
-    if (PyErr_Occurred()) {
-        Py_XDECREF(place);
-        return NULL;
-    }
-    return place ? place : Py_NewRef(Py_None);
-}
-
-/* --- Modules as they were (trace/kept.py) ---------------------------------------------------------------------- */
-
-static int tensor_is(PyObject *t, PyObject *expected)
-{
-    PyObject *names[] = {s_shape, s_dtype, s_device};
-    int same = 1;
-    for (int i = 0; i < 3 && same == 1; i++) {
-        PyObject *now = PyObject_GetAttr(t, names[i]);
-        same = now ? PyObject_RichCompareBool(now, PyTuple_GET_ITEM(expected, i), Py_EQ) : -1;
-        Py_XDECREF(now);
-    }
-    return same;
-}
-
-/* Whether an attribute is of a type, or a tensor of (shape, dtype, device, class). */
-static int kind_is(PyObject *x, PyObject *kind)
-{
-    if (!PyTuple_Check(kind))
-        return (PyObject *)Py_TYPE(x) == kind && (kind == (PyObject *)Value || !PyObject_TypeCheck(x, Tensor));
-    if ((PyObject *)Py_TYPE(x) != PyTuple_GET_ITEM(kind, 3))
-        return 0;
-    Py_INCREF(x);
-    int same = tensor_is(x, kind);
-    Py_DECREF(x);
-    return same;
-}
-
-/* Whether a dictionary has these keys, in this order, and these values (or values of these kinds). */
-static int dict_is(PyObject *dict, PyObject *names, PyObject *values, int kinds)
-{
-    PyObject *name, *value;
-    Py_ssize_t place = 0, i = 0;
-    if (!dict || !PyDict_Check(dict) || PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(names))
-        return 0;
-    for (; PyDict_Next(dict, &place, &name, &value); i++) {
-        PyObject *expected = PyTuple_GET_ITEM(values, i), *before = PyTuple_GET_ITEM(names, i);
-        int same = kinds ? kind_is(value, expected) : value == expected;
-        if (same != 1)
-            return same;
-        if (name != before && !(PyUnicode_Check(name) && PyUnicode_Check(before) && !PyUnicode_Compare(name, before)))
-            return 0;
-    }
-    return 1;
-}
-
-static int part_is(PyObject *part, PyObject *dict)
-{
-    PyObject *hooks = PyTuple_GET_ITEM(part, 5), *tensors = PyTuple_GET_ITEM(part, 9);
-    if ((PyObject *)Py_TYPE(PyTuple_GET_ITEM(part, 0)) != PyTuple_GET_ITEM(part, 1))
-        return 0;
-    int same = dict_is(dict, PyTuple_GET_ITEM(part, 2), PyTuple_GET_ITEM(part, 3), 1);
-    if (same != 1)
-        return same;
-    if (PyDict_GetItemWithError(dict, s_training) != PyTuple_GET_ITEM(part, 4))
-        return 0;
-    for (int i = 0; i < 4; i++) {
-        PyObject *table = PyDict_GetItemWithError(dict, s_hooks[i]);
-        if ((table ? PyObject_IsTrue(table) : 0) != (PyTuple_GET_ITEM(hooks, i) == Py_True))
-            return 0;
-    }
-    for (int i = 0; i < 3; i++) {
-        PyObject *pair = PyTuple_GET_ITEM(part, 6 + i), *table = PyDict_GetItemWithError(dict, s_tables[(i + 2) % 3]);
-        if (!dict_is(table, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), 0))
-            return 0;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors) && same == 1; i++)
-        same = tensor_is(PyTuple_GET_ITEM(tensors, i), PyTuple_GET_ITEM(PyTuple_GET_ITEM(part, 10), i));
-    return same;
-}
-
-/* as_they_were(parts): whether modules are as their parts say. */
-static PyObject *as_they_were(PyObject *Py_UNUSED(module), PyObject *parts)
-{
-    int same = PyList_Check(parts);
-    for (Py_ssize_t i = 0; same == 1 && i < PyList_GET_SIZE(parts); i++) {
-        PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
-        PyObject *dict = PyObject_GenericGetDict(PyTuple_GET_ITEM(part, 0), NULL);
-        same = dict ? part_is(part, dict) : -1;
-        Py_XDECREF(dict);
-        Py_DECREF(part);
-    }
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
-}
-
+#include "_fast_modules.h"
+#include "_fast_waiting.h"
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -1237,6 +667,19 @@ static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
     Py_RETURN_NONE;
 }
 
+/* The getter of an attribute of torch.Tensor; NULL with an error where it is no getter in C. */
+static const PyGetSetDef *getter_of(PyObject *tensor, const char *name)
+{
+    PyObject *descriptor = PyObject_GetAttrString(tensor, name);
+    const PyGetSetDef *found = NULL;
+    if (descriptor && Py_IS_TYPE(descriptor, &PyGetSetDescr_Type))
+        found = ((PyGetSetDescrObject *)descriptor)->d_getset;
+    else if (descriptor)
+        PyErr_Format(PyExc_TypeError, "torch.Tensor.%s is no getter", name);
+    Py_XDECREF(descriptor); /* its class keeps it */
+    return found;
+}
+
 static int takes_nothing(PyObject *f)
 {
     return PyCFunction_Check(f) && PyCFunction_GET_FLAGS(f) == METH_NOARGS;
@@ -1245,10 +688,10 @@ static int takes_nothing(PyObject *f)
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module, *modes, *handler;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
                           &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
                           &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle, &modes,
-                          &inference_enabled, &function_modes, &handler))
+                          &inference_enabled, &function_modes, &handler, &cpu))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -1271,6 +714,11 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     if (!(warning_handler = (void *(*)(void))PyLong_AsVoidPtr(handler)) && PyErr_Occurred())
         return NULL;
+    if (!(get_shape = getter_of(tensor, "shape")) || !(get_dtype = getter_of(tensor, "dtype")) ||
+        !(get_device = getter_of(tensor, "device")) || !(get_is_cpu = getter_of(tensor, "is_cpu")) ||
+        !(get_layout = getter_of(tensor, "layout")) || !(get_version = getter_of(tensor, "_version")) ||
+        !(get_base = getter_of(tensor, "_base")))
+        return NULL;
     if (!((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
         !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) ||
         !takes_nothing(inference_enabled) || !takes_nothing(function_modes) || !((PyTypeObject *)value)->tp_weaklistoffset) {
@@ -1279,7 +727,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     }
     PyObject *kept[] = {value, tensor, parameter, dtype, nn_module, columns, plain_new, build_result, slow_constant,
                         strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
-                        slow_torch_function, slow_handle, modes, inference_enabled, function_modes};
+                        slow_torch_function, slow_handle, modes, inference_enabled, function_modes, cpu};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
         Py_INCREF(kept[i]); /* for as long as the process lives */
     Value = (PyTypeObject *)value;
@@ -1332,6 +780,7 @@ static PyMethodDef functions[] = {
     {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/kept.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
+    {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
     {"settled", (PyCFunction)(void (*)(void))settled, METH_FASTCALL, "settled(recorder, func, args, kwargs)"},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
@@ -1352,8 +801,7 @@ PyMODINIT_FUNC PyInit__fast(void)
     if (!module || !(s_training = PyUnicode_InternFromString("training")) ||
         !(s_requires_grad = PyUnicode_InternFromString("requires_grad")) || !(s_shape = PyUnicode_InternFromString("shape")) ||
         !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
-        !(s_layout = PyUnicode_InternFromString("layout")) ||
-        !(s_version = PyUnicode_InternFromString("_version")) || !(s_base = PyUnicode_InternFromString("_base")) ||
+        !(s_version = PyUnicode_InternFromString("_version")) ||
         !(s_getattr = PyUnicode_InternFromString("__getattr__")) ||
         !(s_getattribute = PyUnicode_InternFromString("__getattribute__")) ||
         !(s_tables[0] = PyUnicode_InternFromString("_parameters")) ||

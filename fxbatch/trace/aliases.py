@@ -26,13 +26,17 @@ class Alias:
 
     __slots__ = ("again", "call", "output", "source", "views")
 
-    def __init__(self) -> None:
-        self.source: Value | None = None  # what this is a view of
-        self.again: Callable[[], Any] | None = None  # records the view anew, from the source's new content
-        self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (
-            None  # (func, args, kwargs), if a function
-        )
-        self.output = 0  # which leaf of the result
+    def __init__(
+        self,
+        source: Value | None = None,
+        again: Callable[[], Any] | None = None,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
+        output: int = 0,
+    ) -> None:
+        self.source = source  # what this is a view of
+        self.again = again  # records the view anew, from the source's new content
+        self.call = call  # (func, args, kwargs), if a function
+        self.output = output  # which leaf of the result
         self.views: list[weakref.ref[Value]] = []
 
 
@@ -43,9 +47,7 @@ def alias_of(v: Value) -> Alias | None:
 
 def link_view(result: Value, source: Value, again: Any, call: Any, output: int) -> None:
     """Note that `result` is a view of `source`."""
-    alias = Alias()
-    alias.source, alias.again, alias.call, alias.output = source, again, call, output
-    result._alias = alias
+    result._alias = Alias(source, again, call, output)
     above = alias_of(source)
     if above is None:
         above = source._alias = Alias()
@@ -55,7 +57,7 @@ def link_view(result: Value, source: Value, again: Any, call: Any, output: int) 
 def link_views(entry: Entry, result: Any, arguments: Arguments, again: Any, call: Any) -> None:
     """Note which outputs of a call are views of which inputs."""
     assert entry.outcome is not None
-    leaves = [x for x in tree_leaves(result) if type(x) is Value]
+    leaves = result if entry.row else [x for x in tree_leaves(result) if type(x) is Value]
     for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
         if i >= 0:
             link_view(leaf, arguments.values[i], again, call, output)

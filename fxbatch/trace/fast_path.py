@@ -89,7 +89,7 @@ if extension_available():
         Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.nn.Module, plain_new,
         _build_result, Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
         function_modes_enabled, Value.__torch_function__, handle_torch_function, ThreadModes,
-        torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(),
+        torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(), torch.device("cpu"),
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, settle_call)
     use_extension(True)

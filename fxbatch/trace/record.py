@@ -21,7 +21,7 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
-from fxbatch.trace.columns import Columns, columns_of, new_column, new_known_calls, written_to
+from fxbatch.trace.columns import Columns, Switch, _fast, columns_of, new_column, new_known_calls, written_to
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.gradients import GradientFlags
 from fxbatch.trace.kept import find_owners, keep
@@ -54,6 +54,7 @@ class Recorder(Columns):
         self.base = next(_ranges) * _RANGE
         self.count = self.base
         self.sigs, self.inputs = new_column(), new_column()
+        self.in_c = Switch.on
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload = {}
@@ -140,6 +141,8 @@ class Recorder(Columns):
 
     def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
         """Record one call; its result with Values."""
+        if self.in_c:
+            return _fast.emit(self, entry, ids)
         self.sigs.append(entry.sid)
         self.inputs.extend(ids)
         n = self.count
