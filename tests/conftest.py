@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from hypothesis import HealthCheck, settings
 
 # Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays (the first step would import proxy_tensor): full collections go without it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

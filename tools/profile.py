@@ -94,7 +94,7 @@ def write_trace(target: Runnable, instances: Sequence[Any], file: Path, *, backw
     if watch.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with (
-        profile(activities=activities) as profiler,
+        profile(activities=activities, acc_events=True) as profiler,  # torch 2.11 warns without
         watch.instrumented(),
     ):
         _step(target, instances, backward)

@@ -100,8 +100,13 @@ def test_gradients_are_deterministic_on_cuda() -> None:
 def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "sst"
+    folder.mkdir()
+    for part in ("train", "dev", "test"):
+        trees = "(3 (2 It) (4 works))\n(1 (2 It) (1 (2 never) (1 fails)))\n"
+        (folder / f"{part}.txt").write_text(trees * 2)
     gpu.main(["--device", "cpu", "--leaves", "5", "--state", "8", "--batch", "3", "--sst-hidden", "8",
-              "--sst-batch", "4", "--rounds", "1"])  # fmt: skip
+              "--sst-batch", "4", "--rounds", "1", "--data", str(tmp_path)])  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]

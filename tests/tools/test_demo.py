@@ -28,6 +28,12 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the comparison on the first minibatch, which compiles everything once more."""
+    monkeypatch.setattr(demo, "first_minibatch", lambda *_: None)
+
+
 def test_a_whole_run_on_the_generated_treebank(empty: Path, capsys: Captured) -> None:
     assert main(["demo", "--epochs", "2", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -41,6 +47,7 @@ def test_a_whole_run_on_the_generated_treebank(empty: Path, capsys: Captured) ->
     assert (empty / "checkpoints" / "demo.pt").is_file()
 
 
+@pytest.mark.usefixtures("started")
 def test_it_learns_the_rule(capsys: Captured) -> None:
     arguments = ["--hidden", "24", "--embedding", "24", "--batch-size", "25", "--limit", "600"]
     assert main(["demo", "--epochs", "6", *arguments]) == 0
@@ -49,6 +56,7 @@ def test_it_learns_the_rule(capsys: Captured) -> None:
     assert float(test[1]) > 60  # the most frequent label has 31 %
 
 
+@pytest.mark.usefixtures("started")
 def test_resume_after_the_end_and_with_more_epochs(capsys: Captured) -> None:
     assert main(["demo", "--epochs", "2", *SMALL]) == 0
     whole = torch.load("checkpoints/demo.pt", weights_only=True)
@@ -65,6 +73,7 @@ def test_resume_after_the_end_and_with_more_epochs(capsys: Captured) -> None:
     assert "test  accuracy" in out
 
 
+@pytest.mark.usefixtures("started")
 def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(empty: Path) -> None:
     command = [
         sys.executable,
@@ -126,6 +135,7 @@ def test_compare_sees_a_difference(capsys: Captured, monkeypatch: pytest.MonkeyP
     assert "differ by more than" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("started")
 def test_real_files_and_a_malformed_tree(empty: Path, capsys: Captured) -> None:
     folder = empty / "data" / "sst"
     folder.mkdir(parents=True)
@@ -158,6 +168,7 @@ def test_mistakes(arguments: list[str], status: int, message: str, capsys: Captu
     assert len(err.splitlines()) <= 2
 
 
+@pytest.mark.usefixtures("started")
 def test_resume_refuses_other_settings_and_data(empty: Path, capsys: Captured) -> None:
     assert main(["demo", "--epochs", "1", *SMALL]) == 0
     assert main(["demo", "--resume", "--hidden", "9"]) == 2
