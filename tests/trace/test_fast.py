@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from fxbatch import operation
 from fxbatch.errors import TraceError
+from fxbatch.ir import TensorType
 from fxbatch.trace import columns
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
@@ -254,3 +256,34 @@ def test_requires_grad_of_a_value_that_outlives_its_call() -> None:
 
     call([torch.ones(2, 2, requires_grad=True)] * 2, [torch.ones(2, 2)] * 2)
     assert [(a.requires_grad, b.requires_grad) for a, b in kept] == [(True, False)] * 2
+
+
+@operation
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, x])
+
+
+def test_constants_are_told_apart_by_shape_type_and_device(recorded_by: str) -> None:
+    """Few types are compared one by one, many are looked up; each is met more than once."""
+    kinds = [
+        torch.empty(shape, dtype=dtype, device=device)
+        for shape in ((), (1,), (2,))
+        for dtype in (torch.float32, torch.int64)
+        for device in ("cpu", "meta")
+    ]
+    for few in (4, len(kinds)):
+        xs = [torch.empty_like(t) for t in kinds[:few] for _ in range(3)]
+        others = {id(x): torch.empty_like(x) for x in xs}
+        recording = record_minibatch(
+            lambda x: torch.maximum(twice(x), others[id(x)]),  # noqa: B023 - called before the next round
+            [((x,), {}) for x in xs],
+            SignatureTable(),
+            None,  # type: ignore[arg-type]  # nothing is run
+        )
+        for x, result in zip(xs, recording.results, strict=True):
+            assert (result.shape, result.dtype, result.device) == ((2, *x.shape), x.dtype, x.device)
+        program = recording.pending_program(recording.output_ids())
+        found = {program.signatures[s].outputs[0]: payload for s, payload in program.constants.items()}
+        assert len(found) == few and all(len(payload) == 6 for payload in found.values())
+        for kind, payload in found.items():
+            assert all(TensorType.of(t) == kind for t in payload)
