@@ -29,6 +29,10 @@ from torch._C import (
 
 # Checked against 2.11.0 and 2.13.0.
 from torch._decomp import core_aten_decompositions
+
+# Checked against 2.11.0 and 2.13.0: where torch.func's transforms wrap tensors (_wrap_tensor_for_grad, _add_batch_dim).
+from torch._functorch import eager_transforms as functorch_transforms
+from torch._functorch import vmap as functorch_vmap
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,7 +47,8 @@ from torch.fx.graph_module import _loader
 # Checked against 2.11.0 and 2.13.0: the base class of BatchNorm and InstanceNorm.
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 
-# Checked against 2.11.0 and 2.13.0: what torch.func.functional_call does around the call.
+# Checked against 2.11.0 and 2.13.0: what torch.func.functional_call calls (_functional_call), and does around it.
+from torch.nn.utils import stateless
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
 # Checked against 2.11.0 and 2.13.0: what torch's Python functions call when they meet a subclass of Tensor.
@@ -353,11 +358,14 @@ __all__ = [
     "function_mode_count",
     "function_modes",
     "function_modes_enabled",
+    "functorch_transforms",
+    "functorch_vmap",
     "handle_torch_function",
     "module_call",
     "reparametrized",
     "set_grad_enabled",
     "set_warning_handler",
+    "stateless",
     "swap_function_modes",
     "TreeSpec",
     "backward_keeps_graph",

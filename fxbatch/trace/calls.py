@@ -90,6 +90,11 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         return _call_on_views(recorder, func, args, kwargs)
     entry = recorder.functions.get(key)
     if entry is None:
+        if func is torch.autograd.grad:
+            raise TraceError(
+                "torch.autograd.grad inside a per-instance forward: use torch.func.grad in a submodule, or in a "
+                f"function with @fxbatch.operation{at_line()}"
+            )
         if kwargs.get("out") is not None:
             raise InPlaceError(
                 f"{function_name(func)}: out= can't be recorded; use the result instead{at_line()}"

@@ -23,6 +23,7 @@ from fxbatch.trace.fast_path import (
 )
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import state
+from fxbatch.trace.transforms import TRANSFORMS
 from fxbatch.trace.values import Value
 
 # torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
@@ -182,4 +183,5 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
         for name in ("tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye")
     ),
     (torch, "as_tensor", _traced_as_tensor),
+    *TRANSFORMS,
 )  # fmt: skip
