@@ -273,10 +273,22 @@ static PyObject *native_set_products(PyObject *module, PyObject *address)
     Py_RETURN_NONE;
 }
 
+/* clear(pointer, bytes): memory of the caller's becomes zero. */
+static PyObject *native_clear(PyObject *module, PyObject *args)
+{
+    unsigned long long pointer, bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KK", &pointer, &bytes))
+        return NULL;
+    memset((void *)(uintptr_t)pointer, 0, (size_t)bytes);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
     {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
+    {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };

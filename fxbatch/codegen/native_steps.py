@@ -19,7 +19,7 @@ from torch import fx
 from fxbatch.codegen.kernels import Kernel
 from fxbatch.codegen.looped import in_parameters
 from fxbatch.codegen.native import available, extension
-from fxbatch.codegen.native_program import FixedTensor, make_program
+from fxbatch.codegen.native_program import INPUT, FixedTensor, make_program
 from fxbatch.codegen.operation import OperationGraphs, Ref
 from fxbatch.codegen.sizes import Shape, shape
 from fxbatch.codegen.workspace import Workspace
@@ -39,6 +39,7 @@ class NativeStep:
     fixed: tuple[FixedTensor, ...]
     given: tuple[int, ...]
     forms: tuple[tuple[Shape, torch.dtype], ...]
+    shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
 
     def prepared(self, shared: Sequence[torch.Tensor], workspace: Workspace) -> list[torch.Tensor] | None:
         """The tensors that depend on shared operands alone; None where they aren't as the program has them."""
@@ -74,13 +75,15 @@ def make_step(
     made = make_program(module, shared)
     if isinstance(made, str):
         return made
+    inputs = (made.bases[:, 3] == INPUT).sum()
+    sizes = (made.bases[:, 1] * made.bases[:, 2])[inputs - len(shared) : inputs].tolist()
     columns = np.array(sources, dtype=np.int64).reshape(-1, 5)
     try:
         program = extension.Program(made.bases, made.instructions, columns)
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, kernel, made.fixed, made.given, forms)
+    return NativeStep(name, program, kernel, made.fixed, made.given, forms, tuple(sizes))
 
 
 def forward_step(

@@ -28,7 +28,7 @@ from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import block_rows, lay_out
-from fxbatch.runtime.native_steps import NativeSteps, backward_steps, run_native
+from fxbatch.runtime.native_steps import NativeSteps, backward_steps, clear_row, run_native
 from fxbatch.runtime.phase import Layout, OperationRows, Phase
 from fxbatch.runtime.pieces import (
     Kept,
@@ -108,7 +108,7 @@ class Backward:
         for buffer, rows in zip(self._buffers, plan.capacity.tolist(), strict=True):
             arena = buffer.reserve(rows) if rows > 1 else torch.empty(0)
             if rows > 1:
-                arena[0].zero_()
+                clear_row(arena)
             arenas.append(arena)
         return arenas
 

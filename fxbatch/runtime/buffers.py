@@ -21,7 +21,8 @@ class BufferPool:
     """Free buffers by tensor type. A buffer is in the pool or in one run, never both."""
 
     def __init__(self) -> None:
-        self._free: dict[TensorType, list[torch.Tensor]] = {}
+        # By the type's identity, as types are interned: hashing one takes longer than all the rest of taking.
+        self._free: dict[int, tuple[TensorType, list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
         self.allocated = 0  # fresh allocations so far
         self.reused = 0
@@ -29,7 +30,7 @@ class BufferPool:
     def take(self, kind: TensorType, rows: int) -> torch.Tensor:
         """A tensor [at least rows, *shape] with undefined contents."""
         with self._lock:
-            free = self._free.setdefault(kind, [])
+            free = self._free_of(kind)
             for i in range(len(free) - 1, -1, -1):  # the last one given is warm in the cache
                 if rows <= free[i].size(0) <= 8 * rows + 64:
                     self.reused += 1
@@ -42,10 +43,16 @@ class BufferPool:
     def give(self, kind: TensorType, tensor: torch.Tensor) -> None:
         """Take a buffer back; the caller must not use it any more."""
         with self._lock:
-            free = self._free.setdefault(kind, [])
+            free = self._free_of(kind)
             free.append(tensor)
             if len(free) > _KEPT:
                 free.pop(0)
+
+    def _free_of(self, kind: TensorType) -> list[torch.Tensor]:
+        found = self._free.get(id(kind))
+        if found is None:
+            found = self._free[id(kind)] = (kind, [])
+        return found[1]
 
     def clear(self) -> None:
         """Forget all free buffers."""
@@ -56,7 +63,7 @@ class BufferPool:
     def bytes(self) -> int:
         """Bytes held in free buffers."""
         with self._lock:
-            return sum(t.nbytes for free in self._free.values() for t in free)
+            return sum(t.nbytes for _, free in self._free.values() for t in free)
 
 
 class Buffer:

@@ -5,7 +5,6 @@ execute_forward(run, phase)
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,11 +181,10 @@ def _read_in_place(run: Run, phase: Phase) -> None:
         return
     plan = phase.plan
     signatures = plan.step_signature.tolist()
-    steps = Counter(signatures)
-    for k, s in enumerate(signatures):
-        compiled = phase.compiled[s]
-        if steps[s] > 1 or compiled is None or not compiled.kept_groups:
+    for s, compiled in enumerate(phase.compiled):
+        if compiled is None or not compiled.kept_groups or signatures.count(s) != 1:
             continue
+        k = signatures.index(s)
         rows, n = run.rows_of[compiled], int(plan.step_rows[k])
         for position, group in enumerate(compiled.kept_groups):
             gather = int(plan.first_gather[k]) + group

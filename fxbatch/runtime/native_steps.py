@@ -59,20 +59,12 @@ class _Pointers:
     """Rows of (pointer, bytes, flag), and where those of each signature begin."""
 
     def __init__(self) -> None:
-        self.rows = array("q")
-        self.first = array("q", (0,))
-        self.held: list[torch.Tensor] = []
+        self.rows: list[int] = []
+        self.first = [0]
+        self.held: list[torch.Tensor] = []  # what nobody else holds
 
-    def add(self, tensor: torch.Tensor, *, flag: int = 0) -> None:
-        """A tensor whose elements lie from its first on."""
-        self.rows.extend((tensor.data_ptr(), _bytes(tensor), flag))
-        self.held.append(tensor)
-
-    def begin(self, kept: int, saved: int) -> None:
-        self.rows.extend((kept, saved, 0))
-
-    def end(self) -> None:
-        self.first.append(len(self.rows) // 3)
+    def columns(self) -> tuple[array[int], array[int]]:
+        return array("q", self.rows), array("q", self.first)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -90,7 +82,7 @@ def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps |
     if found is None:
         return None
     programs, pointers, arenas = found
-    columns = (*_plan_columns(phase), arenas, pointers.rows, pointers.first)
+    columns = (*_plan_columns(phase), arenas, *pointers.columns())
     return NativeSteps(phase, programs, workspace.native_room(), columns, pointers.held)
 
 
@@ -124,9 +116,8 @@ def backward_steps(
     table = array("q")
     for tensor in gradients:
         table.extend(_arena(tensor))
-        pointers.held.append(tensor)
     everything = (
-        *_plan_columns(phase), arenas, pointers.rows, pointers.first,
+        *_plan_columns(phase), arenas, *pointers.columns(),
         *reads, indices, bags, table, *writes, passed.astype(np.int64),
     )  # fmt: skip
     return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
@@ -159,15 +150,12 @@ def _tables(
         if step is not None and compiled is not None:
             program = _add_operation(run, compiled, step, pointers, workspace)
         programs.append(program)
-        pointers.end()
+        pointers.first.append(len(pointers.rows) // 3)
     if not any(x is not None for x in programs):
         return None
     arenas = array("q")
     for kind in phase.plan.arenas:
-        tensor = run.arenas[run.type_ids[kind]].tensor
-        arenas.extend(_arena(tensor))
-        if tensor is not None:
-            pointers.held.append(tensor)
+        arenas.extend(_arena(run.arenas[run.type_ids[kind]].tensor))
     return tuple(programs), pointers, arenas
 
 
@@ -181,23 +169,32 @@ def _add_operation(
     if fixed is None or not all(type(t) in _TENSORS and not t.is_neg() for t in shared):
         return None
     rows: OperationRows = run.rows_of[compiled]
-    pointers.begin(len(rows.kept), len(rows.saved))
+    table = [len(rows.kept), len(rows.saved), 0]
     for position, buffer in enumerate(rows.kept):
         place = rows.in_place.get(position)
         tensor = buffer.tensor if place is None else place
         assert tensor is not None, "rows were reserved before"
-        pointers.add(tensor, flag=int(place is not None))
+        table += (tensor.data_ptr(), tensor.nbytes, int(place is not None))
     for buffer in rows.saved:
         assert buffer.tensor is not None, "rows were reserved before"
-        pointers.add(buffer.tensor)
-    for tensor in (*shared, *fixed):
-        pointers.add(tensor)
+        table += (buffer.tensor.data_ptr(), buffer.tensor.nbytes, 0)
+    for tensor, size in zip(shared, step.shared_bytes, strict=True):
+        table += (tensor.data_ptr(), size, 0)
+    for tensor in fixed:
+        table += (tensor.data_ptr(), _bytes(tensor), 0)
+        pointers.held.append(tensor)
     for buffer in rows.extra:
-        pointers.add(buffer.tensor if buffer.tensor is not None else _NOTHING)
+        table += (0, 0, 0) if buffer.tensor is None else (buffer.tensor.data_ptr(), buffer.tensor.nbytes, 0)
+    pointers.rows += table
     return step.program
 
 
-_NOTHING = torch.empty(0)
+def clear_row(rows: torch.Tensor) -> None:
+    """Zero the first row of contiguous memory."""
+    if extension is not None and rows.device.type == "cpu":
+        extension.clear(rows.data_ptr(), rows.nbytes // rows.size(0))
+    else:
+        rows[0].zero_()
 
 
 def run_native(
@@ -215,6 +212,10 @@ def run_native(
         return None
     outs = [torch.empty(form, dtype=dtype) for form, dtype in step.outputs(n)]
     memory = array("q")
-    for tensor in (*inputs, *shared, *outs, *fixed):
+    for tensor in inputs:
+        memory.extend((tensor.data_ptr(), tensor.nbytes))
+    for tensor, size in zip(shared, step.shared_bytes, strict=True):
+        memory.extend((tensor.data_ptr(), size))
+    for tensor in (*outs, *fixed):
         memory.extend((tensor.data_ptr(), _bytes(tensor)))
     return outs if extension.run(step.program, workspace.native_room(), n, memory) else None
