@@ -175,6 +175,8 @@ DECLARE(plan)        /* _arenas.c */
 DECLARE(plan_gradients) /* _gradients.c */
 DECLARE(reached)     /* _survey.c */
 DECLARE(search)      /* _search.c */
+DECLARE(keep_calls)  /* _select.c */
+DECLARE(spread)      /* _select.c */
 DECLARE(survey)      /* _survey.c */
 DECLARE(in_turn)     /* _survey.c */
 
@@ -183,7 +185,8 @@ static PyMethodDef functions[] = {
     FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
     FUNCTION(group), FUNCTION(peak), FUNCTION(advance),
     FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
-    FUNCTION(plan_gradients), FUNCTION(survey), FUNCTION(in_turn), FUNCTION(reached), {NULL}};
+    FUNCTION(plan_gradients), FUNCTION(survey), FUNCTION(in_turn), FUNCTION(reached),
+    FUNCTION(keep_calls), FUNCTION(spread), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};

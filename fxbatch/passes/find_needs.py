@@ -18,7 +18,7 @@ import numpy as np
 
 from fxbatch.ir import Program, Signature, SignatureColumns, signature_columns
 from fxbatch.passes.native import Native
-from fxbatch.passes.survey import flat_slots, survey
+from fxbatch.passes.survey import count_values, flat_slots, survey
 
 _KEPT = 256  # sets of outputs that are reached
 
@@ -136,10 +136,8 @@ def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) ->
     if Native.loops is None:
         reached = _find_reached(phases, results)
     else:
-        last = phases[-1][0]
-        values = last.known + int(survey(last).counts @ last.width)
         columns = [(p.sig, p.columns.first_output, p.inputs, p.known) for p, _ in phases]
-        reached = Native.loops.reached(columns, results, values)
+        reached = Native.loops.reached(columns, results, count_values(phases[-1][0]))
     return [needs.wanted(p.columns, outs) for (p, needs), outs in zip(phases, reached, strict=True)]
 
 

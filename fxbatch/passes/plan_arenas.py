@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW, Layout, Plan, Program, Schedule, Signature, offsets
-from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.reuse_rows import reuse_rows
+from fxbatch.passes.survey import count_values
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,9 @@ def _place_values(
     known_rows: np.ndarray | None,
     into: np.ndarray | None,
 ) -> np.ndarray:
-    row_of_value = np.empty(_values(program), dtype=np.int64) if into is None else into[: _values(program)]
+    row_of_value = (
+        np.empty(count_values(program), dtype=np.int64) if into is None else into[: count_values(program)]
+    )
     if known_rows is not None:
         row_of_value[: program.known] = known_rows
     order, first = schedule.order, schedule.offsets
@@ -231,11 +233,6 @@ class _Gathers:
     arena: np.ndarray
     size: np.ndarray  # members
     offsets: np.ndarray  # entries
-
-
-def _values(program: Program) -> int:
-    """How many values there are, without numbering them call by call."""
-    return program.known + int(count_signatures(program) @ program.width)
 
 
 def _lay_out_gathers(table: SlotTable, step_sig: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, _Gathers]:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from fxbatch.ir import Program
+from fxbatch.passes.native import Native
 
 
 def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None = None) -> Program:
@@ -19,6 +20,8 @@ def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None
     `program.outputs` keep their places: output i of the result stands for output i of the program, so two
     of them can be the same value. The signatures stay as they are, also those without calls.
     """
+    if Native.loops is not None and value_of is None:
+        return _select_in_c(program, keep)
     new_value = np.full(program.values, -1, dtype=np.int64)
     new_value[: program.known] = np.arange(program.known)
     kept_values = np.repeat(keep, program.width[program.sig])
@@ -36,12 +39,33 @@ def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None
     )
 
 
+def _select_in_c(program: Program, keep: np.ndarray) -> Program:
+    sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
+    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+    calls, entries = Native.loops.keep_calls(
+        program.sig, program.instance, program.inputs, program.outputs, program.width, program.arity, keep,
+        sig, instance, inputs, outputs, program.known,
+    )  # fmt: skip
+    return dataclasses.replace(
+        program,
+        sig=sig[:calls],
+        inputs=inputs[:entries],
+        instance=instance[:calls],
+        outputs=outputs,
+        constants=kept_payloads(program, keep),
+    )
+
+
 def kept_payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
     """The constants of the calls where `keep` (bool [calls]) holds."""
+    left = np.bincount(program.sig[keep], minlength=len(program.signatures)).tolist()
     kept = {}
     for s, payload in program.constants.items():
-        mine = keep[program.sig == s]
-        kept[s] = payload if mine.all() else [payload[i] for i in np.flatnonzero(mine).tolist()]
+        if left[s] == len(payload):
+            kept[s] = payload
+        else:
+            mine = keep[program.sig == s]
+            kept[s] = [payload[i] for i in np.flatnonzero(mine).tolist()]
     return kept
 
 

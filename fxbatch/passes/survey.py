@@ -87,6 +87,23 @@ class Survey:
     graph: SignatureGraph
 
 
+def count_values(program: Program) -> int:
+    """How many values there are, without numbering them call by call."""
+    return program.known + int(survey(program).counts @ program.width)
+
+
+def spread_outputs(
+    program: Program, types: np.ndarray, needs: np.ndarray, type_of: np.ndarray, needed: np.ndarray
+) -> None:
+    """Write what stands for each output of the signatures (int64, bool) at each of its values, from `known` on."""
+    c = program.columns
+    if Native.loops is not None:
+        Native.loops.spread(program.sig, c.first_output, types, needs, type_of, needed, program.known)
+        return
+    type_of[program.known : program.values] = types[program.output_of_value]
+    needed[program.known : program.values] = needs[program.output_of_value]
+
+
 # Several passes ask this of one program; programs are immutable.
 _SURVEYS: weakref.WeakKeyDictionary[Program, Survey] = weakref.WeakKeyDictionary()
 _GRAPHS: weakref.WeakKeyDictionary[SignatureColumns, dict[bytes, SignatureGraph]] = (

@@ -148,9 +148,11 @@ class Engine:
         *,
         whole: bool = True,
         reuse: bool = False,
+        into: np.ndarray | None = None,
     ) -> tuple[Schedule, Plan]:
         """Where values live and what steps read. whole: the only phase of its minibatch; then rows are put in
-        order where that saves copies, and the plan is found again by content."""
+        order where that saves copies, and the plan is found again by content. into: where the rows of values go,
+        those known at the start of it, for phases that follow one another."""
 
         def make() -> tuple[Schedule, Plan]:
             layouts = [None if c is None else c.layout for c in compiled]
@@ -159,7 +161,7 @@ class Engine:
             ordered = self.order_rows(program, schedule, slots) if whole else schedule
             return ordered, plan_arenas(
                 program, ordered, layouts,
-                slots=slots, known_rows=known_rows, used=used, run_before=before, reuse=reuse,
+                slots=slots, known_rows=known_rows, used=used, run_before=before, reuse=reuse, into=into,
             )  # fmt: skip
 
         if not whole:

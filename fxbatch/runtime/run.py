@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fxbatch.ir import Plan, Program, Schedule, Signature, TensorType
-from fxbatch.passes.find_needs import Needs, find_needs, flat_outputs
+from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
+from fxbatch.passes.find_needs import Needs, find_needs
 from fxbatch.passes.frontier import count_signatures
+from fxbatch.passes.survey import count_values, spread_outputs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
@@ -38,15 +39,13 @@ class GrowingArray:
     def __init__(self, dtype: type[np.generic]) -> None:
         self._room = np.empty(0, dtype=dtype)
 
-    def put(self, start: int, numbers: np.ndarray) -> np.ndarray:
-        """Write `numbers` from `start` on; all numbers up to their end."""
-        stop = start + len(numbers)
+    def room(self, known: np.ndarray, stop: int) -> np.ndarray:
+        """An array of `stop` items at least that begins with `known`: what it had before, or other numbers."""
         if stop > len(self._room):
-            grown = np.empty(max(stop, 2 * len(self._room)), dtype=self._room.dtype)
-            grown[:start] = self._room[:start]
-            self._room = grown
-        self._room[start:stop] = numbers
-        return self._room[:stop]
+            self._room = np.empty(max(stop, 2 * len(self._room)), dtype=self._room.dtype)
+        if len(known) and known.base is not self._room:
+            self._room[: len(known)] = known
+        return self._room
 
 
 class Run:
@@ -65,7 +64,9 @@ class Run:
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.value_needs = np.zeros(0, dtype=bool)
-        self._types, self._needs = GrowingArray(np.int64), GrowingArray(np.bool_)
+        self._rows, self._types = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._needs = GrowingArray(np.bool_)
+        self._type_numbers: dict[SignatureColumns, np.ndarray] = {}
         self.launches = 0
         self._compiled: dict[
             tuple[Signature, tuple[tuple[bool, ...], tuple[bool, ...]]], CompiledOperation
@@ -142,9 +143,10 @@ class Run:
         before = np.array([0 if c is None else self.operation_rows(c).rows for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
         whole = last and not self.phases
+        into = None if whole else self._rows.room(known, count_values(program))
         reuse = whole and not self.grad
         schedule, plan = self.engine.plan(
-            program, schedule, tuple(compiled), known, used, before, whole=whole, reuse=reuse
+            program, schedule, tuple(compiled), known, used, before, whole=whole, reuse=reuse, into=into
         )
         return Phase(program, schedule, plan, needs, compiled, whole)
 
@@ -158,7 +160,11 @@ class Run:
 
     def type_numbers(self, program: Program) -> np.ndarray:
         """int64 [program.types]: the number of each type in this run."""
-        return np.array([self.type_id(t) for t in program.types], dtype=np.int64)
+        found = self._type_numbers.get(program.columns)
+        if found is None:
+            found = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
+            self._type_numbers[program.columns] = found
+        return found
 
     def operation_rows(self, compiled: CompiledOperation) -> OperationRows:
         found = self.rows_of.get(compiled)
@@ -197,10 +203,16 @@ class Run:
         return needs, compiled
 
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
-        types = self.type_numbers(program)
-        self.value_row = plan.row_of_value
-        self.value_type = self._types.put(program.known, types[program.type_of_value[program.known :]])
-        self.value_needs = self._needs.put(program.known, needs.outputs[flat_outputs(program)])
+        types = self.type_numbers(program)[program.columns.output_types]
+        values = len(plan.row_of_value)
+        type_of = self._types.room(self.value_type[: program.known], values)
+        needed = self._needs.room(self.value_needs[: program.known], values)
+        spread_outputs(program, types, needs.outputs, type_of, needed)
+        self.value_row, self.value_type, self.value_needs = (
+            plan.row_of_value,
+            type_of[:values],
+            needed[:values],
+        )
 
     # -- reading values -----------------------------------------------------------------------------
 
