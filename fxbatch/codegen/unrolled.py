@@ -176,7 +176,10 @@ class _Emitter:
         call = self.graph.call_module(self.modules[node.signature], (len(node.calls), *inputs, *shared))
         call.name = _identifier(f"{name}_{signature.name}")
         call.meta.update(signature=signature, calls=node.calls, rows=len(node.calls))
-        return [self.graph.call_function(operator.getitem, (call, j)) for j in range(len(node.types))]
+        outputs = [self.graph.call_function(operator.getitem, (call, j)) for j in range(len(node.types))]
+        if signature.modes.grad:
+            return outputs
+        return [self.graph.call_method("detach", (x,)) for x in outputs]  # the user called it in no_grad
 
     def _group(self, name: str, g: int, members: list[fx.Node]) -> fx.Node:
         """Inputs that an operation reads interleaved: `[n, members, *shape]`."""

@@ -12,7 +12,7 @@ from torch import nn
 import fxbatch
 from tests import models as M
 from tests.oracle import check_equal, run
-from tests.trust.programs import Inner, model, two, vectors
+from tests.trust.programs import Inner, assert_equal, model, two, vectors
 
 # Errors of the forward
 
@@ -280,6 +280,19 @@ def test_inference_mode_and_no_grad() -> None:
             out = made(xs)
             assert not out.requires_grad
     check_equal(made, xs)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"backward": "autograd"}, {"mode": "unrolled"}, {"schedule": "fold"}]
+)
+@pytest.mark.parametrize("outer", [True, False])
+def test_no_grad_for_a_part_of_the_forward(options: dict[str, Any], outer: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with torch.no_grad():
+            target = torch.tanh(self.a(x))
+        return (target if outer else target.detach()) * self.a(self.b(x)) + target
+
+    assert_equal(forward, vectors(4, 4, 4), two(), **options)
 
 
 def test_double_backward() -> None:
