@@ -233,7 +233,18 @@ def rrelu_with_noise(
     return x * drawn, drawn
 
 
+def is_all_true(x: Tensor) -> Tensor:
+    """What torch.distributions asks of its arguments; vmap's rule takes no scalars."""
+    return x.reshape(-1).all()
+
+
+def is_any_true(x: Tensor) -> Tensor:
+    return x.reshape(-1).any()
+
+
 DECOMPOSITIONS: Decompositions = {
+    aten._is_all_true.default: is_all_true,
+    aten._is_any_true.default: is_any_true,
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: _index_fill,

@@ -78,3 +78,41 @@ def copy_in_double(model: Machine) -> Machine:
     made = Machine().double()
     made.load_state_dict(model.state_dict())
     return made
+
+
+class Policy(nn.Module):
+    """Scores of a distribution's outcomes: torch.distributions checks its arguments as it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(x)
+        chosen = torch.distributions.Categorical(logits=scores).log_prob(action)
+        noise = torch.distributions.Normal(scores[0], scores[1].exp()).log_prob(x[0])
+        return chosen + noise
+
+
+def test_distributions_are_batched() -> None:
+    torch.manual_seed(0)
+    model, x, actions = Policy(), torch.randn(6, 4), [torch.tensor(i % 3) for i in range(6)]
+    check_equal(model, x, actions)
+    assert not fxbatch.explain(model, x, actions).unbatched
+
+
+@pytest.mark.parametrize("shape", ((), (3,), (0,)))
+@pytest.mark.parametrize("asked", (torch._is_all_true, torch._is_any_true))
+def test_truth_of_instances_is_their_own(asked: Any, shape: tuple[int, ...]) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return asked(self.linear(x)[: shape[0]] > 0 if shape else self.linear(x)[0] > 0)
+
+    torch.manual_seed(0)
+    check_equal(Asks(), torch.randn(8, 4))
