@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/kernel_cost.py --hidden 150 --rows 1 8 64 512
 
 Prints microseconds of process time (median of interleaved rounds): forward with the gathers of its inputs and
-writing to given rows, backward, parameter gradients; eager's forward with the same gathers; the product alone.
+writing to given rows, native and by the emitted kernel; backward likewise; parameter gradients; eager's forward with
+the same gathers; the product alone.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxbatch import ir
 from fxbatch.codegen.contract import OperationGraphs
-from fxbatch.codegen.kernels import Workspace, emit_kernel
+from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_steps import make_step
 from fxbatch.codegen.operation import build_operation
 
 
@@ -56,6 +60,23 @@ def graphs_of(cell: Cell, hidden: int, *, grad: bool) -> OperationGraphs:
     )
     assert isinstance(graphs, OperationGraphs), graphs
     return graphs
+
+
+def native(
+    module: fx.GraphModule,
+    kernel: Kernel,
+    n: int,
+    inputs: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+) -> Callable[[], object]:
+    """The native program of a kernel on given memory; nothing where it has none."""
+    step = make_step("cell", module, kernel, shared, ())
+    if isinstance(step, str) or step.fixed:
+        return lambda: None
+    memory = array("q", [x for t in (*inputs, *shared, *outs) for x in (t.data_ptr(), t.nbytes)])
+    room, program = extension.Room(), step.program
+    return lambda: extension.run(program, room, n, memory)
 
 
 def candidates(cell: Cell, hidden: int, n: int) -> dict[str, Callable[[], object]]:
@@ -97,7 +118,16 @@ def candidates(cell: Cell, hidden: int, n: int) -> dict[str, Callable[[], object
     ends = [*(tensors[r.kind][r.index] for r in train.parameter_inputs), *shared]
     x, weight, z = hs.view(n, 2 * hidden), cell.gates.weight.detach(), torch.empty(n, 5 * hidden)
     run_forward()
+    native_forward = native(train.forward, forward, n, (wide, cl, cr), shared, kept)
+    native_backward = native(train.backward, backward, n, starts[: -len(shared)], shared, made)
+
+    def run_native() -> None:
+        gather()
+        native_forward()
+
     return {
+        "forward, native": run_native,
+        "backward, native": native_backward,
         "forward, training": run_forward,
         "forward, inference": run_inference,
         "backward": lambda: backward(n, starts, made, workspace),
