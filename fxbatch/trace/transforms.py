@@ -85,7 +85,7 @@ def _all_tensors(
 
 
 def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """A transform's function that wraps a tensor, which a Value can't be."""
+    """A transform's function that wraps a tensor, or takes what was computed out again: a Value is neither."""
 
     def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is Value and state.recorder is not None:
@@ -115,5 +115,6 @@ TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
         _refusing(functorch_transforms._wrap_tensor_for_grad),
     ),
     (functorch_vmap, "_add_batch_dim", _refusing(functorch_vmap._add_batch_dim)),
+    (functorch_vmap, "_remove_batch_dim", _refusing(functorch_vmap._remove_batch_dim)),
     (torch.autograd, "backward", functools.wraps(_backward)(_traced_backward)),
 )

@@ -89,6 +89,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "jacfwd": lambda s, v: torch.func.jacfwd(torch.sin)(v).sum() + v,
     "vjp": lambda s, v: torch.func.vjp(torch.sin, v)[0],
     "vmap": lambda s, v: torch.func.vmap(lambda y: y * 2)(v),
+    "vmap over a parameter": lambda s, v: torch.func.vmap(lambda w: w * v)(s.linear.weight).sum(0),
     "autograd.grad": lambda s, v: torch.autograd.grad(v.sin().sum(), v)[0],
     "autograd.backward": lambda s, v: torch.autograd.backward([v.sum()]),
 }
