@@ -345,6 +345,7 @@ __all__ = [
     "forget_traces",
     "inductor_cache_counts",
     "let_dynamo_read_torch",
+    "product_address",
     "while_loop",
     "inductor_mode_options",
     "DataDependentOutputException",

@@ -40,3 +40,12 @@ def test_the_receiver_of_warnings_is_found() -> None:
     assert before, f"torch {torch.__version__} does not tell who gets a thread's warnings"
     torch_private.set_warning_handler(before)
     assert torch_private.warning_handler() == before
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not torch.backends.mkl.is_available(), reason="MKL's, on Linux"
+)
+def test_the_product_of_torchs_library_is_found() -> None:
+    assert torch_private.product_address(), (
+        f"torch {torch.__version__} shows no sgemm_: products run in Python"
+    )
