@@ -8,6 +8,7 @@ _PASSES = (
     "_arenas",
     "_deduplicate",
     "_gradients",
+    "_numbers",
     "_phases",
     "_reuse_rows",
     "_search",

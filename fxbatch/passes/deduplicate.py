@@ -23,6 +23,7 @@ import torch
 from fxbatch.ir import Program
 from fxbatch.passes.frontier import Frontier, stable_argsort
 from fxbatch.passes.native import Native
+from fxbatch.passes.read_numbers import read_numbers
 from fxbatch.passes.select_calls import kept_payloads, select_calls
 from fxbatch.torch_private import inside_functorch
 
@@ -123,6 +124,9 @@ def _bits(number: float | complex) -> bytes:
 
 def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     """Equal for what is the same object, or small and of the same bits."""
+    numbers = _numbers(payload)
+    if numbers is not None:
+        return numbers
     if len(payload) < 2 or not _comparable(payload):
         return np.array(list(map(id, payload)), dtype=np.int64)
     if any(t.requires_grad for t in payload):
@@ -138,6 +142,14 @@ def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     seen: dict[bytes, int] = {}
     rows = (whole[at : at + size] for at in range(0, len(whole), size))
     return np.array([seen.setdefault(row, i) for i, row in enumerate(rows)], dtype=np.int64)
+
+
+def _numbers(payload: list[torch.Tensor]) -> np.ndarray | None:
+    """The numbers of integers without dimensions, as words are."""
+    if len(payload) < 2 or payload[0].dim() or payload[0].device.type != "cpu" or inside_functorch():
+        return None
+    numbers = read_numbers(payload, payload[0].dtype)
+    return None if numbers is None else numbers.astype(np.int64, copy=False)
 
 
 def _equal_free_tensors(payload: list[torch.Tensor]) -> np.ndarray:

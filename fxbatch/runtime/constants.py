@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Signature
+from fxbatch.passes.read_numbers import read_numbers
 from fxbatch.runtime.devices import host_numbers, move, to_device
 
 # Tensors without dimensions are read one by one in half the time that stacking them takes.
@@ -36,7 +37,8 @@ def fill_constants(
     elif len(items) == 1:
         out[0].copy_(items[0])
     elif out.dim() == 1 and out.device.type == "cpu" and out.dtype in _NUMBERS:
-        out.copy_(torch.from_numpy(host_numbers(items, _NUMBERS[out.dtype])))
+        numbers = read_numbers(items, out.dtype)
+        out.copy_(torch.from_numpy(host_numbers(items, _NUMBERS[out.dtype]) if numbers is None else numbers))
     elif out.device.type == "cuda":
         stack_distinct(items, out)
     else:
