@@ -28,6 +28,6 @@ def read_numbers(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> np.ndar
     kind = _KINDS.get(dtype)
     if kind is None or Native.loops is None:
         return None
-    out = np.empty(len(tensors), dtype=kind)
+    out: np.ndarray = np.empty(len(tensors), dtype=kind)
     read = Native.loops.read_numbers(list(tensors), out, _PLAIN, torch.Tensor.data_ptr)
     return out if read else None

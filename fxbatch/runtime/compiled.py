@@ -29,6 +29,7 @@ from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
 from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.runtime.postponed import REASON
 from fxbatch.trace.patch import patching
 
 Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
@@ -90,13 +91,17 @@ def compile_operation(
     *,
     compile: CompileOptions | None = None,
     native: bool = True,
+    late: bool = False,
     **options: Any,
 ) -> CompiledOperation:
-    """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call."""
+    """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call, and what is
+    to be built later."""
     if signature.operation.kind in ("constant", "number"):
         return CompiledOperation(signature, needs, Layout(()))
     if signature.reason:
         return _call_by_call(signature, needs, signature.reason)
+    if late:
+        return _call_by_call(signature, needs, REASON)
     # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
     with patching, torch.inference_mode(False), torch.enable_grad():
         built = build_operation(

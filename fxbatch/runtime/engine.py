@@ -32,6 +32,7 @@ from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.plans import ContentCache, PlanKey
+from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
@@ -59,6 +60,7 @@ class Engine:
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = BufferPool()
         self.operations = OperationCache()
+        self.postponed = Postponed()
         self.schedules: ContentCache[Schedule] = ContentCache()
         self.plans: ContentCache[tuple[Schedule, Plan]] = ContentCache()
         self.slots: ContentCache[SlotTable] = ContentCache()
@@ -98,9 +100,18 @@ class Engine:
         return found
 
     def compiled(
-        self, signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], grad: bool
+        self,
+        signature: Signature,
+        needs: Needs,
+        shared: Sequence[torch.Tensor],
+        grad: bool,
+        *,
+        late: bool = False,
     ) -> CompiledOperation:
-        """The operation of a signature. Needs only grow from call to call, so that graphs are not remade."""
+        """The operation of a signature. Needs only grow from call to call, so that graphs are not remade.
+
+        late: it runs call by call this time, its graphs are built later.
+        """
         if grad:
             before = self._sticky.get(signature)
             inputs = (
@@ -118,8 +129,9 @@ class Engine:
             memory=self.options.memory,
             native=self.options.native,
             compile=None if unused else self.compile_options,
+            late=late,
         )
-        if made.reason and signature.operation.kind == "graph":
+        if made.reason and not late and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):
                 fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried

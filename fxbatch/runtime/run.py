@@ -173,7 +173,8 @@ class Run:
         return found
 
     def _compile(self, program: Program) -> tuple[Needs, list[CompiledOperation | None]]:
-        present = (count_signatures(program) > 0).tolist()
+        counts = count_signatures(program).tolist()
+        present = [n > 0 for n in counts]
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
             if self.grad and present[s] and signature.modes.grad:
@@ -189,6 +190,7 @@ class Run:
             constant_needs,
             known_needs=self.value_needs[: program.known] if self.grad else None,
         )
+        late = self.engine.postponed.choose(program.signatures, counts)
         compiled: list[CompiledOperation | None] = []
         for s, signature in enumerate(program.signatures):
             if not present[s]:
@@ -197,7 +199,9 @@ class Run:
             wanted = (needs.inputs[s], shared_needs[s])
             found = self._compiled.get((signature, wanted))
             if found is None:
-                found = self.engine.compiled(signature, wanted, self.shared_of(signature), self.grad)
+                found = self.engine.compiled(
+                    signature, wanted, self.shared_of(signature), self.grad, late=s in late
+                )
                 self._compiled[(signature, wanted)] = found
             compiled.append(found)
         return needs, compiled

@@ -1,0 +1,80 @@
+"""Graphs of operations that come many at once are built when they have been met often enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch import ir
+from fxbatch.runtime import postponed as module
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.postponed import ENOUGH, MANY, REASON, Postponed
+from tests.oracle import check_equal
+
+
+def signatures(count: int) -> list[ir.Signature]:
+    kind = ir.TensorType((2,), torch.float32, torch.device("cpu"))
+    operation = ir.Operation("relu", "function", torch.relu)
+    return [ir.Signature(operation, (kind,), (kind,)) for _ in range(count)]
+
+
+def test_few_are_built_at_once_and_many_wait_for_their_turn() -> None:
+    found = signatures(MANY + 2)
+    postponed = Postponed()
+    assert postponed.choose(found[:MANY], [1] * MANY) == frozenset()
+    postponed = Postponed()
+    assert postponed.choose(found[:-1], [3] * (MANY + 1)) == frozenset(range(MANY + 1))
+    assert postponed.choose(found[-1:], [1]) == {0}  # one more shape of a model that has had many
+    assert postponed.choose(found[:2], [ENOUGH, 1]) == {0, 1}
+    assert postponed.choose(found[:2], [1, 1]) == {1}  # the first has earned its graphs
+    assert postponed.choose(found[:2], [1, 0]) == frozenset()
+
+
+def test_tables_are_bounded() -> None:
+    postponed = Postponed(capacity=10)
+    postponed.choose(signatures(MANY + 5), [1] * (MANY + 5))
+    assert len(postponed._calls) == 10
+
+
+class Shapes(nn.Module):
+    """A sentence as one tensor: each length makes signatures of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.inner(x))
+        return self.out(h * torch.softmax(h, dim=0)).sum(0)
+
+
+def built(model: nn.Module) -> list[CompiledOperation]:
+    operations = model.forward.__func__.__fxbatch__.engine(model).operations._entries.values()
+    return [x for x in operations if x.graphs is not None]
+
+
+def test_many_shapes_run_call_by_call_and_are_built_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MANY", 5)
+    monkeypatch.setattr(module, "ENOUGH", 4)
+    torch.manual_seed(0)
+    data = [torch.randn(n, 3) for n in (1, 2, 3, 4, 5, 5)]
+    model = Shapes()
+    check_equal(model, data)
+    first = len(built(model))
+    model(data)
+    assert first == 0
+    for _ in range(3):
+        model(data).sum().backward()
+    assert built(model)
+    assert all(REASON not in x.reason for x in built(model))
+    check_equal(model, data)
+
+
+def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MANY", 5)
+    report = fxbatch.explain(Shapes(), [torch.randn(n, 3) for n in range(1, 6)])
+    assert any(REASON in row.reason for row in report.unbatched)
