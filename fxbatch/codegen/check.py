@@ -100,6 +100,7 @@ def _check_large(
     for a, b in zip(ours, theirs, strict=True):
         if a is None or b is None or a.shape != b.shape:
             continue
+        a, b = (x.to_dense() if x.is_sparse else x for x in (a, b))  # a gradient of `sparse=True`
         if bool((torch.isfinite(b) & ~torch.isfinite(a)).any()):
             raise NotBatchable("large numbers overflow where they don't in eager")
 

@@ -21,6 +21,7 @@ from examples import (
     parser,
     rnng,
     seq2seq,
+    tree_lstm,
 )
 from tests.oracle import check_equal
 
@@ -49,6 +50,16 @@ def test_forward(example: Any) -> None:
     assert isinstance(model, nn.Module)
     check_equal(model, instances)
     check_equal(model, instances[:1])
+
+
+@pytest.mark.parametrize("example", [*WITH_LOSS, tree_lstm, rnng, module_networks], ids=name)
+def test_all_of_it_is_batched(example: Any) -> None:
+    model, instances = (tree_lstm.minibatch if example is tree_lstm else example.example)()
+    fn = getattr(model, "loss", model)
+    fn(instances)
+    report = fxbatch.explain(fn, instances)
+    assert [(row.signature, row.reason) for row in report.unbatched] == []
+    assert report.launches_after < report.launches_before
 
 
 def test_parser_loss_with_exploration_over_rounds() -> None:

@@ -184,6 +184,8 @@ def test_padding_idx_and_sparse(sparse: bool) -> None:
     gradient = made.e.weight.grad
     assert gradient.is_sparse == sparse
     assert not gradient.to_dense()[1].any()
+    look_ups = [row for row in fxbatch.explain(made, words).unbatched if row.signature.startswith("e(")]
+    assert look_ups == [], "batched, the sparse gradient as well"
 
 
 def test_max_norm_embedding_is_an_error_or_right() -> None:
