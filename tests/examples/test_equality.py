@@ -36,11 +36,19 @@ def name(module: Any) -> str:
     return module.__name__.rpartition(".")[2]
 
 
+def assert_batched(fn: Any, instances: Any) -> None:
+    """All of it runs batched: nothing call by call."""
+    report = fxbatch.explain(fn, instances)
+    assert [(row.signature, row.reason) for row in report.unbatched] == []
+    assert report.launches_after < report.launches_before
+
+
 @pytest.mark.parametrize("example", WITH_LOSS, ids=name)
 def test_loss(example: Any) -> None:
     model, instances = example.example()
     check_equal(model.loss, instances)
     check_equal(model.loss, instances[:1])
+    assert_batched(model.loss, instances)
 
 
 @pytest.mark.parametrize("example", WITH_FORWARD, ids=name)
@@ -52,14 +60,10 @@ def test_forward(example: Any) -> None:
     check_equal(model, instances[:1])
 
 
-@pytest.mark.parametrize("example", [*WITH_LOSS, tree_lstm, rnng, module_networks], ids=name)
-def test_all_of_it_is_batched(example: Any) -> None:
-    model, instances = (tree_lstm.minibatch if example is tree_lstm else example.example)()
-    fn = getattr(model, "loss", model)
-    fn(instances)
-    report = fxbatch.explain(fn, instances)
-    assert [(row.signature, row.reason) for row in report.unbatched] == []
-    assert report.launches_after < report.launches_before
+def test_the_demos_model_is_batched_sparse_look_ups_too() -> None:
+    model, trees = tree_lstm.minibatch(trees=4, hidden=8, embedding=8)
+    model(trees)[0].sum().backward()
+    assert_batched(model, trees)
 
 
 def test_parser_loss_with_exploration_over_rounds() -> None:
