@@ -69,7 +69,7 @@ def test_limit_and_budget_end_the_rounds() -> None:
     log: list[tuple[str, int]] = []
     entries, _ = measure([named("a", log), named("b", log, limit=2)], repeats=5, warmup=0, device=CPU)
     assert (len(entries["a"].wall.samples), len(entries["b"].wall.samples)) == (5, 2)
-    entries, _ = measure([named("a", log, 0.02)], repeats=100, warmup=0, device=CPU, budget=1.0)
+    entries, _ = measure([named("a", log, 0.05)], repeats=100, warmup=0, device=CPU, budget=2.5)
     assert 1 < len(entries["a"].wall.samples) <= 50
 
 
@@ -102,7 +102,7 @@ def test_a_part_of_the_work_is_scaled_and_checked_alone_is_not_timed() -> None:
     part = named("part", log, 0.01, factor=lambda number: 10.0)
     entries, _ = measure([part, named("checked", log, limit=0)], repeats=2, warmup=0, device=CPU)
     assert list(entries) == ["part"]
-    assert 0.1 <= entries["part"].wall.median < 1.0
+    assert 0.1 <= entries["part"].wall.median < 5.0  # ten times 0.01 s, on a busy machine too
 
 
 def test_phases_are_timed() -> None:
