@@ -255,16 +255,15 @@ class Backward:
             inputs = [
                 self._all_rows(compiled, rows, ref.kind, ref.index) for ref in compiled.parameter_inputs
             ]
-            results = None
+            results, workspace = None, self.run.engine.workspace()
             if compiled.native_parameters is not None:
-                workspace = self.run.engine.workspace()
                 results = run_native(compiled.native_parameters, rows.rows, inputs, shared, workspace)
             if results is None:
                 results = compiled.parameters(
                     rows.rows,
                     (*inputs, *shared),
                     (None,) * len(compiled.grad_shared),
-                    self.run.engine.workspace(),
+                    workspace,
                 )
             for position, grad in zip(compiled.grad_shared, results, strict=True):
                 self._add(shared[position], grad)
@@ -331,8 +330,8 @@ class _Places:
         )
 
     @functools.cached_property
-    def _indices(self) -> dict[torch.device, dict[int, torch.Tensor]]:
-        """By device the indices of each read that has some, all made at once."""
+    def _indices(self) -> dict[torch.device, tuple[dict[int, torch.Tensor], torch.Tensor]]:
+        """By device the indices of each read that has some, and all bags: each in one copy."""
         return {}
 
     def read(self, i: int, n: int) -> torch.Tensor | None:
@@ -346,11 +345,12 @@ class _Places:
             return arena[start:stop]
         found = self._indices.get(arena.device)
         if found is None:
-            found = self._indices[arena.device] = self._split_indices(arena.device)
-        index = found[i]
+            pieces, bags = self._split_indices(arena.device), to_device(plan.bags, arena.device)
+            found = self._indices[arena.device] = pieces, bags
+        index, bags = found[0][i], found[1]
         if kind == GRADIENT_SUM:
             bag = int(plan.bag[p][i])
-            return sum_bags(arena, index, to_device(plan.bags[bag : bag + n], arena.device))
+            return sum_bags(arena, index, bags[bag : bag + n])
         return torch.index_select(arena, 0, index)
 
     def _split_indices(self, device: torch.device) -> dict[int, torch.Tensor]:
