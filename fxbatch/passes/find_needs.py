@@ -147,18 +147,7 @@ def _find_reached(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) 
     for program, _ in reversed(phases):
         mine = results[results < program.values]
         hit = np.zeros(int(program.columns.first_output[-1]), dtype=bool)
-        hit[flat_outputs(program)[mine[mine >= program.known] - program.known]] = True
+        hit[program.output_of_value[mine[mine >= program.known] - program.known]] = True
         found.append(hit.tobytes())
         results = np.concatenate([mine[mine < program.known], program.inputs[program.inputs < program.known]])
     return found[::-1]
-
-
-def flat_outputs(program: Program) -> np.ndarray:
-    """int64 [values - known]: each value's flat (signature, output) number."""
-    return program.output_of_value
-
-
-def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
-    graph = survey(program).graph
-    return graph.slots, graph.outs

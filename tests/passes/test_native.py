@@ -17,7 +17,6 @@ from fxbatch.passes import search_steps as search_module
 from fxbatch.passes.batch_by_lookahead import signature_components
 from fxbatch.passes.deduplicate import deduplicate
 from fxbatch.passes.eliminate_dead import eliminate_dead
-from fxbatch.passes.find_needs import feeding_pairs
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
 from fxbatch.passes.lower_bound import chain_below, height, lower_bound, own_chains
 from fxbatch.passes.native import Native, empty_column
@@ -50,12 +49,18 @@ def workloads() -> list[Program]:
     ]
 
 
+def feeding_pairs(program: Program) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct pairs (flat slot, flat output) such that some call reads such an output in such a slot."""
+    graph = survey(program).graph
+    return graph.slots, graph.outs
+
+
 def _same(program: Program) -> None:
     copy = dataclasses.replace(program)  # nothing cached
     for got in (
         lambda p: (source_calls(p), Frontier(p).depth, chain_below(Frontier(p)), height(Frontier(p))),
         lambda p: (count_signatures(p), *own_chains(p)),
-        lambda p: feeding_pairs(p),
+        feeding_pairs,
         lambda p: (eliminate_dead(p).sig, eliminate_dead(p).inputs, eliminate_dead(p).outputs),
         lambda p: (np.array(lower_bound(p)),),
     ):
