@@ -132,15 +132,20 @@ def check_gradients(phases: list[Program], results: np.ndarray) -> None:
                     assert np.asarray(x).dtype == np.asarray(y).dtype
 
 
-@given(st.data())
-def test_gradient_plans_of_random_programs(data: st.DataObject) -> None:
+def whole_and_cut(data: st.DataObject, check: Callable[[list[Program], np.ndarray], None]) -> None:
+    """Check a random program, and the same in two phases."""
     program = data.draw(programs(known=False))
     if not len(program) or not len(program.outputs):
         return
-    check_gradients([program], program.outputs)
+    check([program], program.outputs)
     call = data.draw(st.integers(1, len(program)))
     if call < len(program):
-        check_gradients(cut(program, call), program.outputs)
+        check(cut(program, call), program.outputs)
+
+
+@given(st.data())
+def test_gradient_plans_of_random_programs(data: st.DataObject) -> None:
+    whole_and_cut(data, check_gradients)
 
 
 def check_wanted(phases: list[Program], results: np.ndarray) -> None:
@@ -159,13 +164,7 @@ def check_wanted(phases: list[Program], results: np.ndarray) -> None:
 
 @given(st.data())
 def test_wanted_signatures_of_random_programs(data: st.DataObject) -> None:
-    program = data.draw(programs(known=False))
-    if not len(program) or not len(program.outputs):
-        return
-    check_wanted([program], program.outputs)
-    call = data.draw(st.integers(1, len(program)))
-    if call < len(program):
-        check_wanted(cut(program, call), program.outputs)
+    whole_and_cut(data, check_wanted)
 
 
 def test_values_that_are_not_there_are_errors() -> None:
