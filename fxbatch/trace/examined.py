@@ -18,6 +18,13 @@ from fxbatch.ir import SharedOperand
 from fxbatch.torch_private import NormBase
 from fxbatch.trace.values import Value
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)  # of a module's state
+
 
 class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
@@ -107,13 +114,7 @@ class _Part:
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether forward or backward hooks are registered on the module itself."""
-    state = module.__dict__
-    return bool(
-        state.get("_forward_hooks")
-        or state.get("_forward_pre_hooks")
-        or state.get("_backward_hooks")
-        or state.get("_backward_pre_hooks")
-    )
+    return any(map(module.__dict__.get, HOOKS))
 
 
 def _names_and_types(tensors: dict[str, Any]) -> tuple[list[str], list[type]]:

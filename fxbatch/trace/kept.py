@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.examined import HOOKS
 from fxbatch.trace.values import Value
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ Owners = dict[int, tuple[torch.nn.Module, str]]
 # its tensors, and their (shape, dtype, device).
 Part = tuple[Any, ...]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _Module = torch.nn.Module
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -141,7 +141,7 @@ def _kind(x: Any) -> Any:
 
 
 def _hooks(state: dict[str, Any]) -> tuple[bool, ...]:
-    return tuple(bool(state.get(name)) for name in _HOOKS)
+    return tuple(bool(state.get(name)) for name in HOOKS)
 
 
 def as_they_were(parts: list[Part]) -> bool:
