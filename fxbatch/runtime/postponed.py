@@ -50,7 +50,7 @@ class Postponed:
                 if calls is None or not counts[s]:
                     continue
                 if calls >= ENOUGH:
-                    del self._calls[signature]
+                    self._calls.pop(signature, None)  # another thread may have been quicker
                     self._built[signature] = None
                 else:
                     self._calls[signature] = calls + counts[s]
