@@ -23,14 +23,13 @@ import torch
 from fxbatch.ir import Program
 from fxbatch.passes.frontier import Frontier, stable_argsort
 from fxbatch.passes.native import Native
-from fxbatch.passes.read_numbers import read_numbers
+from fxbatch.passes.read_numbers import PLAIN_TENSORS, read_numbers
 from fxbatch.passes.select_calls import kept_payloads, select_calls
 from fxbatch.torch_private import inside_functorch
 
 # Constants of up to this many elements are compared by value.
 SMALL_CONSTANT = 16
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -173,7 +172,7 @@ def _comparable(payload: list[torch.Tensor]) -> bool:
     return (
         0 < sample.numel() <= SMALL_CONSTANT
         and sample.device.type == "cpu"
-        and all(type(t) in _PLAIN and t.layout is torch.strided for t in payload)
+        and all(type(t) in PLAIN_TENSORS and t.layout is torch.strided for t in payload)
         and not inside_functorch()
     )
 

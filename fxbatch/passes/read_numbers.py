@@ -13,11 +13,8 @@ import torch
 from fxbatch.passes.native import Native
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
-_KINDS = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8,
-    torch.uint8: np.uint8, torch.bool: np.bool_,
-}  # fmt: skip
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 
 
 def read_numbers(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> np.ndarray | None:
@@ -25,9 +22,8 @@ def read_numbers(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> np.ndar
 
     None where that can't be done: other types, another device, subclasses of Tensor, no extension.
     """
-    kind = _KINDS.get(dtype)
-    if kind is None or Native.loops is None:
+    if dtype not in _INTEGERS or Native.loops is None:
         return None
-    out: np.ndarray = np.empty(len(tensors), dtype=kind)
-    read = Native.loops.read_numbers(list(tensors), out, _PLAIN, torch.Tensor.data_ptr)
+    out = torch.empty(len(tensors), dtype=dtype).numpy()
+    read = Native.loops.read_numbers(list(tensors), out, PLAIN_TENSORS, torch.Tensor.data_ptr)
     return out if read else None

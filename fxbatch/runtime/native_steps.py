@@ -21,6 +21,7 @@ import torch
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.codegen.workspace import Workspace
+from fxbatch.passes.read_numbers import PLAIN_TENSORS
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.pieces import is_given
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
 
 _ROWS = 1 << 20  # programs take no more
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass
@@ -165,8 +165,8 @@ def _add_operation(
     """The pointers of one operation: kept rows, saved rows, shared operands, prepared tensors, extra rows. Its
     program, or None where it can't read what it is given."""
     shared = run.shared[compiled.signature]
-    fixed = step.prepared(shared, workspace)
-    if fixed is None or not all(type(t) in _TENSORS and not t.is_neg() for t in shared):
+    fixed = _prepared(step, shared, workspace)
+    if fixed is None:
         return None
     rows: OperationRows = run.rows_of[compiled]
     table = [len(rows.kept), len(rows.saved), 0]
@@ -189,6 +189,15 @@ def _add_operation(
     return step.program
 
 
+def _prepared(
+    step: NativeStep, shared: Sequence[torch.Tensor], workspace: Workspace
+) -> list[torch.Tensor] | None:
+    """What a program reads that depends on shared operands alone; None where it can't read them as they are."""
+    if not all(type(t) in PLAIN_TENSORS and not t.is_neg() for t in shared):
+        return None
+    return step.prepared(shared, workspace)
+
+
 def clear_row(rows: torch.Tensor) -> None:
     """Zero the first row of contiguous memory."""
     if extension is not None and rows.device.type == "cpu":
@@ -205,10 +214,10 @@ def run_native(
     workspace: Workspace,
 ) -> list[torch.Tensor] | None:
     """One kernel with new memory for its results; None where it can't read what it is given."""
-    if not 0 < n <= _ROWS or not all(type(t) in _TENSORS and not t.is_neg() for t in shared):
+    if not 0 < n <= _ROWS or not all(t.is_contiguous() for t in inputs):
         return None
-    fixed = step.prepared(shared, workspace)
-    if fixed is None or not all(t.is_contiguous() for t in inputs):
+    fixed = _prepared(step, shared, workspace)
+    if fixed is None:
         return None
     outs = [torch.empty(form, dtype=dtype) for form, dtype in step.outputs(n)]
     memory = array("q")
