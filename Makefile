@@ -28,7 +28,7 @@ help:
 	@echo "make conformance  PyTorch's operators  make pictures     the pictures of README and docs"
 
 # The stamp is written last: an interrupted install is taken up again, a finished one is not repeated.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard fxbatch/trace/*.[ch] fxbatch/passes/*.[ch])
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard fxbatch/trace/*.[ch] fxbatch/passes/*.[ch] fxbatch/codegen/*.[ch])
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3.12 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)

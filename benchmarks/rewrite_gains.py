@@ -29,7 +29,10 @@ from benchmarks.contenders import undecorated
 from benchmarks.task import Settings
 from benchmarks.workloads import ewt_tagger, sst_trees
 from fxbatch.inspection import compile_minibatch
-from fxbatch.ir import INDEX
+from fxbatch.ir import INDEX, Schedule
+from fxbatch.passes.order_rows import order_rows
+from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.run import Run
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("defaults", {}),
@@ -38,6 +41,13 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("without fuse", {"fuse": False}),
     ("split", {"split": True}),
     ('memory="recompute"', {"memory": "recompute"}),
+)
+
+# Ways to order the rows of a step; None is the default, which decides for each family of programs.
+ORDERS: tuple[tuple[str, Callable[..., Schedule] | None], ...] = (
+    ("as scheduled", lambda program, schedule, slots: schedule),
+    ("as readers want them", order_rows),
+    ("default", None),
 )
 
 
@@ -127,20 +137,32 @@ def measure(model: nn.Module, batch_of: Callable[[int], Any], rounds: int) -> li
     return rows
 
 
-def gathers(model: nn.Module, batch: Any) -> dict[str, float]:
-    """How many gathers are elided, MB copied with and without that, and MB of the arenas."""
-    phases = compile_minibatch(model.loss, batch).phases
-    found = dict.fromkeys(("gathers", "elided", "copied", "all"), 0.0)
-    for phase in phases:
-        plan = phase.plan
-        size = (
-            np.array([t.numel * t.dtype.itemsize for t in plan.arenas])[plan.gather_arena] * plan.gather_rows
-        )
-        indexed = plan.gather_kind == INDEX
-        found["gathers"] += len(indexed)
-        found["elided"] += int((~indexed).sum())
-        found["copied"] += float(size[indexed].sum()) / 1e6
-        found["all"] += float(size.sum()) / 1e6
+def row_orders(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
+    """A row a way of ordering the rows of a step: gathers, those elided, MB copied by the others, MB held at the peak
+    by arenas and kept rows in training, and by arenas in inference, where rows are used again."""
+    found = []
+    for name, order in ORDERS:
+        row: dict[str, Any] = {"order": name}
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                minibatch = compile_minibatch(model.loss, batch)
+                engine = minibatch.engine
+                engine.plans.clear()
+                engine.pool = BufferPool()
+                if order is not None:
+                    engine.order_rows = order
+                run = Run(engine, grad=grad)
+                run.execute(minibatch.rewritten, minibatch.schedule)
+                plan = run.phases[-1].plan
+                run.release()
+            row["training" if grad else "inference"] = engine.pool.bytes / 1e6
+            size = np.array([t.numel * t.dtype.itemsize for t in plan.arenas])[plan.gather_arena]
+            indexed = plan.gather_kind == INDEX
+            if grad:
+                row["gathers"], row["elided"] = len(indexed), int((~indexed).sum())
+                row["copied"] = float((size * plan.gather_rows)[indexed].sum()) / 1e6
+                row["all"] = float((size * plan.gather_rows).sum()) / 1e6
+        found.append(row)
     return found
 
 
@@ -186,11 +208,15 @@ def main() -> None:
                 f"{row['ratio']:.2f}", f"{row['MB']:.1f}",
             )  # fmt: skip
         console.print(table)
-        g = gathers(model, batch_of(0))
-        console.print(
-            f"{g['elided']:.0f} of {g['gathers']:.0f} gathers elided; {g['copied']:.1f} MB copied, "
-            f"{g['all']:.1f} MB if none were\n"
-        )
+        orders = Table(title="rows of a step")
+        for column in ("order", "elided", "MB copied", "MB if none were", "MB, training", "MB, inference"):
+            orders.add_column(column, justify="left" if column == "order" else "right")
+        for row in row_orders(model, batch_of(0)):
+            orders.add_row(
+                row["order"], f"{row['elided']} of {row['gathers']}", f"{row['copied']:.1f}", f"{row['all']:.1f}",
+                f"{row['training']:.1f}", f"{row['inference']:.1f}",
+            )  # fmt: skip
+        console.print(orders)
     (module, batch_of), (bare, _) = list(made.values())[:2]
     if options.only in "after the trace":
         console.print(after_the_trace(module, bare, batch_of, options.rounds))

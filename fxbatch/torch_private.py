@@ -274,6 +274,11 @@ def forget_traces() -> Iterator[None]:
             FakeTensorMode.cache_clear()
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage, the object given included. Checked against torch 2.11 and 2.13."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -49,3 +49,13 @@ def test_the_product_of_torchs_library_is_found() -> None:
     assert torch_private.product_address(), (
         f"torch {torch.__version__} shows no sgemm_: products run in Python"
     )
+
+
+def test_who_holds_a_storage_is_counted() -> None:
+    tensor = torch.empty(4)
+    storage = tensor.untyped_storage()
+    assert torch_private.storage_uses(storage) == 2
+    view = tensor[1:]
+    assert torch_private.storage_uses(storage) == 3
+    del tensor, view
+    assert torch_private.storage_uses(storage) == 1

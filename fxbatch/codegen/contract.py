@@ -62,10 +62,6 @@ class OperationGraphs:
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
 
     @property
-    def needs_backward(self) -> bool:
-        return self.backward is not None or self.parameters is not None
-
-    @property
     def hands_on(self) -> bool:
         """Whether backward gives the gradient of one output, as it is, to each group, and nothing else."""
         if self.backward is None or self.parameters is not None or self.extra_types:

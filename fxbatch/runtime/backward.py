@@ -257,7 +257,8 @@ class Backward:
             ]
             results, workspace = None, self.run.engine.workspace()
             if compiled.native_parameters is not None:
-                results = run_native(compiled.native_parameters, rows.rows, inputs, shared, workspace)
+                memory = self.run.engine.gradient_memory
+                results = run_native(compiled.native_parameters, rows.rows, inputs, shared, workspace, memory)
             if results is None:
                 results = compiled.parameters(
                     rows.rows,

@@ -30,6 +30,7 @@ from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
 from fxbatch.runtime.cuda_graphs import GraphedPlans, capture_cuda
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
+from fxbatch.runtime.gradient_memory import GradientMemory
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.postponed import Postponed
@@ -59,6 +60,7 @@ class Engine:
         self.table = SignatureTable()
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = BufferPool()
+        self.gradient_memory = GradientMemory()
         self.operations = OperationCache()
         self.postponed = Postponed()
         self.schedules: ContentCache[Schedule] = ContentCache()

@@ -26,6 +26,7 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.pieces import is_given
 
 if TYPE_CHECKING:
+    from fxbatch.runtime.gradient_memory import GradientMemory
     from fxbatch.runtime.phase import OperationRows, Phase
     from fxbatch.runtime.run import Run
 
@@ -212,19 +213,20 @@ def run_native(
     inputs: Sequence[torch.Tensor],
     shared: Sequence[torch.Tensor],
     workspace: Workspace,
+    memory: GradientMemory,
 ) -> list[torch.Tensor] | None:
-    """One kernel with new memory for its results; None where it can't read what it is given."""
+    """One kernel with memory of their own for its results; None where it can't read what it is given."""
     if not 0 < n <= _ROWS or not all(t.is_contiguous() for t in inputs):
         return None
     fixed = _prepared(step, shared, workspace)
     if fixed is None:
         return None
-    outs = [torch.empty(form, dtype=dtype) for form, dtype in step.outputs(n)]
-    memory = array("q")
+    outs = [memory.take(form, dtype) for form, dtype in step.outputs(n)]
+    table = array("q")
     for tensor in inputs:
-        memory.extend((tensor.data_ptr(), tensor.nbytes))
+        table.extend((tensor.data_ptr(), tensor.nbytes))
     for tensor, size in zip(shared, step.shared_bytes, strict=True):
-        memory.extend((tensor.data_ptr(), size))
+        table.extend((tensor.data_ptr(), size))
     for tensor in (*outs, *fixed):
-        memory.extend((tensor.data_ptr(), _bytes(tensor)))
-    return outs if extension.run(step.program, workspace.native_room(), n, memory) else None
+        table.extend((tensor.data_ptr(), _bytes(tensor)))
+    return outs if extension.run(step.program, workspace.native_room(), n, table) else None

@@ -27,7 +27,7 @@ from fxbatch.trace.kept import recall
 from fxbatch.trace.location import user_place
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import ThreadModes, current_recorder, tracing
+from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
@@ -51,11 +51,6 @@ class LazyExecution(Execution, Protocol):
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real tensors that carry gradients."""
-
-
-def recording_here() -> bool:
-    """Whether this thread is recording: a decorated callable is then traced through."""
-    return current_recorder() is not None
 
 
 class Recording:

@@ -10,7 +10,6 @@ In: torch functions, modules, what the user marks. Out: `ir.Operation`s with the
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -180,12 +179,3 @@ def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:
     if type(number) is float:
         return dtype if floats else torch.get_default_dtype()
     return None
-
-
-def source_of(func: Any) -> str:
-    """Where a Python function is written: "model.py:12", "" for builtins."""
-    try:
-        code = inspect.unwrap(func).__code__
-    except AttributeError:
-        return ""
-    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
