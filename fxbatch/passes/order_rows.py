@@ -18,27 +18,34 @@ from fxbatch.ir import INDEX, Program, Schedule, Signature
 from fxbatch.passes.plan_arenas import SlotTable, plan_arenas
 
 
+# Rows a step that must be saved: copying one costs some 0.05 us, so one instance's few rows are never worth it.
+FEWEST_ROWS = 16
+
+
 class RowOrderer:
     """Orders rows for the families of programs (sets of signatures) where it saves copies.
 
-    Decided at the first program of a family and again every `again` programs, by counting the rows that
-    must be gathered through an index: ordering costs about 20 us a step, so it must save a third of them.
+    Decided at the first program of a family and again every `again` programs, by counting the rows that must be
+    gathered through an index: ordering must save a third of them, and `fewest` a step. Programs that read fewer
+    than that can't win and aren't tried.
     """
 
-    def __init__(self, *, capacity: int = 256, again: int = 100) -> None:
+    def __init__(self, *, capacity: int = 256, again: int = 100, fewest: int = FEWEST_ROWS) -> None:
         self.capacity = capacity
         self.again = again
+        self.fewest = fewest
         self._wins: OrderedDict[tuple[Signature, ...], tuple[bool, int]] = OrderedDict()
 
     def __call__(self, program: Program, schedule: Schedule, slots: SlotTable) -> Schedule:
         """The schedule with rows in order, or as it is."""
+        least = self.fewest * len(schedule)
+        if len(program.inputs) < least:
+            return schedule
         wins, uses = self._wins.get(program.signatures, (True, 0))
-        if uses and not wins:
-            ordered = schedule
-        else:
-            ordered = order_rows(program, schedule, slots)
-            if not uses:
-                wins = 3 * indexed_rows(program, ordered, slots) <= 2 * indexed_rows(program, schedule, slots)
+        ordered = order_rows(program, schedule, slots) if wins or not uses else schedule
+        if not uses:
+            before, after = (indexed_rows(program, x, slots) for x in (schedule, ordered))
+            wins = 3 * after <= 2 * before and before - after >= least
         self._wins[program.signatures] = (wins, (uses + 1) % self.again)
         if len(self._wins) > self.capacity:
             self._wins.popitem(last=False)

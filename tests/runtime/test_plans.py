@@ -343,3 +343,18 @@ def test_rows_are_ordered_only_where_it_saves_copies() -> None:
     slots = tabulate_slots(plain, [None] * len(plain.signatures))
     schedule = batch_by_lookahead(plain)
     assert orderer(plain, schedule, slots) is schedule
+
+
+def test_rows_of_a_small_program_are_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = P.bilstm_program([3, 7, 5, 2, 9], layers=1)
+    slots = tabulate_slots(program, [None] * len(program.signatures))
+    schedule = batch_by_lookahead(program)
+    assert order_rows(program, schedule, slots) is not schedule  # it would save some rows
+    tried: list[Program] = []
+    monkeypatch.setattr(
+        "fxbatch.passes.order_rows.order_rows", lambda program, *_: tried.append(program) or schedule
+    )
+    assert RowOrderer()(program, schedule, slots) is schedule
+    assert not tried
+    RowOrderer(fewest=0)(program, schedule, slots)
+    assert tried == [program]
