@@ -2,25 +2,28 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.compile_cost --hidden 150 --rows 1 2 8 64 512
 
-Ways, all writing to given rows: the emitted kernel; Inductor without Dynamo (`compile=True`); with the C++
-wrapper; torch.compile(dynamic=True) with its guards, on the same graph.
+Ways, all writing to given rows, interleaved, medians of CPU time: the emitted kernel (`native=False`); the native
+program (the default); Inductor without Dynamo (`compile=True`); with the C++ wrapper; torch.compile(dynamic=True) with
+its guards, on the same graph. The first line is the graph's products alone, to memory that is there already.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from benchmarks.kernel_cost import Cell, graphs_of
+from benchmarks.kernel_cost import Cell, graphs_of, native
 from fxbatch.codegen.compile_graph import CompiledGraph, CompileOptions, compile_graph
 from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
 from fxbatch.torch_private import compile_guarded
 
-KERNEL, DIRECT, WRAPPER, GUARDED = "kernel", "inductor", "inductor, cpp_wrapper", "torch.compile"
+PRODUCTS, KERNEL, NATIVE = "products alone", "kernel", "native"
+DIRECT, WRAPPER, GUARDED = "inductor", "inductor, cpp_wrapper", "torch.compile"
 
 
 def ways_of(module: fx.GraphModule, cell: Cell, *, returning: bool) -> dict[str, Kernel | CompiledGraph]:
@@ -42,29 +45,53 @@ def guarded_inductor(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Cal
     return compile_guarded(graph, examples)
 
 
+def products_alone(name: str, cell: Cell, n: int) -> Callable[[], object]:
+    """The products of the cell's forward, backward or parameter graph, once each."""
+    weight = cell.gates.weight.detach()
+    x, gates, sums = (
+        torch.randn(n, weight.shape[1]),
+        torch.randn(n, weight.shape[0]),
+        torch.empty_like(weight),
+    )
+    return {
+        "forward": lambda: torch.mm(x, weight.t(), out=gates),
+        "backward": lambda: torch.mm(gates, weight, out=x),
+        "parameters": lambda: torch.mm(gates.t(), x, out=sums),
+    }[name]
+
+
 @torch.no_grad()
 def measure(
-    ways: dict[str, Kernel | CompiledGraph], cell: Cell, n: int, rounds: int, *, returning: bool
+    name: str, ways: dict[str, Kernel | CompiledGraph], cell: Cell, n: int, rounds: int
 ) -> dict[str, float]:
-    """Microseconds a call of each way, interleaved; the fastest round: other load only adds."""
+    """Median microseconds of CPU time a call of each way, interleaved."""
     shared = [p.detach() for p in cell.parameters()]
     compiled = ways[DIRECT]
     assert isinstance(compiled, CompiledGraph)
     width = len(compiled.sizes)
     samples, _ = compiled._samples(n, shared)
+    returning = name == "parameters"
     outs: list[torch.Tensor | None] = [None] * width if returning else list(samples[:width])
     ins, workspace = samples[0 if returning else width :], Workspace()
+    given = [compiled._allocate(i, n) if x is None else x for i, x in enumerate(outs)]
+    inputs = ins[: len(ins) - len(shared)]
+    calls: dict[str, Callable[[], object]] = {
+        PRODUCTS: products_alone(name, cell, n),
+        NATIVE: native(compiled.graph, compiled.kernel, n, inputs, shared, given),
+    }
+    for way, run in ways.items():
+        calls[way] = lambda run=run: run(n, ins, outs, workspace)  # type: ignore[misc]  # bound now
     repeat = max(2, 200 // n)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way(n, ins, outs, workspace)
+    times: dict[str, list[float]] = {way: [] for way in calls}
+    for call in calls.values():
+        call()
     for _ in range(rounds):
-        for name, way in ways.items():
-            start = time.perf_counter()
+        for way, call in calls.items():
+            start = time.process_time()
             for _ in range(repeat):
-                way(n, ins, outs, workspace)
-            times[name].append((time.perf_counter() - start) / repeat * 1e6)
-    return {name: min(column) for name, column in times.items()}
+                call()
+            times[way].append((time.process_time() - start) / repeat * 1e6)
+    return {way: statistics.median(column) for way, column in times.items()}
 
 
 def main() -> None:
@@ -73,7 +100,7 @@ def main() -> None:
     )
     parser.add_argument("--hidden", type=int, default=150)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 64, 512])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=41)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -85,11 +112,9 @@ def main() -> None:
         assert module is not None
         print(f"{name}, hidden {options.hidden}, us a launch")
         ways = ways_of(module, cell, returning=name == "parameters")
-        table = {
-            n: measure(ways, cell, n, options.rounds, returning=name == "parameters") for n in options.rows
-        }
+        table = {n: measure(name, ways, cell, n, options.rounds) for n in options.rows}
         print(f"  {'rows':24s}" + "".join(f"{n:>10d}" for n in table))
-        for way in ways:
+        for way in (PRODUCTS, KERNEL, NATIVE, DIRECT, WRAPPER, GUARDED):
             print(f"  {way:24s}" + "".join(f"{column[way]:10.1f}" for column in table.values()), flush=True)
 
 

@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.small_batches --leaves 20 --hidden 150
 
-Ways: the loop; fxbatch as it is, with traces made before, compiled, compiled with the C++ wrapper; the unrolled
-module of that one tree, as it is and as one compiled graph (both run that tree only); and one compiled
-`while_loop` over the tree's nodes with the plan as data (inference only; any tree of up to as many nodes).
+Ways: the loop; fxbatch with emitted Python kernels (`native=False`); as it is, native; with traces made before;
+compiled, compiled with the C++ wrapper; the unrolled module of that one tree, as it is and as one compiled graph (both
+run that tree only); and one compiled `while_loop` over the tree's nodes with the plan as data (inference only; any tree
+of up to as many nodes).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxbatch.torch_private import while_loop
 Work = Callable[[int], Any]
 
 
-def model_of(hidden: int, **options: Any) -> TreeLSTM:
+def model_of(hidden: int, words: int = 1000, **options: Any) -> TreeLSTM:
     """The same parameters each time, decorated with options."""
     torch.manual_seed(0)
 
@@ -39,7 +40,7 @@ def model_of(hidden: int, **options: Any) -> TreeLSTM:
         def loss(self, tree: Node) -> Tensor:
             return self.loss_of(tree)
 
-    return Model(1000, embedding=300, hidden=hidden)
+    return Model(words, embedding=300, hidden=hidden)
 
 
 def plan_as_data(tree: Node) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,8 @@ def traced(method: Callable[..., Any], trees: Sequence[Node]) -> list[list[Any]]
 
 def ways_of(trees: Sequence[Node], hidden: int, *, training: bool) -> dict[str, Work]:
     """What is timed: each takes the number of a tree."""
-    plain, compiled = model_of(hidden), model_of(hidden, compile=True)
+    plain, python = model_of(hidden), model_of(hidden, native=False)
+    compiled = model_of(hidden, compile=True)
     wrapped = model_of(hidden, compile=True, compile_options={"cpp_wrapper": True})
     ways: dict[str, Work] = {}
 
@@ -103,10 +105,11 @@ def ways_of(trees: Sequence[Node], hidden: int, *, training: bool) -> dict[str, 
             return losses_once(plain, [trees[k]]) if training else plain([trees[k]])
 
     add("one by one", undecorated, plain)
-    for name, model in (("looped", plain), ("compiled", compiled), ("compiled, cpp_wrapper", wrapped)):
+    looped = {"looped, Python kernels": python, "looped": plain, "compiled": compiled}
+    for name, model in {**looped, "compiled, cpp_wrapper": wrapped}.items():
         method = model.loss if training else model.forward
         add(name, lambda k, method=method: method([trees[k]]), model)  # type: ignore[misc]  # bound now
-        if model is not wrapped:
+        if model in (plain, compiled):
             known = traced(method, trees)
             add(f"{name}, traces warm", lambda k, m=method, t=known: m(t[k]), model)  # type: ignore[misc]
     with torch.set_grad_enabled(training):

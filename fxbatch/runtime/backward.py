@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,40 +45,66 @@ from fxbatch.runtime.run import Run, kernel_modes
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
 
-class Backward:
-    """One backward pass of a run, given the gradients of its results."""
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The gradient of one result: of these values, all of the type `kind`."""
 
-    def __init__(
-        self, run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    kind: int
+    values: np.ndarray
+    grad: torch.Tensor
+
+
+def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch.Tensor | None]) -> Gradients:
+    """The gradients of what a run read, given those of its results."""
+    given = [
+        Given(int(run.value_type[values[0]]), values, grad)
+        for values, grad in zip(requests, grads, strict=True)
+        if grad is not None and len(values)
+    ]
+    if not given:
+        return {}
+    with kernel_modes():
+        found = None if run.lent is None else run.lent.run_backward(run, given)
+        if found is not None:
+            return found
+        backward = Backward(run, given)
+        backward.write(given)
+        backward.walk()
+        backward.release()
+    return backward.found
+
+
+class Backward:
+    """One backward pass of a run: planned, its memory taken; `walk` may be repeated."""
+
+    def __init__(self, run: Run, given: Sequence[Given]) -> None:
         self.run = run
-        given = [
-            (int(run.value_type[values[0]]), values, grad)
-            for values, grad in zip(requests, grads, strict=True)
-            if grad is not None and len(values)
-        ]
+        results = np.concatenate([g.values for g in given])
+        wanted = find_wanted([(p.program, p.needs) for p in run.phases], results)
+        self.described = [self._describe(p, w) for p, w in zip(run.phases, wanted, strict=True)]
+        self.plan = plan_gradients(self.described, [(g.kind, g.values) for g in given], len(run.arenas))
+        self.arenas = self._allocate(self.plan)
+        self._places: dict[int, _Places] = {}
         self.found: Gradients = {}
-        if not given:
-            return
-        with kernel_modes():
-            results = np.concatenate([v for _, v, _ in given])
-            wanted = find_wanted([(p.program, p.needs) for p in run.phases], results)
-            self.described = [self._describe(p, w) for p, w in zip(run.phases, wanted, strict=True)]
-            self.plan = plan_gradients(
-                self.described,
-                [(t, v) for t, v, _ in given],
-                len(run.arenas),
-            )
-            self.arenas = self._allocate(self.plan)
-            for (t, values, grad), start in zip(given, self.plan.request_start, strict=True):
-                self.arenas[t][start : start + len(values)].copy_(grad)
-            # Operations that ran, with the gradients that take the place of their extra rows.
-            self.ran: dict[CompiledOperation, list[torch.Tensor]] = {}
-            for p in range(len(run.phases) - 1, -1, -1):
-                self._walk(p)
-            self._parameters()
-            for buffer in self._buffers:
-                buffer.release()
+        # Operations that ran, with the gradients that take the place of their extra rows.
+        self.ran: dict[CompiledOperation, list[torch.Tensor]] = {}
+
+    def write(self, given: Sequence[Given]) -> None:
+        """Put the gradients of the results where the walk reads them."""
+        for g, start in zip(given, self.plan.request_start, strict=True):
+            self.arenas[g.kind][start : start + len(g.values)].copy_(g.grad)
+
+    def walk(self) -> None:
+        """All steps in reverse, then the gradients of parameters: `found`."""
+        self.found, self.ran = {}, {}
+        for p in range(len(self.run.phases) - 1, -1, -1):
+            self._walk(p)
+        self._parameters()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for buffer in self._buffers:
+            buffer.release()
 
     # -- preparation --------------------------------------------------------------------------------
 
@@ -120,8 +147,10 @@ class Backward:
         reads = _offsets_of(self.described[p].grad_outputs, steps, given.passed[p])
         writes = _offsets_of(self.described[p].grad_groups, steps, given.passed[p])
         reserve_extra(self.run, phase)
-        places = _Places(self, p, reads.tolist(), writes.tolist())
-        native = self._native(p, reads, writes, places.arena) if self.run.engine.options.native else None
+        places = self._places.get(p)
+        if places is None:
+            places = self._places[p] = _Places(self, p, reads.tolist(), writes.tolist())
+        native = self._native(p, reads, writes, places.arena) if self.run.native else None
         passed, signature, read = given.passed[p].tolist(), steps.tolist(), places.reads
         k = len(phase.plan)
         while k:
@@ -154,9 +183,7 @@ class Backward:
             reads, plan.read_kind[p], plan.read_start[p], plan.read_stop[p], plan.bag[p],
             np.array(arena, dtype=np.int64), plan.indices, plan.bags, writes, plan.write_arena[p], plan.write_start[p],
         )  # fmt: skip
-        return backward_steps(
-            run, run.phases[p], run.engine.workspace(), self.arenas, columns, plan.passed[p]
-        )
+        return backward_steps(run, run.phases[p], run.workspace(), self.arenas, columns, plan.passed[p])
 
     def _one(self, phase: Phase, k: int, s: int, places: _Places) -> None:
         """A step that Python runs."""
@@ -220,7 +247,7 @@ class Backward:
         sources = places.layout.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
         kept, saved = places.pieces[k]
         compiled.backward(
-            n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.engine.workspace()
+            n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.workspace()
         )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
@@ -255,8 +282,8 @@ class Backward:
             inputs = [
                 self._all_rows(compiled, rows, ref.kind, ref.index) for ref in compiled.parameter_inputs
             ]
-            results, workspace = None, self.run.engine.workspace()
-            if compiled.native_parameters is not None:
+            results, workspace = None, self.run.workspace()
+            if self.run.native and compiled.native_parameters is not None:
                 memory = self.run.engine.gradient_memory
                 results = run_native(compiled.native_parameters, rows.rows, inputs, shared, workspace, memory)
             if results is None:

@@ -249,6 +249,10 @@ class Engine:
         """The result of the decorated call from the values of a finished run."""
         take = lambda requests: take_results(run, requests)  # noqa: E731
         if out == "stack":
-            return stack(found, renumber, take)
-        results = separate(found, renumber, take)
-        return nest(results) if out == "nested" else results
+            made = stack(found, renumber, take)
+        else:
+            results = separate(found, renumber, take)
+            made = nest(results) if out == "nested" else results
+        if isinstance(run, Run) and run.lent is not None and not run.grad:
+            run.release()  # results are copies: another run of the plan may have the memory
+        return made

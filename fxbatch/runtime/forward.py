@@ -67,10 +67,10 @@ def lay_out(run: Run, phase: Phase) -> Layout:
 
 def execute_forward(run: Run, phase: Phase) -> None:
     """Run all steps of a phase: stretches of native steps in C, the others one by one."""
-    workspace = run.engine.workspace()
+    workspace = run.workspace()
     workspace.enter_run(run.shared)
     reserve_forward(run, phase)
-    native = forward_steps(run, phase, workspace) if run.engine.options.native else None
+    native = forward_steps(run, phase, workspace) if run.native else None
     if native is None:
         run_steps(run, phase, lay_out_steps(run, phase), workspace, range(len(phase.plan)))
     else:

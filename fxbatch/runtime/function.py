@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import GradientError
-from fxbatch.runtime.backward import Backward
+from fxbatch.runtime.backward import run_backward
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.run import Run, differentiable_constants
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch
@@ -44,7 +44,7 @@ class MinibatchFunction(torch.autograd.Function):
             )
         run: Run = ctx.run
         _ = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
-        found = Backward(run, ctx.requests, grads).found
+        found = run_backward(run, ctx.requests, grads)
         if not backward_keeps_graph() and not run.lasting:
             run.release()
         return (None, None, None, *(found.get(i) for i in ctx.ids))

@@ -39,8 +39,8 @@ class Options:
     form after every rewrite (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
     operation graphs; compile_options: passed through to it: torch.compile's `mode` and `options`, Inductor's
-    configuration by name, and `recompile_limit`. cuda_graphs: on CUDA, capture the forward of plans that repeat
-    (without gradients) and replay it. native: on the CPU, run the steps of operations whose kernels have native
+    configuration by name, and `recompile_limit`. cuda_graphs: on CUDA, capture forward and backward of plans
+    that repeat, and replay them. native: on the CPU, run the steps of operations whose kernels have native
     programs in C (codegen/native_program.py), all others by the emitted Python kernels.
     """
 

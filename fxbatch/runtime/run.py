@@ -28,6 +28,8 @@ from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.phase import OperationRows, Phase
 
 if TYPE_CHECKING:
+    from fxbatch.codegen.workspace import Workspace
+    from fxbatch.runtime.captured import Captured
     from fxbatch.runtime.engine import Engine
 
 Renumber = Callable[[np.ndarray], np.ndarray]
@@ -71,6 +73,8 @@ class Run:
         self._compiled: dict[
             tuple[Signature, tuple[tuple[bool, ...], tuple[bool, ...]]], CompiledOperation
         ] = {}  # found in earlier phases
+        self.native = engine.options.native
+        self.lent: Captured | None = None  # whose memory this run is on
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
         self.released = False
 
@@ -82,14 +86,21 @@ class Run:
         if self.released:
             return
         self.released = True
-        for buffer in self.arenas:
-            buffer.release()
-        for rows in self.rows_of.values():
-            rows.release()
-        self.rows_of.clear()
+        if self.lent is not None:
+            self.lent.take_back()
+        else:
+            for buffer in self.arenas:
+                buffer.release()
+            for rows in self.rows_of.values():
+                rows.release()
+        self.arenas, self.rows_of, self.lent = [], {}, None
         for phase in self.phases:
             phase.pieces, phase.layout = [], None
         self.phases.clear()
+
+    def workspace(self) -> Workspace:
+        """Where the kernels' intermediates are."""
+        return self.engine.workspace()
 
     # -- types and shared operands ------------------------------------------------------------------
 
