@@ -276,8 +276,8 @@ static int run_rows(const Instruction *x, char **at, int64_t rows)
             }
         return 0;
     case TABLE_GRADIENT:
-        for (int64_t r = 0; r < most; r++)
-            memset(out + r * so, 0, (size_t)width * 4);
+        for (int64_t r = 0; r < (so == width ? 1 : most); r++)
+            memset(out + r * so, 0, (size_t)(so == width ? most * width : width) * 4);
         for (int64_t r = 0; r < rows; r++) {
             if ((uint64_t)index[r * sb] >= (uint64_t)most)
                 return 1;

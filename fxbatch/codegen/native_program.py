@@ -88,7 +88,7 @@ class Lowering:
             if node.op == "call_function" and node not in self.memory.hoisted:
                 self._node(node)
         for i, node in enumerate(self.memory.outputs):
-            if not self.memory.written_in_place(i):
+            if not self.memory.written_in_place(i) and self.own_result(node) != i:
                 out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
                 self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
@@ -174,13 +174,20 @@ class Lowering:
             found = Span(-1, 0, dims, (0,) * len(dims), node.meta["values"][0].dtype, number)
         return found
 
+    def own_result(self, node: fx.Node) -> int | None:
+        """Which result the node is that a Python kernel would hand out as the call made it."""
+        return next((i for i in self.memory.fresh if self.memory.outputs[i] is node), None)
+
     def target(self, node: fx.Node) -> Span:
         """Where a node is to be written."""
         found = self.spans.get(node)
         if found is not None:
             return found
         place, dtype = self.memory.place.get(node), node.meta["values"][0].dtype
-        if place is None or place.kind == "slot":
+        own = self.own_result(node)
+        if own is not None:
+            made = contiguous(self.output_base[own], shape(node), dtype)
+        elif place is None or place.kind == "slot":
             made = contiguous(self.base(shape(node), dtype, OWN), shape(node), dtype)
         elif place.kind == "output":
             made = contiguous(self.output_base[place.index], shape(node), dtype)

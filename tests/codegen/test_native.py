@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from fxbatch.codegen.kernels import emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.native_program import LOCAL, NativeProgram, make_program
+from fxbatch.codegen.native_program import INPUT, LOCAL, OUTPUT, NativeProgram, make_program
 from fxbatch.codegen.sizes import add_call, shape
 from fxbatch.codegen.workspace import Workspace
 
@@ -260,6 +260,13 @@ def test_the_gradient_of_a_table_and_its_padding() -> None:
             (4, torch.float32), (torch.int64,),
         )  # fmt: skip
         check(module, normal(4), lambda n: torch.randint(6, (n,)))
+
+
+def test_the_gradient_of_a_table_is_written_once() -> None:
+    graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, 6, -1, False))]  # noqa: E731
+    made = program_of(graph_of(graph, (3, torch.float32), (torch.int64,)))
+    assert len(made.instructions) == 1
+    assert made.bases[:, 3].tolist() == [INPUT, INPUT, OUTPUT]
 
 
 def test_an_index_out_of_range_is_refused() -> None:
