@@ -46,6 +46,8 @@ GOALS = (
     Goal("Tree-LSTM, 20 leaves, hidden 300, batch 256, inference", 8, 1.3),
     Goal("Tree-LSTM on SST, hidden 150, batch 1, training", 9, 3),
     Goal("Tree-LSTM on SST, hidden 150, batch 1, inference", 4, 2),
+    Goal("Tree-LSTM, 20 leaves, hidden 150, batch 1, training", 9, 3),
+    Goal("Tree-LSTM, 20 leaves, hidden 150, batch 1, inference", 4, 2),
     Goal("BiLSTM tagger on EWT, 2 layers of 256, batch 64, training", 10, 1.0),
 )
 # Largest values that are wanted: step over matrix products; share of preparation cold, with cached traces.
@@ -58,10 +60,10 @@ def cases(settings: Settings) -> Iterator[Case]:
         model, batches, source = sst_trees(settings, hidden=hidden, batch=batch, embedding=wide)
         name = f"Tree-LSTM on {source}, hidden {hidden}, batch {batch}"
         yield from tree_cases(name, model, batches, settings, batch)
-    for batch in settings.size((64, 256), ()):
+    for batch, size in settings.size(((1, hidden), (64, wide), (256, wide)), ()):
         leaves = settings.size(20, 5)
-        model, batches = made_up_trees(settings, leaves=leaves, hidden=wide, batch=batch, embedding=wide)
-        name = f"Tree-LSTM, {leaves} leaves, hidden {wide}, batch {batch}"
+        model, batches = made_up_trees(settings, leaves=leaves, hidden=size, batch=batch, embedding=wide)
+        name = f"Tree-LSTM, {leaves} leaves, hidden {size}, batch {batch}"
         yield from tree_cases(name, model, batches, settings, batch)
     yield limit_case(settings, wide, settings.size(256, 4))
     yield preparation_case(settings, hidden, settings.size(64, 4), wide)
