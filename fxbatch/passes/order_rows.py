@@ -17,7 +17,6 @@ import numpy as np
 from fxbatch.ir import INDEX, Program, Schedule, Signature
 from fxbatch.passes.plan_arenas import SlotTable, plan_arenas
 
-
 # Rows a step that must be saved: copying one costs some 0.05 us, so one instance's few rows are never worth it.
 FEWEST_ROWS = 16
 
