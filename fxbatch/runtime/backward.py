@@ -102,9 +102,10 @@ class Backward:
         self._parameters()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
         for buffer in self._buffers:
             buffer.release()
+        self._places.clear()
 
     # -- preparation --------------------------------------------------------------------------------
 
