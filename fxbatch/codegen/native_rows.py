@@ -5,7 +5,9 @@ ROW_CALLS[aten.mm.default](lowering, node)      # adds an instruction, or raises
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +15,14 @@ from torch import fx
 
 from fxbatch.codegen import native_calls as calls
 from fxbatch.codegen.native_layouts import NotNative, Span, walk
-from fxbatch.codegen.sizes import Shape, Size
+from fxbatch.codegen.sizes import Shape, Size, shape
 
 if TYPE_CHECKING:
     from fxbatch.codegen.native_program import Lowering
 
 aten = torch.ops.aten
 ONE: Size = (0, 1)
+SHORT = 16  # elements of a dimension that is added up one addition after another
 
 
 def _need(good: bool, what: str) -> None:
@@ -39,14 +42,20 @@ def _rows(span: Span) -> tuple[Size, list[int]]:
     _need(bool(span.shape), "no dimension")
     width = span.shape[-1]
     _need(width[0] == 0 and (span.strides[-1] == 1 or width == ONE), "rows that aren't contiguous")
-    dims = [(n, s) for n, s in zip(span.shape[:-1], span.strides[:-1], strict=True) if n != ONE]
+    rows, stride = _even(span.shape[:-1], span.strides[:-1])
+    return rows, [span.base, span.offset, stride, 1]
+
+
+def _even(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
+    """Some dimensions as one: (n, 2) as 2n rows, where they are evenly spaced."""
+    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != ONE]
     if not dims:
-        return ONE, [span.base, span.offset, 0, 1]
+        return ONE, 0
     rows, stride = dims[-1]
-    for size, step in reversed(dims[:-1]):  # (n, 2, width) as 2n rows, where they are evenly spaced
+    for size, step in reversed(dims[:-1]):
         _need(rows[0] == 0 and step == stride * rows[1], "rows of more than two dimensions")
         rows = (size[0] * rows[1], size[1] * rows[1])
-    return rows, [span.base, span.offset, stride, 1]
+    return rows, stride
 
 
 def _matrix(span: Span) -> list[int]:
@@ -120,7 +129,7 @@ def _position(dim: Any, dims: Shape) -> int:
 
 
 def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
-    """sum over the rows, over the last dimension, or over dimensions of one element (then a copy)."""
+    """sum over the rows, over the last dimension, over a short one, or over some of one element (then a copy)."""
     source, out = lowering.span(node.args[0]), lowering.target(node)
     _need(not node.kwargs.get("dtype"), "a sum in another type")
     dims = source.shape
@@ -138,17 +147,43 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
         lowering.loops(squeezed, [reduced], calls.CODES[found.name], 0.0)
         return
     _is(source, torch.float32)
-    if over == [0] and 0 not in left:
+    if over == list(range(len(over))) and len(over) < len(dims):
+        summed, step = _even(dims[: len(over)], source.strides[: len(over)])
         for rows, width, (to, place) in walk(reduced.shape, [squeezed, reduced]):
             _need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
-            item = [calls.SUM_ROWS, *dims[0], width, out.base, to[0], 0, 1]
-            lowering.add([*item, source.base, place[0], source.strides[0], 1])
+            item = [calls.SUM_ROWS, *summed, width, out.base, to[0], 0, 1]
+            lowering.add([*item, source.base, place[0], step, 1])
         return
-    _need(over == [len(dims) - 1] and len(left) <= 1, "a sum over other dimensions")
+    if len(over) == 1 and over[0] < len(dims) - 1 and dims[over[0]][1] <= SHORT:
+        _sum_short(lowering, squeezed, reduced, source.strides[over[0]], dims[over[0]][1])
+        return
+    _need(over == [len(dims) - 1], "a sum over other dimensions")
     rows, place_in = _rows(source)
-    stride = squeezed.strides[0] if left else 0
+    same, stride = _even(squeezed.shape, squeezed.strides)
+    _need(same == rows, "a sum over other dimensions")
     item = [calls.SUM_LAST, *rows, dims[-1][1], out.base, out.offset, stride, 1, *place_in]
     lowering.add(item)
+
+
+def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int) -> None:
+    """Add up `size` spans that are `step` apart, in order."""
+    add = calls.CODES["add"]
+    spans = [replace(first, offset=first.offset + i * step) for i in range(size)]
+    lowering.loops(out, spans[:2], add, 1.0)
+    for span in spans[2:]:
+        lowering.loops(out, [out, span], add, 1.0)
+
+
+def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
+    """mean over dimensions that don't depend on the rows: the sum over how many there are."""
+    dims = shape(node.args[0])  # type: ignore[arg-type]  # a mean has a tensor
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    over = {_position(d, dims) for d in (given or range(len(dims)))}
+    _need(all(dims[d][0] == 0 for d in over), "a mean over rows")
+    sum_dimensions(lowering, node)
+    out = lowering.target(node)
+    count = Span(-1, 0, (), (), torch.float32, float(math.prod(dims[d][1] for d in over)))
+    lowering.loops(out, [out, count], calls.CODES["div"], 0.0)
 
 
 def _dense(out: Span, count: int) -> tuple[int, ...]:
@@ -235,6 +270,7 @@ ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
     aten.index_select.default: lookup,
     aten.sum.dim_IntList: sum_dimensions,
     aten.sum.default: sum_dimensions,
+    aten.mean.dim: mean_dimensions,
     aten._log_softmax.default: softmax,
     aten._softmax.default: softmax,
     aten._log_softmax_backward_data.default: softmax_backward,

@@ -233,6 +233,29 @@ def test_gradients_of_parameters_sum_over_rows() -> None:
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
 
 
+def test_sums_and_means_over_some_dimensions() -> None:
+    def make(g: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        first = add_call(g, aten.slice.Tensor, (x, 2, 1, 5))
+        return [
+            add_call(g, aten.sum.dim_IntList, (x, [0, 1])),
+            add_call(g, aten.sum.dim_IntList, (x, [1])),
+            add_call(g, aten.sum.dim_IntList, (first, [1])),
+            add_call(g, aten.sum.dim_IntList, (x, [2])),
+            add_call(g, aten.mean.dim, (x, [1])),
+            add_call(g, aten.mean.dim, (x, [-1], True)),
+        ]
+
+    module = graph_of(make, (3, 20, torch.float32))
+    for n in ROWS:
+        x = torch.randn(n, 3, 20)
+        found = run_native(module, n, [x])
+        assert found is not None
+        y = x.double()
+        exact = (y.sum((0, 1)), y.sum(1), y[..., 1:5].sum(1), y.sum(2), y.mean(1), y.mean(-1, keepdim=True))
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
 def test_losses() -> None:
     def make(g: fx.Graph, x: fx.Node, label: fx.Node) -> list[fx.Node]:
         logs = add_call(g, aten._log_softmax.default, (x, 1, False))

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.clean import clean
+from fxbatch.codegen.rewrite_batched_products import rewrite_batched_products
 from fxbatch.codegen.rewrite_gates import rewrite_gates
 from fxbatch.codegen.rewrite_linear import rewrite_linear
 from fxbatch.codegen.rewrite_lookups import rewrite_lookups
@@ -198,6 +199,41 @@ def look_up_many(d: Draft) -> Any:
     return d.call(aten.embedding.default, d.w("table", 9, 3), d.x("i", 2, 4, dtype=torch.int64), 5)
 
 
+def rows_and_shared_matrix(d: Draft) -> Any:
+    matrix = d.call(aten.expand.default, d.w("w", 4, 3), [d.n, 4, 3])
+    return d.call(aten.bmm.default, d.x("x", 2, 4), matrix)
+
+
+def shared_matrix_and_vector(d: Draft) -> Any:
+    wide = d.call(aten.expand.default, d.call(aten.reshape.default, d.w("w", 3, 4), [1, 3, 4]), [d.n, 3, 4])
+    return d.call(aten.bmm.default, wide, d.x("x", 4, 1))
+
+
+def outer_products_added(d: Draft) -> Any:
+    outer = d.call(aten.bmm.default, d.x("g", 3, 1), d.x("x", 1, 4))
+    return d.call(aten.sum.dim_IntList, d.call(aten.reshape.default, outer, [d.n, 1, 3, 4]), [0]), d.call(
+        aten.bmm.default, d.x("a", 3, 1), d.x("b", 1, 4)
+    )
+
+
+def dots(d: Draft) -> Any:
+    return d.call(aten.bmm.default, d.x("x", 1, 4), d.x("y", 4, 1))
+
+
+def matrix_of_each_row(d: Draft) -> Any:
+    return d.call(aten.bmm.default, d.x("x", 2, 4), d.x("y", 4, 3))
+
+
+def rows_last(d: Draft) -> Any:
+    product = d.call(aten.mm.default, d.w("w", 3, 4), d.call(aten.permute.default, d.x("x", 4), [1, 0]))
+    return d.call(aten.permute.default, d.call(aten.tanh.default, product), [1, 0])
+
+
+def rows_last_by_themselves(d: Draft) -> Any:
+    turned = d.call(aten.permute.default, d.x("x", 3), [1, 0])
+    return d.call(aten.mul.Tensor, turned, d.w("w", 3, 1))
+
+
 CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
     (rewrite_linear, product_and_bias, ["add(mm(x, w), b)"], ["addmm(b, x, w)"]),
     (
@@ -225,6 +261,38 @@ CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
         look_up_many,
         ["embedding(table, i, 5)"],
         ["reshape(index_select(table, 0, reshape(i, [mul(n, 8)])), [n, 2, 4, 3])"],
+    ),
+    (
+        rewrite_batched_products,
+        rows_and_shared_matrix,
+        ["bmm(x, expand(w, [n, 4, 3]))"],
+        ["reshape(mm(reshape(x, [mul(n, 2), 4]), w), [n, 2, 3])"],
+    ),
+    (
+        rewrite_batched_products,
+        shared_matrix_and_vector,
+        ["bmm(expand(reshape(w, [1, 3, 4]), [n, 3, 4]), x)"],
+        [
+            "reshape(mm(reshape(x, [n, 4]), permute(reshape(reshape(w, [1, 3, 4]), [3, 4]), [1, 0])), [n, 3, 1])"
+        ],
+    ),
+    (
+        rewrite_batched_products,
+        outer_products_added,
+        ["sum(reshape(bmm(g, x), [n, 1, 3, 4]), [0])", "bmm(a, b)"],
+        ["reshape(mm(permute(reshape(g, [n, 3]), [1, 0]), reshape(x, [n, 4])), [1, 3, 4])", "mul(a, b)"],
+    ),
+    (
+        rewrite_batched_products,
+        dots,
+        ["bmm(x, y)"],
+        ["reshape(sum(mul(reshape(x, [n, 4]), reshape(y, [n, 4])), [1]), [n, 1, 1])"],
+    ),
+    (
+        rewrite_batched_products,
+        rows_last,
+        ["permute(tanh(mm(w, permute(x, [1, 0]))), [1, 0])"],
+        ["permute(permute(tanh(mm(x, permute(w, [1, 0]))), [1, 0]), [1, 0])"],
     ),
     (
         rewrite_gates,
@@ -267,6 +335,8 @@ UNCHANGED: list[tuple[Callable[[fx.Graph], Any], Build]] = [
     (rewrite_products, derivative_of_a_factor_without_rows),
     (rewrite_products, derivative_read_twice),
     (rewrite_lookups, added_product),
+    (rewrite_batched_products, matrix_of_each_row),
+    (rewrite_batched_products, rows_last_by_themselves),
     (rewrite_gates, gates_apart),
     (rewrite_gates, crossed_slices),
     (clean, cast_away_and_back),

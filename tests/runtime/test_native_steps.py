@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -108,6 +108,48 @@ def test_a_wrong_index_raises_what_it_raised() -> None:
         with pytest.raises(IndexError, match="out of range"):
             made([torch.tensor(1), torch.tensor(5)])
         check_equal(made, [torch.tensor(2), torch.tensor(0)])
+
+
+class Shared(nn.Module):
+    """Ways to use one matrix, vectors and pairs of them."""
+
+    def __init__(self, how: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.how(self, x, y)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m, x, y: torch.tanh(m.weight @ x),
+        lambda m, x, y: torch.mv(m.weight, x) + m.one(y),
+        lambda m, x, y: torch.addmv(m.one.bias, m.weight, x),
+        lambda m, x, y: torch.einsum("ij,j->i", m.weight, x),
+        lambda m, x, y: torch.sigmoid(m.two(torch.cat([x, y]))) * torch.tanh(m.one(x)),
+        lambda m, x, y: torch.tanh(m.one(torch.stack([x, y]))).sum(0),
+        lambda m, x, y: torch.stack([x, y]).mean(0),
+        lambda m, x, y: (m.weight * x).sum(-1),
+        lambda m, x, y: torch.dot(x, y),
+        lambda m, x, y: torch.outer(x, y),
+    ],
+    ids=("@", "mv", "addmv", "einsum", "wide and apart", "stack", "mean", "rows", "dot", "outer"),
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_products_of_one_matrix_run_in_c(how: Any, grad: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.cell(self.a(x), self.b(x))
+
+    made = model(forward, {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "cell": Shared(how)})
+    check_equal(made, vectors(4, 4, 4, 4))
+    with torch.set_grad_enabled(grad):
+        rows = fxbatch.explain(made, vectors(4, 4)).operations
+    assert [row.python for row in rows] == [""] * len(rows)
 
 
 def test_a_kernel_with_a_call_that_is_not_native(stretches: list[tuple[str, int]]) -> None:
