@@ -6,6 +6,7 @@ _PASSES = (
     "_loops",
     "_agenda",
     "_arenas",
+    "_component",
     "_deduplicate",
     "_gradients",
     "_numbers",

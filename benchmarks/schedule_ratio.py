@@ -41,8 +41,7 @@ from examples import (
 from fxbatch.inspection import compile_minibatch
 from fxbatch.ir import Program
 from fxbatch.passes.batch_by_lookahead import signature_components
-from fxbatch.passes.frontier import Frontier
-from fxbatch.passes.lower_bound import chain_below, lower_bound, own_chains
+from fxbatch.passes.lower_bound import lower_bound, own_chains
 from fxbatch.passes.policies import CANDIDATES, POLICIES
 from fxbatch.passes.search_steps import Component, cut_component
 from tests.passes.reference import best_steps
@@ -100,15 +99,13 @@ def phases(data: Path | None, n: int) -> Iterator[tuple[str, list[Program]]]:
 
 def best_known(program: Program, states: int) -> tuple[int, bool]:
     """Steps of the best schedule; whether that is proven, or only that none has fewer."""
-    frontier = Frontier(program)
-    chain = chain_below(frontier)
     _, length = own_chains(program)
     total, exact = 0, True
     for part in signature_components(program):
         if len(part) == 1:
             total += int(length[part[0]])
             continue
-        component = cut_component(frontier, np.array(part), chain)
+        component = cut_component(program, np.array(part))
         steps, proven = best_steps(component.sig.tolist(), _parents(component), states)
         if not proven:
             steps = max([steps, *_steps_of_pairs(component, program.instance[component.calls], states)])

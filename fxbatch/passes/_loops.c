@@ -170,6 +170,7 @@ static PyObject *advance(PyObject *Py_UNUSED(m), PyObject *const *args, Py_ssize
 
 #define DECLARE(name) PyObject *name(PyObject *, PyObject *const *, Py_ssize_t);
 DECLARE(agenda)      /* _agenda.c */
+DECLARE(cut)         /* _component.c */
 DECLARE(merge_equal) /* _deduplicate.c */
 DECLARE(plan)        /* _arenas.c */
 DECLARE(plan_gradients) /* _gradients.c */
@@ -185,7 +186,7 @@ DECLARE(in_turn)     /* _survey.c */
 static PyMethodDef functions[] = {
     FUNCTION(source_calls), FUNCTION(longest_before), FUNCTION(longest_after), FUNCTION(live),
     FUNCTION(group), FUNCTION(peak), FUNCTION(advance),
-    FUNCTION(agenda), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
+    FUNCTION(agenda), FUNCTION(cut), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
     FUNCTION(plan_gradients), FUNCTION(survey), FUNCTION(in_turn), FUNCTION(reached),
     FUNCTION(keep_calls), FUNCTION(spread), FUNCTION(read_numbers), {NULL}};
 static struct PyModuleDef definition = {

@@ -24,7 +24,6 @@ import numpy as np
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.batch_by_agenda import agenda_schedule
 from fxbatch.passes.frontier import Frontier, schedule_from_steps
-from fxbatch.passes.lower_bound import chain_below
 from fxbatch.passes.native import Native, empty_column
 from fxbatch.passes.search_steps import affordable_width, cut_component, search_steps
 from fxbatch.passes.survey import survey
@@ -38,11 +37,9 @@ def batch_by_lookahead(program: Program) -> Schedule:
     if not found.graph.several:
         return _in_turn(program, found.before, found.longest)
     before, length = found.before.copy(), found.longest.copy()
-    frontier = Frontier(program)
-    chain = chain_below(frontier)
     bound = int(length.sum())
     for part in found.graph.several:
-        component = cut_component(frontier, np.array(part), chain)
+        component = cut_component(program, np.array(part))
         step, steps = search_steps(component, 1)
         width = affordable_width(component, len(program)) if steps > component.bound else 1
         if width > 1:
@@ -53,7 +50,7 @@ def batch_by_lookahead(program: Program) -> Schedule:
         length[part] = 0
         length[part[0]] = steps
     if int(length.sum()) > bound:
-        other = agenda_schedule(frontier)
+        other = agenda_schedule(Frontier(program))
         if len(other) < int(length.sum()):
             return Schedule(other.order, other.offsets, "lookahead")
     return _in_turn(program, before, length)

@@ -3,7 +3,7 @@
 Comes in: a Component, the calls of one strongly connected component of the signature graph. Goes out: the step
 of each of its calls, and how many steps there are.
 
-    component = cut_component(frontier, members, chain)
+    component = cut_component(program, members)
     step, steps = search_steps(component, width=8)
 
 A state is which calls have run. An action runs all ready calls of one signature: running fewer never helps. Kept
@@ -20,13 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxbatch.ir import Program
 from fxbatch.passes.frontier import Frontier, grouped, peaks
-from fxbatch.passes.lower_bound import longest_chain
+from fxbatch.passes.lower_bound import chain_below, longest_chain
 from fxbatch.passes.native import Native
+from fxbatch.passes.survey import survey
 
 WIDEST = 32
 # What a search may cost: nanoseconds a call of the whole program, by the estimate of `affordable_width`.
 BUDGET = 400
+_MOST_PATHS = 1 << 24  # numbers that C may keep to cut a component out
 _MOST_INPUTS = 65534  # of one call, that C can count
 
 
@@ -53,8 +56,41 @@ class Component:
         return int(self.base[-1])
 
 
-def cut_component(frontier: Frontier, members: np.ndarray, chain: np.ndarray) -> Component:
-    """The component of these signatures; chain: int32 [calls of the program], as `chain_below` gives it."""
+def cut_component(program: Program, members: np.ndarray) -> Component:
+    """The component of these signatures."""
+    calls = int(survey(program).counts[members].sum())
+    if Native.loops is None or calls * (len(members) + 1) > _MOST_PATHS:
+        return _cut_by_arrays(Frontier(program), members)
+    number = np.full(len(program.signatures), -1, dtype=np.int64)
+    number[members] = np.arange(len(members))
+    which, height = np.empty(calls, dtype=np.int64), np.empty(calls, dtype=np.int64)
+    sig, chain = np.empty(calls, dtype=np.int32), np.empty(calls, dtype=np.int32)
+    offsets, readers = np.empty(calls + 1, dtype=np.int64), np.empty(len(program.inputs), dtype=np.int64)
+    edges = Native.loops.cut(
+        program.sig, program.width, program.arity, program.inputs, number,
+        which, sig, chain, height, offsets, readers, program.known, len(members),
+    )  # fmt: skip
+    return _component(len(members), which, sig, chain, height, offsets, readers[:edges])
+
+
+def _component(
+    members: int,
+    calls: np.ndarray,
+    sig: np.ndarray,
+    chain: np.ndarray,
+    height: np.ndarray,
+    offsets: np.ndarray,
+    readers: np.ndarray,
+) -> Component:
+    longest = peaks(sig, chain, members)
+    base = np.zeros(members + 1, dtype=np.int64)
+    np.cumsum(longest, out=base[1:])
+    place = (base[sig] + chain - 1).astype(np.int32)
+    return Component(calls, sig, place, base, offsets, readers, _weights(height), _marks(len(calls)))
+
+
+def _cut_by_arrays(frontier: Frontier, members: np.ndarray) -> Component:
+    """What C does, over arrays."""
     program = frontier.program
     number = np.full(len(program.signatures), -1, dtype=np.int32)
     number[members] = np.arange(len(members))
@@ -64,13 +100,9 @@ def cut_component(frontier: Frontier, members: np.ndarray, chain: np.ndarray) ->
     height = longest_chain(frontier, edges, inside)[calls].astype(np.int64)
     local = np.cumsum(inside) - 1
     offsets, order = grouped(local[frontier.source[edges]], len(calls))
-    sig = number[program.sig[calls]]
-    longest = peaks(sig, chain[calls], len(members))
-    base = np.zeros(len(members) + 1, dtype=np.int64)
-    np.cumsum(longest, out=base[1:])
-    place = (base[sig] + chain[calls] - 1).astype(np.int32)
     readers = local[frontier.target[edges]][order]
-    return Component(calls, sig, place, base, offsets, readers, _weights(height), _marks(len(calls)))
+    chain = chain_below(frontier)[calls]
+    return _component(len(members), calls, number[program.sig[calls]], chain, height, offsets, readers)
 
 
 def _weights(height: np.ndarray) -> np.ndarray:

@@ -90,9 +90,12 @@ def test_searches_of_lattices_are_the_same(seed: int) -> None:
 
 
 def _same_searches(program: Program) -> None:
-    frontier = Frontier(program)
     for part in signature_components(program):
-        component = cut_component(frontier, np.array(part), chain_below(frontier))
+        component, native_component = both(lambda part=part: cut_component(program, np.array(part)))
+        for field in dataclasses.fields(component):
+            mine, native = (getattr(x, field.name) for x in (component, native_component))
+            assert mine.dtype == native.dtype
+            np.testing.assert_array_equal(mine, native)
         for width in (1, 2, 7):
             (step, steps), (native_step, native_steps) = both(
                 lambda component=component, width=width: search_steps(component, width)
@@ -137,6 +140,16 @@ def test_wrong_columns_are_errors() -> None:
         loops.source_calls(np.zeros(1, np.int32), np.ones(1, np.int64), np.array([1]), two)
     with pytest.raises(IndexError):
         loops.group(np.array([-1]), two, np.zeros(1, dtype=np.int64))
+    kinds, arity = np.array([0, 1], dtype=np.int32), np.array([0, 1])
+    for read, room in (
+        (7, 2),
+        (1, 2),
+        (0, 1),
+    ):  # no such value, its own, and one call more than there is room for
+        calls, sig, readers = np.zeros(room, np.int64), np.zeros(room, np.int32), np.zeros(1, np.int64)
+        made = calls, sig, sig.copy(), calls.copy(), np.zeros(room + 1, np.int64), readers
+        with pytest.raises(IndexError):
+            loops.cut(kinds, two + 1, arity, np.array([read]), two, *made, 0, 1)
     with pytest.raises(IndexError):  # a reader that is recorded before what it reads
         component = np.zeros(2, np.int32), np.zeros(2, np.int32), np.array([0, 1, 2]), np.array([1, 0])
         loops.search(*component, two + 1, two, np.array([0, 1]), two, 1)

@@ -18,7 +18,7 @@ from fxbatch.passes.batch_by_agenda import batch_by_agenda
 from fxbatch.passes.batch_by_depth import batch_by_depth, depths
 from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
 from fxbatch.passes.frontier import Frontier, stable_argsort
-from fxbatch.passes.lower_bound import chain_below, lower_bound
+from fxbatch.passes.lower_bound import lower_bound
 from fxbatch.passes.native import Native
 from fxbatch.passes.policies import CANDIDATES, POLICIES, SCHEDULES, BestPolicy, make_policy
 from fxbatch.passes.search_steps import cut_component, search_steps
@@ -117,9 +117,8 @@ def test_one_lattice_is_at_most_a_twentieth_above_the_lower_bound(seed: int) -> 
 def test_lattices_of_different_lengths_take_few_steps_more_than_a_wide_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     program = lattice_program(rng, [rng.randrange(5, 30) for _ in range(32)])
-    frontier = Frontier(program)
     (part,) = (part for part in lookahead_module.signature_components(program) if len(part) > 1)
-    component = cut_component(frontier, np.array(part), chain_below(frontier))
+    component = cut_component(program, np.array(part))
     _, greedy = search_steps(component, 1)
     _, wide = search_steps(component, 16)
     others = lower_bound(program) - component.bound
