@@ -9,7 +9,6 @@ _PASSES = (
     "_component",
     "_deduplicate",
     "_gradients",
-    "_numbers",
     "_phases",
     "_reuse_rows",
     "_search",
@@ -22,7 +21,9 @@ setup(
         Extension(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
-            depends=[f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "waiting")],
+            depends=[
+                f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "integers", "modules", "waiting")
+            ],
             optional=True,
         ),
         Extension(

@@ -28,7 +28,7 @@ from fxbatch.trace.record import Recorder
 # Stage, class or module, function. A stage inside another counts for itself alone.
 STAGES: tuple[tuple[str, Any, str], ...] = (
     ("trace", Engine, "record"),
-    ("merge", decorator, "merge"),
+    ("merge", decorator.Autobatched, "ready"),  # of traces: all that is done with them but what follows
     ("merge", Recorder, "pending_program"),
     ("rewrite", Engine, "prepare"),
     ("schedule", Engine, "schedule"),

@@ -25,6 +25,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.torch_private import eval_frame_off, eval_frame_on, hide_from_dynamo
+from fxbatch.trace.known_model import known_model
 from fxbatch.trace.state import ThreadModes, current_recorder
 from fxbatch.trace.traces import merge
 
@@ -137,16 +138,20 @@ class Autobatched:
         engine = self.engine(owner)
         if _switch.disabled or current_recorder() is not None:
             return self.one_by_one([self._again(owner, item) for item in traced_items(batch)])
-        ready = batch if isinstance(batch, ReadyMinibatch) else self.ready(engine, owner, batch)
-        if ready.stale() or ready.engine is not engine:
-            ready = self.ready(engine, owner, ready.instances)
+        if not isinstance(batch, ReadyMinibatch):
+            ready = self.ready(engine, owner, batch)
+        elif batch.stale() or batch.engine is not engine:
+            ready = self.ready(engine, owner, batch.instances)
+        else:
+            ready = batch
         return engine.run_ready(ready, self.options.out)
 
     def ready(self, engine: Engine, owner: Any, batch: Any) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""
         items = traced_items(batch)
         root = owner if isinstance(owner, torch.nn.Module) else None
-        traces = [x.trace for x in items if x.trace is not None and x.fresh(root)]
+        now = known_model(engine.table, root).fingerprint
+        traces = [x.trace for x in items if x.trace is not None and x.fresh(now)]
         if len(traces) == len(items):
             return ReadyMinibatch.of(engine, items, merge(traces, engine.table, root))
         run = engine.execution()

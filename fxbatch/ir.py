@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ class Program:
     inputs: np.ndarray  # int64 [sum of arities], value ids
     instance: np.ndarray  # int32 [calls]
     outputs: np.ndarray  # int64, value ids that results need (each once)
-    constants: dict[int, list[Any]] = field(default_factory=dict)
+    constants: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     known: int = 0
     known_types: np.ndarray | None = None  # int32 [known], indices into `types`
     instances: int = 0  # how many instances the minibatch has

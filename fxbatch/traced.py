@@ -23,6 +23,7 @@ from fxbatch.errors import MinibatchError
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance
+from fxbatch.trace.known_model import known_model
 from fxbatch.trace.lazy import LazyBatch
 from fxbatch.trace.traces import Trace, trace_instance
 
@@ -72,9 +73,14 @@ class TracedDataset(Dataset[TracedInstance]):
         if not 0 <= index < len(self.data):
             raise IndexError(f"instance {index} of {len(self.data)}")
         found = self._traces.get(index)
-        if found is None or not found.fresh(self.model):
+        if found is None or not found.fresh(self._fingerprint()):
             found = self._traces[index] = self._make(self.data[index])
         return found
+
+    def _fingerprint(self) -> tuple[str, ...]:
+        autobatched, owner = find_autobatched(self.model)
+        root = owner if isinstance(owner, torch.nn.Module) else None
+        return known_model(autobatched.engine(owner).table, root).fingerprint
 
     def _make(self, item: Any) -> TracedInstance:
         args = tuple(item) if self._several else (item,)

@@ -176,7 +176,6 @@ DECLARE(plan)        /* _arenas.c */
 DECLARE(plan_gradients) /* _gradients.c */
 DECLARE(reached)     /* _survey.c */
 DECLARE(search)      /* _search.c */
-DECLARE(read_numbers) /* _numbers.c */
 DECLARE(keep_calls)  /* _select.c */
 DECLARE(spread)      /* _select.c */
 DECLARE(survey)      /* _survey.c */
@@ -188,7 +187,7 @@ static PyMethodDef functions[] = {
     FUNCTION(group), FUNCTION(peak), FUNCTION(advance),
     FUNCTION(agenda), FUNCTION(cut), FUNCTION(search), FUNCTION(merge_equal), FUNCTION(plan),
     FUNCTION(plan_gradients), FUNCTION(survey), FUNCTION(in_turn), FUNCTION(reached),
-    FUNCTION(keep_calls), FUNCTION(spread), FUNCTION(read_numbers), {NULL}};
+    FUNCTION(keep_calls), FUNCTION(spread), {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_loops", .m_doc = "Loops over the columns of a program.", .m_size = -1,
     .m_methods = functions};

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ import torch
 from fxbatch.ir import Program
 from fxbatch.passes.frontier import Frontier, stable_argsort
 from fxbatch.passes.native import Native
-from fxbatch.passes.read_numbers import PLAIN_TENSORS, read_numbers
 from fxbatch.passes.select_calls import kept_payloads, select_calls
 from fxbatch.torch_private import inside_functorch
+from fxbatch.trace.integers import PLAIN_TENSORS, IntegerColumn, read_payload
 
 # Constants of up to this many elements are compared by value.
 SMALL_CONSTANT = 16
@@ -42,9 +43,10 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     """
     if not len(program):
         return program
-    contents = {s: _contents(program, s, payload) for s, payload in program.constants.items()}
+    payloads = {s: _read(program, s, payload) for s, payload in program.constants.items()}
+    contents = {s: _contents(program, s, payload) for s, payload in payloads.items()}
     if Native.loops is not None:
-        return _merge_natively(program, contents, least)
+        return _merge_natively(program, payloads, contents, least)
     same = np.arange(len(program))  # the first call equal to each call
     for s, content in contents.items():
         mine = np.flatnonzero(program.sig == s)
@@ -56,10 +58,19 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     keep = same == np.arange(len(program))
     if int(keep.sum()) >= len(program) * (1 - least):
         return program
-    return select_calls(program, keep, _value_of(program, same))
+    return select_calls(dataclasses.replace(program, constants=payloads), keep, _value_of(program, same))
 
 
-def _merge_natively(program: Program, contents: dict[int, np.ndarray], least: float) -> Program:
+def _read(program: Program, s: int, payload: Sequence[Any]) -> Sequence[Any]:
+    """The payload of a signature, integers as a column: what runs later need not read them again."""
+    signature = program.signatures[s]
+    column = read_payload(signature.outputs[0], signature.operation.kind, payload, watched=False)
+    return payload if column is None else column
+
+
+def _merge_natively(
+    program: Program, payloads: dict[int, Sequence[Any]], contents: dict[int, np.ndarray], least: float
+) -> Program:
     """One pass in C: the columns of the result are the beginnings of arrays as long as those of the program."""
     begin = np.full(len(program.signatures), -1, dtype=np.int64)
     at = 0
@@ -85,7 +96,7 @@ def _merge_natively(program: Program, contents: dict[int, np.ndarray], least: fl
         inputs=inputs[: int(program.arity[sig].sum())].copy(),
         instance=instance[:kept].copy(),
         outputs=outputs,
-        constants=kept_payloads(program, keep),
+        constants=kept_payloads(program, payloads, keep),
     )
 
 
@@ -100,14 +111,16 @@ def _value_of(program: Program, same: np.ndarray) -> np.ndarray:
     return value_of
 
 
-def _contents(program: Program, s: int, payload: list[Any]) -> np.ndarray:
+def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
     """int64 [payload]: equal for equal constants of a signature, and for no others."""
     if program.signatures[s].operation.kind == "number":
         return _equal_numbers(payload)
+    if isinstance(payload, IntegerColumn):
+        return payload.numbers
     return _equal_tensors(payload)
 
 
-def _equal_numbers(payload: list[Any]) -> np.ndarray:
+def _equal_numbers(payload: Sequence[Any]) -> np.ndarray:
     """The position of the first number of the same type and bits (0.0 is not -0.0)."""
     seen: dict[Any, int] = {}
     out = np.empty(len(payload), dtype=np.int64)
@@ -121,11 +134,8 @@ def _bits(number: float | complex) -> bytes:
     return struct.pack("<dd", number.real, number.imag)
 
 
-def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
+def _equal_tensors(payload: Sequence[torch.Tensor]) -> np.ndarray:
     """Equal for what is the same object, or small and of the same bits."""
-    numbers = _numbers(payload)
-    if numbers is not None:
-        return numbers
     if len(payload) < 2 or not _comparable(payload):
         return np.array(list(map(id, payload)), dtype=np.int64)
     if any(t.requires_grad for t in payload):
@@ -143,15 +153,7 @@ def _equal_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     return np.array([seen.setdefault(row, i) for i, row in enumerate(rows)], dtype=np.int64)
 
 
-def _numbers(payload: list[torch.Tensor]) -> np.ndarray | None:
-    """The numbers of integers without dimensions, as words are."""
-    if len(payload) < 2 or payload[0].dim() or payload[0].device.type != "cpu" or inside_functorch():
-        return None
-    numbers = read_numbers(payload, payload[0].dtype)
-    return None if numbers is None else numbers.astype(np.int64, copy=False)
-
-
-def _equal_free_tensors(payload: list[torch.Tensor]) -> np.ndarray:
+def _equal_free_tensors(payload: Sequence[torch.Tensor]) -> np.ndarray:
     """Positions of the first equal one: those that require a gradient are equal to themselves alone."""
     first: dict[Any, int] = {}
     free = [i for i, t in enumerate(payload) if not t.requires_grad]
@@ -160,13 +162,13 @@ def _equal_free_tensors(payload: list[torch.Tensor]) -> np.ndarray:
     return np.array([first.setdefault(key, i) for i, key in enumerate(keys)], dtype=np.int64)
 
 
-def _bits_of(tensors: list[torch.Tensor]) -> np.ndarray:
+def _bits_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     """uint8 [tensors, bytes]"""
-    rows = torch.stack(tensors).reshape(len(tensors), -1).resolve_conj().resolve_neg()
+    rows = torch.stack(list(tensors)).reshape(len(tensors), -1).resolve_conj().resolve_neg()
     return rows.contiguous().view(torch.uint8).numpy().reshape(len(tensors), -1)
 
 
-def _comparable(payload: list[torch.Tensor]) -> bool:
+def _comparable(payload: Sequence[torch.Tensor]) -> bool:
     """Whether the numbers of these tensors can be read, and are so few that reading them pays."""
     sample = payload[0]
     return (

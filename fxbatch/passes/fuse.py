@@ -24,7 +24,6 @@ import numpy as np
 
 from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.passes.find_blocks import Stream
-from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.fused_operation import Wiring, fused_signature
 from fxbatch.passes.fusion_blocks import Block, Group, Match, find_matches, learn_blocks, owners
 
@@ -83,7 +82,7 @@ class Fuser:
         return found
 
     def _family(self, program: Program) -> _Family:
-        present = np.flatnonzero(count_signatures(program))
+        present = np.bincount(program.sig).nonzero()[0]  # a survey would be of calls that may still go
         members = tuple(
             program.signatures[s]
             for s in present.tolist()

@@ -7,11 +7,14 @@ select_calls(program, keep, value_of)       # value_of[v]: the kept value that s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from fxbatch.ir import Program
 from fxbatch.passes.native import Native
+from fxbatch.trace.integers import IntegerColumn
 
 
 def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None = None) -> Program:
@@ -35,7 +38,7 @@ def select_calls(program: Program, keep: np.ndarray, value_of: np.ndarray | None
         inputs=new_value[program.inputs[entries]],
         instance=program.instance[keep],
         outputs=new_value[program.outputs],
-        constants=kept_payloads(program, keep),
+        constants=kept_payloads(program, program.constants, keep),
     )
 
 
@@ -52,20 +55,24 @@ def _select_in_c(program: Program, keep: np.ndarray) -> Program:
         inputs=inputs[:entries],
         instance=instance[:calls],
         outputs=outputs,
-        constants=kept_payloads(program, keep),
+        constants=kept_payloads(program, program.constants, keep),
     )
 
 
-def kept_payloads(program: Program, keep: np.ndarray) -> dict[int, list[object]]:
+def kept_payloads(
+    program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
+) -> dict[int, Sequence[Any]]:
     """The constants of the calls where `keep` (bool [calls]) holds."""
     left = np.bincount(program.sig[keep], minlength=len(program.signatures)).tolist()
-    kept = {}
-    for s, payload in program.constants.items():
+    kept: dict[int, Sequence[Any]] = {}
+    for s, payload in payloads.items():
         if left[s] == len(payload):
             kept[s] = payload
-        else:
-            mine = keep[program.sig == s]
-            kept[s] = [payload[i] for i in np.flatnonzero(mine).tolist()]
+            continue
+        mine = keep[program.sig == s].nonzero()[0]
+        kept[s] = (
+            payload.take(mine) if isinstance(payload, IntegerColumn) else [payload[i] for i in mine.tolist()]
+        )
     return kept
 
 

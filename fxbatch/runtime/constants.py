@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Signature
-from fxbatch.passes.read_numbers import read_numbers
 from fxbatch.runtime.devices import host_numbers, move, to_device
+from fxbatch.trace.integers import IntegerColumn, read_integers
 
 # Tensors without dimensions are read one by one in half the time that stacking them takes.
 _NUMBERS = {
@@ -31,13 +31,17 @@ def fill_constants(
 
     order: where the payload of each row is, None for as recorded.
     """
-    items = payload[first : first + n] if order is None else [payload[i] for i in order[first : first + n]]
+    where = slice(first, first + n) if order is None else order[first : first + n]
+    if isinstance(payload, IntegerColumn) and out.dim() == 1 and out.device.type == "cpu":
+        out.copy_(torch.from_numpy(payload.numbers[where]))
+        return
+    items = payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()]
     if signature.operation.kind == "number":
         out.copy_(move(torch.tensor(items, dtype=out.dtype), out.device))
     elif len(items) == 1:
         out[0].copy_(items[0])
     elif out.dim() == 1 and out.device.type == "cpu" and out.dtype in _NUMBERS:
-        numbers = read_numbers(items, out.dtype)
+        numbers = read_integers(list(items), out.dtype)
         out.copy_(torch.from_numpy(host_numbers(items, _NUMBERS[out.dtype]) if numbers is None else numbers))
     elif out.device.type == "cuda":
         stack_distinct(items, out)

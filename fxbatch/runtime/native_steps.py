@@ -21,9 +21,9 @@ import torch
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.codegen.workspace import Workspace
-from fxbatch.passes.read_numbers import PLAIN_TENSORS
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.pieces import is_given
+from fxbatch.trace.integers import PLAIN_TENSORS
 
 if TYPE_CHECKING:
     from fxbatch.runtime.gradient_memory import GradientMemory

@@ -18,8 +18,10 @@ from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results
 from fxbatch.runtime.run import Renumber, Run, renumbering
+from fxbatch.trace.integers import IntegerColumn
+from fxbatch.trace.known_model import known_model
 from fxbatch.trace.minibatch import Recording
-from fxbatch.trace.traces import Trace, fingerprint
+from fxbatch.trace.traces import Trace
 
 if TYPE_CHECKING:
     from fxbatch.runtime.engine import Engine
@@ -45,12 +47,9 @@ class TracedInstance:
             return TracedInstance(args, shared, None, made.not_cacheable)
         return TracedInstance(args, shared, made)
 
-    def fresh(self, model: Any) -> bool:
-        """Whether the trace fits the model as it is now (a bare trace is checked when it is merged)."""
-        if self.trace is None or self.args is None:
-            return True
-        root = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-        return self.trace.fingerprint == fingerprint(root)
+    def fresh(self, fingerprint: tuple[str, ...]) -> bool:
+        """Whether the trace fits a model with this fingerprint (a bare trace is checked when it is merged)."""
+        return self.trace is None or self.args is None or self.trace.fingerprint == fingerprint
 
 
 @dataclass(eq=False)
@@ -67,6 +66,7 @@ class ReadyMinibatch:
     fingerprint: tuple[str, ...]
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
     grad: bool
+    integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
     used: bool = False
 
     @staticmethod
@@ -95,16 +95,17 @@ class ReadyMinibatch:
         ]
         return ReadyMinibatch(
             engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
-            fingerprint(engine.root), operands, torch.is_grad_enabled(),
+            known_model(engine.table, engine.root).fingerprint, operands, torch.is_grad_enabled(), recording.integers,
         )  # fmt: skip
 
     def stale(self) -> bool:
-        """Whether it was run already, or the model or the grad mode has changed since it was planned."""
+        """Whether it was run already, or the model, the grad mode or a number has changed since it was planned."""
         return (
             self.used
             or self.grad != torch.is_grad_enabled()
-            or self.fingerprint != fingerprint(self.engine.root)
+            or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
+            or any(column.written_to() for column in self.integers)
         )
 
 

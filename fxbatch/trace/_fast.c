@@ -656,6 +656,7 @@ static PyTypeObject MethodType = {
 
 #include "_fast_modules.h"
 #include "_fast_waiting.h"
+#include "_fast_integers.h"
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -719,7 +720,11 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         !(get_layout = getter_of(tensor, "layout")) || !(get_version = getter_of(tensor, "_version")) ||
         !(get_base = getter_of(tensor, "_base")))
         return NULL;
-    if (!((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
+    PyObject *pointer = PyObject_GetAttrString(tensor, "data_ptr");
+    if (pointer && Py_IS_TYPE(pointer, &PyMethodDescr_Type))
+        data_ptr = ((PyMethodDescrObject *)pointer)->d_method;
+    Py_XDECREF(pointer); /* its class keeps it */
+    if (!data_ptr || data_ptr->ml_flags != METH_NOARGS || !((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
         !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) ||
         !takes_nothing(inference_enabled) || !takes_nothing(function_modes) || !((PyTypeObject *)value)->tp_weaklistoffset) {
         PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
@@ -776,6 +781,8 @@ static PyMethodDef functions[] = {
     {"copy_columns", copy_columns, METH_VARARGS, "Columns as numpy arrays, inputs counted from a base."},
     {"written_to", written_to, METH_O, "The first constant that was written to, or None."},
     {"leaves_of", leaves_of, METH_O, "Numbers of the constants that require gradients."},
+    {"read_integers", read_integers, METH_VARARGS, "Numbers and versions of tensors without dimensions."},
+    {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
     {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/kept.py)."},

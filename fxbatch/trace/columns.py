@@ -71,7 +71,7 @@ class Columns:
     unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
     constant_entries: dict[Any, Entry]  # by (shape, dtype, device)
     owners: dict[int, tuple[torch.nn.Module, str]] | None
-    payload: dict[int, list[Any]]  # of the constants, by signature
+    payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
 
 
 class Switch:

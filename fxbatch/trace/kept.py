@@ -112,6 +112,12 @@ def find_owners(recorder: Recorder) -> Owners:
     return owners
 
 
+def picture(root: torch.nn.Module) -> list[Part] | None:
+    """All modules of a tree as they are, for `as_they_were`; None where what can change isn't all seen."""
+    modules = list(root.modules())
+    return list(map(_part, modules)) if all(map(_lists_its_own, modules)) else None
+
+
 def _lists_its_own(module: torch.nn.Module) -> bool:
     """Whether all that can change is seen: modules that torch's own method lists, no parameters yet to be made."""
     cls, state = type(module), module.__dict__

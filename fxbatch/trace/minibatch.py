@@ -23,6 +23,7 @@ from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
+from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.kept import recall
 from fxbatch.trace.location import user_place
 from fxbatch.trace.patch import patched
@@ -56,10 +57,17 @@ class LazyExecution(Execution, Protocol):
 class Recording:
     """A recorded minibatch."""
 
-    def __init__(self, recorder: Recorder, results: list[Any], statistics: Statistics) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        results: list[Any],
+        statistics: Statistics,
+        integers: Sequence[IntegerColumn] = (),
+    ) -> None:
         self.recorder = recorder
         self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
         self.statistics = statistics
+        self.integers = integers  # constants whose numbers were read already
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray = ()) -> Program:
         """The calls that no phase has run yet, as a Program; they count as run from here on."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,9 @@ from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Modes, Program, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function, call_marked
-from fxbatch.trace.described import Described, as_tree, describe, fingerprint, from_tree, module_names
+from fxbatch.trace.described import Described, as_tree, describe, from_tree, module_names
+from fxbatch.trace.integers import IntegerColumn, read_payload
+from fxbatch.trace.known_model import KnownModel, known_model
 from fxbatch.trace.location import user_line
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.modules import call_method, call_module
@@ -35,6 +38,8 @@ from fxbatch.trace.state import tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
+
+_KEPT = 256  # digests of traces whose signatures are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +60,9 @@ class Trace:
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None, "result": as_tree(self.result)}
+        state = {**self.__dict__, "live": None, "result": as_tree(self.result)}
+        state.pop("_integers", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, result=from_tree(state["result"]))
@@ -70,6 +77,20 @@ class Trace:
         if not leaves or any(type(x) is not Slot for x in leaves) or len(self.outputs) != len(leaves):
             return False
         return tree_unflatten(leaves, self.result.spec) == tuple(leaves)
+
+    def integers(self) -> dict[int, IntegerColumn]:
+        """The constants that are integers without dimensions, by signature: read once, and again when one was
+        written to."""
+        found: dict[int, IntegerColumn] | None = self.__dict__.get("_integers")
+        if found is None or any(column.written_to() for column in found.values()):
+            found = {}
+            for k, payload in self.constants.items():
+                s = self.signatures[k]
+                column = read_payload(s.outputs[0], s.kind, payload, watched=True)
+                if column is not None:
+                    found[k] = column
+            self.__dict__["_integers"] = found  # a cache: the trace says the same
+        return found
 
     def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
         """The calls as a Program; a trace that comes from another process needs the model."""
@@ -149,10 +170,10 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
     described = tuple(
         describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
     )
-    now = fingerprint(model)
+    now = known_model(table, model).fingerprint
     found = [x for x in leaves if type(x) is Value]
     slots = tuple(Slot("output", x.id) if type(x) is Value else x for x in leaves)
-    return Trace(
+    trace = Trace(
         signatures=described,
         sig=sig.astype(np.int32),
         inputs=np.array(recorder.inputs, dtype=np.int64) - recorder.base,
@@ -166,6 +187,8 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
         not_cacheable=reason,
         live=(table, model),
     )
+    trace.integers(), trace.row  # read now, so that merging finds them
+    return trace
 
 
 def _whole(recording: Recording) -> Any:
@@ -200,11 +223,11 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
 
     Raises StaleTraceError when the model is not as it was when a trace was made.
     """
-    _check_fresh(traces, fingerprint(model))
     recorder = Recorder(table, (model,) if model is not None else (), len(traces))
-    ids = _signature_ids(traces, recorder, model)
-    if traces:
-        _concatenate(traces, recorder, ids)
+    known = known_model(table, model)
+    _check_fresh(traces, known.fingerprint)
+    ids = _signature_ids(traces, recorder, model, known)
+    integers = _concatenate(traces, recorder, ids) if traces else []
     type_ids = table.type_ids
     results: list[Any] = []
     start = recorder.base
@@ -221,7 +244,7 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
             results.append(trace.result.fill(output=_Offset(values)))
         start += trace.values
     recorder.finish()
-    return Recording(recorder, results, Statistics(len(traces)))
+    return Recording(recorder, results, Statistics(len(traces)), integers)
 
 
 class _Offset:
@@ -247,16 +270,15 @@ def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...]) -> None:
 
 
 def _signature_ids(
-    traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None
+    traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None, known: KnownModel
 ) -> list[np.ndarray]:
     """For each trace the table's id of each of its signatures."""
     found: dict[str, int] = {}
-    by_digest: dict[bytes, np.ndarray] = {}
     out = []
     with contextlib.ExitStack() as stack:
         entered = False
         for trace in traces:
-            ids = by_digest.get(trace.digest)
+            ids = known.ids.get(trace.digest)
             if ids is None:
                 missing = [s for s in trace.signatures if s.key not in found]
                 if missing and not entered:
@@ -265,7 +287,9 @@ def _signature_ids(
                 for s in missing:
                     found[s.key] = _find(s, recorder.table, model)
                 ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
-                by_digest[trace.digest] = ids
+                if len(known.ids) >= _KEPT:
+                    known.ids.clear()
+                known.ids[trace.digest] = ids
             out.append(ids)
     return out
 
@@ -342,7 +366,8 @@ def _at() -> str:
     return f" ({line})" if line else ""
 
 
-def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarray]) -> None:
+def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarray]) -> list[IntegerColumn]:
+    """The columns of a recording; returned are the constants whose numbers are taken as they were read."""
     sizes = np.array([t.values for t in traces], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes + recorder.base
     calls = np.array([len(t.sig) for t in traces], dtype=np.int64)
@@ -355,14 +380,24 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
     recorder.starts = (np.cumsum(calls) - calls).tolist()
     recorder.runs = list(range(len(traces)))
     recorder.count = recorder.base + int(sizes.sum())
+    payloads: dict[int, list[Any]] = {}
     for trace, mapping in zip(traces, ids, strict=True):
+        integers = trace.integers()
         for k, payload in trace.constants.items():
-            recorder.payload.setdefault(int(mapping[k]), []).extend(payload)
+            payloads.setdefault(int(mapping[k]), []).append(integers.get(k, payload))
+    recorder.payload = {s: _join(parts) for s, parts in payloads.items()}
     lifted = recorder.table.lifted
     if lifted:
         recorder.lifted = {s: True for s in np.unique(recorder.sigs).tolist() if s in lifted}
     if recorder.lifted:
         _number_values(recorder)
+    return [payload for payload in recorder.payload.values() if type(payload) is IntegerColumn]
+
+
+def _join(parts: list[Any]) -> Any:
+    if all(type(part) is IntegerColumn for part in parts):
+        return IntegerColumn.joined(parts)
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _number_values(recorder: Recorder) -> None:

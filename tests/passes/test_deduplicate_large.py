@@ -14,7 +14,6 @@ from fxbatch.ir import Program
 from fxbatch.passes import deduplicate_large as module
 from fxbatch.passes.deduplicate import deduplicate
 from fxbatch.passes.deduplicate_large import LargeDeduplicator, deduplicate_large
-from fxbatch.passes.read_numbers import read_numbers
 from fxbatch.runtime.options import Options, deduplication
 from tests import models as M
 from tests.oracle import check_equal
@@ -118,16 +117,3 @@ def test_where_auto_stays_away() -> None:
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(OptionError, match=r"deduplicate=.*: takes True, False or 'auto'"):
         Options.of(deduplicate=value)
-
-
-def test_numbers_of_tensors_are_read_at_once_or_not_at_all() -> None:
-    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
-        tensors = [torch.tensor(k % 3, dtype=dtype) for k in range(7)]
-        tensors += [torch.arange(5).to(dtype)[1], torch.ones(2, 2, dtype=dtype).t()[0, 1]]
-        found = read_numbers(tensors, dtype)
-        assert found is not None
-        assert found.tolist() == [t.item() for t in tensors]
-    assert read_numbers([torch.tensor(0.5)], torch.float32) is None  # may have a lazy sign
-    assert read_numbers([torch.tensor(1), torch.tensor(1, device="meta")], torch.int64) is None
-    assert read_numbers([torch.tensor(1).as_subclass(type("Own", (torch.Tensor,), {}))], torch.int64) is None
-    assert read_numbers([], torch.int64).tolist() == []  # type: ignore[union-attr]

@@ -1,0 +1,142 @@
+"""Constants that are integers without dimensions, as words and labels are: their numbers as a column, read once.
+
+column = IntegerColumn.of([torch.tensor(17), torch.tensor(4)], torch.int64)     # None for other tensors
+column.numbers               # int64 array([17, 4])
+column[1]                    # tensor(4): in a program it stands for the list of tensors
+column.written_to()          # whether torch has written to one of them since
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from fxbatch.ir import TensorType
+from fxbatch.torch_private import inside_functorch
+from fxbatch.trace.columns import Switch, _fast
+
+# Types whose tensors have no lazy sign: what is in memory is the number.
+_INTEGERS: dict[torch.dtype, Any] = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}  # fmt: skip
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
+
+
+def read_integers(
+    tensors: list[torch.Tensor], dtype: torch.dtype, versions: np.ndarray | None = None
+) -> np.ndarray | None:
+    """The numbers of tensors of one integer type (or bool) and no dimensions, 0.1 us each, without a launch.
+
+    versions: int64 [tensors], filled with the tensors' versions. None where that can't be done: other types, another
+    device, subclasses of Tensor, tensors without a version where versions are wanted (made in inference mode).
+    """
+    if dtype not in _INTEGERS or inside_functorch():
+        return None
+    numbers = np.empty(len(tensors), _INTEGERS[dtype])
+    try:
+        read = _fast.read_integers if Switch.on else _read_integers
+        return numbers if read(tensors, numbers, versions) else None
+    except RuntimeError:
+        if versions is None:
+            raise
+        return None
+
+
+def _read_integers(tensors: list[torch.Tensor], numbers: np.ndarray, versions: np.ndarray | None) -> bool:
+    if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
+        return False
+    if tensors:
+        numbers[:] = torch.stack(tensors).numpy()
+    if versions is not None:
+        versions[:] = [t._version for t in tensors]
+    return True
+
+
+class IntegerColumn(Sequence[torch.Tensor]):
+    """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
+
+    __slots__ = ("_chosen", "_parts", "_tensors", "_versions", "numbers")
+
+    def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
+        self.numbers = numbers  # int64
+        self._tensors = tensors
+        self._parts: Sequence[
+            IntegerColumn
+        ] = ()  # what it was joined from, while nobody has asked for a tensor
+        self._chosen: np.ndarray | None = None  # which of the tensors, None: all
+        self._versions: np.ndarray | None = None  # of the tensors when they were read
+
+    @staticmethod
+    def of(tensors: list[torch.Tensor], dtype: torch.dtype, *, watched: bool = True) -> IntegerColumn | None:
+        """The column of tensors of one type without dimensions; None where they can't be read.
+
+        watched: whether it says later if one was written to.
+        """
+        versions = np.empty(len(tensors), np.int64) if watched else None
+        numbers = read_integers(tensors, dtype, versions)
+        if numbers is None:
+            return None
+        column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
+        column._versions = versions
+        return column
+
+    @staticmethod
+    def joined(parts: Sequence[IntegerColumn]) -> IntegerColumn:
+        """Several columns, one behind the other."""
+        column = IntegerColumn(np.concatenate([p.numbers for p in parts]), None)
+        column._parts = parts
+        return column
+
+    def take(self, indices: np.ndarray) -> IntegerColumn:
+        """The column of these items."""
+        column = IntegerColumn(self.numbers[indices], self._tensors)
+        column._parts = self._parts
+        column._chosen = indices if self._chosen is None else self._chosen[indices]
+        return column
+
+    def written_to(self) -> bool:
+        """Whether torch has written to one of the tensors since its number was read."""
+        if self._parts:
+            return any(p.written_to() for p in self._parts)
+        if self._versions is None:
+            return False
+        if Switch.on:
+            return not _fast.versions_are(self._tensors, self._versions)
+        return [t._version for t in self._tensors or ()] != self._versions.tolist()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors themselves."""
+        found = self._tensors
+        if found is None:
+            found = list(itertools.chain.from_iterable(p.tensors for p in self._parts))
+        if self._chosen is None:
+            self._tensors = found
+            return found
+        return [found[i] for i in self._chosen.tolist()]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if self._chosen is not None and self._tensors is not None and type(index) is not slice:
+            return self._tensors[self._chosen[index]]
+        return self.tensors[index]
+
+
+def read_payload(t: TensorType, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:
+    """The payload of a constant of type t as a column; None where its numbers can't be read."""
+    if isinstance(payload, IntegerColumn):
+        return payload
+    if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in _INTEGERS:
+        return None
+    return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)

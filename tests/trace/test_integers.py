@@ -1,0 +1,127 @@
+"""Numbers of integer constants: read once a trace, again where one was written to, and never of what has none."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fxbatch
+from fxbatch.trace import integers, known_model, traces
+from fxbatch.trace.integers import IntegerColumn, read_integers
+from fxbatch.trace.table import SignatureTable
+from tests import models as M
+
+TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_numbers_and_versions_are_read_at_once(dtype: torch.dtype) -> None:
+    tensors = [torch.tensor(k % 3, dtype=dtype) for k in range(7)]
+    tensors += [torch.arange(5).to(dtype)[1], torch.ones(2, 2, dtype=dtype).t()[0, 1]]
+    tensors[2].zero_()
+    versions = np.empty(len(tensors), np.int64)
+    found = read_integers(tensors, dtype, versions)
+    assert found is not None and found.tolist() == [t.item() for t in tensors]
+    assert versions.tolist() == [t._version for t in tensors] and versions[2] == 1
+
+
+def test_what_has_no_number_to_read() -> None:
+    with torch.inference_mode():
+        without_version = torch.tensor(3)
+    own = torch.tensor(1).as_subclass(type("Own", (torch.Tensor,), {}))
+    assert read_integers([torch.tensor(0.5)], torch.float32) is None  # may have a lazy sign
+    for other in (torch.tensor(1, device="meta"), own):
+        assert read_integers([torch.tensor(1), other], torch.int64) is None
+    assert IntegerColumn.of([torch.tensor(1), without_version], torch.int64) is None
+    found = IntegerColumn.of([torch.tensor(1), without_version], torch.int64, watched=False)
+    assert found is not None and found.numbers.tolist() == [1, 3] and not found.written_to()
+
+
+def test_a_column_stands_for_its_tensors() -> None:
+    tensors = [torch.tensor(k) for k in range(6)]
+    a, b = IntegerColumn.of(tensors[:4], torch.int64), IntegerColumn.of(tensors[4:], torch.int64)
+    assert a is not None and b is not None
+    joined = IntegerColumn.joined([a, b])
+    chosen = joined.take(np.array([5, 0, 3])).take(np.array([0, 2]))
+    assert chosen.numbers.tolist() == [5, 3] and len(chosen) == 2
+    assert chosen[0] is tensors[5] and chosen[1] is tensors[3] and chosen[-1] is tensors[3]
+    assert all(x is y for x, y in zip(chosen, (tensors[5], tensors[3]), strict=True))
+    assert all(x is y for x, y in zip(joined[1:5], tensors[1:5], strict=True))
+    assert not joined.written_to()
+    tensors[5].add_(1)
+    assert joined.written_to() and b.written_to() and not a.written_to()
+
+
+def _trees() -> tuple[Any, list[Any], Any]:
+    torch.manual_seed(0)
+    model, trees = M.TreeLSTM(), M.trees(1, [1, 4, 7, 3])
+    return model, trees, fxbatch.TracedDataset(model, trees)
+
+
+def _words(tree: Any) -> list[torch.Tensor]:
+    own = [] if tree.word is None else [tree.word]
+    return own + [word for child in tree.children for word in _words(child)]
+
+
+def test_a_word_that_is_written_to_is_read_again() -> None:
+    model, trees, data = _trees()
+    batch = [data[i] for i in range(4)]
+    before = model(batch)
+    for word in _words(trees[1]):
+        word.copy_((word + 1) % 5)
+    after = model(batch)
+    assert not torch.equal(before[1], after[1])
+    torch.testing.assert_close(after, model(trees))
+    torch.testing.assert_close(model(pickle.loads(pickle.dumps(batch))), model(trees))
+
+
+def test_a_planned_minibatch_with_a_word_that_is_written_to_is_planned_again() -> None:
+    model, trees, data = _trees()
+    (ready,) = fxbatch.prefetch(model, [[data[i] for i in range(4)]])
+    assert not ready.stale()
+    _words(trees[2])[0].copy_(torch.tensor(4))
+    assert ready.stale()
+    torch.testing.assert_close(model(ready), model(trees))
+
+
+def test_merging_again_reads_and_finds_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, data = _trees()
+    batch = [data[i] for i in range(4)]
+    expected = model(batch)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("done before")
+
+    monkeypatch.setattr(integers, "read_integers", refuse)
+    monkeypatch.setattr(traces, "_find", refuse)
+    monkeypatch.setattr(known_model, "fingerprint", refuse)
+    torch.testing.assert_close(model(batch), expected)
+
+
+def test_a_model_is_known_until_something_changes() -> None:
+    model, table = M.TreeLSTM(), SignatureTable()
+    known = known_model.known_model(table, model)
+    assert known_model.known_model(table, model) is known
+    model.eval()
+    other = known_model.known_model(table, model)
+    assert other is not known and other.fingerprint != known.fingerprint
+    model.to(torch.float64)
+    assert known_model.known_model(table, model).fingerprint != other.fingerprint
+    known = known_model.known_model(table, model)
+    model.register_buffer("more", torch.ones(2))
+    assert len(known_model.known_model(table, model).fingerprint) == len(known.fingerprint) + 1
+    table.clear()
+    assert known_model.known_model(table, model).ids == {}
+
+
+def test_a_module_that_lists_its_parts_itself_is_looked_at_each_time() -> None:
+    class Own(torch.nn.Module):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            return super().named_modules(*args, **kwargs)
+
+    model, table = Own(), SignatureTable()
+    assert known_model.known_model(table, model) is not known_model.known_model(table, model)
