@@ -70,17 +70,18 @@ def backward_keeps_graph() -> bool:
 def compile_symbolic(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
-    dynamic: Sequence[Sequence[bool]],
+    dynamic: Sequence[Sequence[bool | None]],
     rows: int,
     patches: Mapping[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]],
+    any_rows: int = 0,
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool], str]:
     """`function(n, *tensors)` through Inductor for any number of rows n, without Dynamo and its guards.
 
-    dynamic: per tensor and dimension, if it is as long as n. rows: n in `tensors`. patches: Inductor's
-    options. decompositions: taken before Inductor's own. Returns (run, fits, file): `run([n, *tensors])`
-    empties the list it is given; `fits(n)` says whether what was compiled assumes nothing that isn't so for n;
-    file: the emitted wrapper, "" if unknown.
+    dynamic: per tensor and dimension, if it is as long as n; None: compiled as `any_rows` long, whatever it is.
+    rows: n in `tensors`. patches: Inductor's options. decompositions: taken before Inductor's own. Returns (run, fits,
+    file): `run([n, *tensors])` empties the list it is given; `fits(n)` says whether what was compiled assumes
+    nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
     Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
     """
     import torch._inductor.config
@@ -95,6 +96,11 @@ def compile_symbolic(
     mode = FakeTensorMode(shape_env=env)
     fakes = []
     for tensor, flags in zip(tensors, dynamic, strict=True):
+        if None in flags:
+            with mode:
+                lengths = [any_rows if x is None else d for x, d in zip(flags, tensor.shape, strict=True)]
+                fakes.append(torch.empty(lengths, dtype=tensor.dtype, device=tensor.device))
+            continue
         sizes = [DimDynamic.DUCK if flag else DimDynamic.STATIC for flag in flags]
         context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))  # type: ignore[var-annotated]
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))

@@ -38,6 +38,7 @@ aten = torch.ops.aten
 Backend = str | Callable[..., Any]
 Run = Callable[[list[Any], Workspace], Any]
 RECOMPILE_LIMIT = 8
+ANY_ROWS = 1 << 31  # the length of an arena in a graph that gathers: what is compiled holds for every length
 _ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10, torch.complex128: 1e-10}
 
@@ -184,11 +185,15 @@ class CompiledGraph:
         return run
 
     def _through_inductor(
-        self, module: fx.GraphModule, samples: Sequence[torch.Tensor], dynamic: list[list[bool]], n: int
+        self,
+        module: fx.GraphModule,
+        samples: Sequence[torch.Tensor],
+        dynamic: list[list[bool | None]],
+        n: int,
     ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
         patches = {"fallback_random": self.random, **self.options.patches()}
         patches.setdefault("assert_indirect_indexing", False)
-        run, fits, file = compile_symbolic(module, samples, dynamic, n, patches, FAST_POINTWISE)
+        run, fits, file = compile_symbolic(module, samples, dynamic, n, patches, FAST_POINTWISE, ANY_ROWS)
         self.files += [file] if file else []
         uses_rows = any(map(any, dynamic)) or next(iter(module.graph.nodes)).users
         return run, fits if uses_rows else lambda count: True
@@ -202,14 +207,14 @@ class CompiledGraph:
         found = []
         for region in (x for x in cut.stages if isinstance(x, Region)):
             samples: list[torch.Tensor] = []
-            dynamic: list[list[bool]] = []
+            dynamic: list[list[bool | None]] = []
             for node in [x for x in region.module.graph.nodes if x.op == "placeholder"][1:]:
                 sizes, given = node.meta["sizes"], named.get(node.name)
                 if given is None:
                     dtype, device = node.meta["kind"]
-                    given = _filled([a * n + b for a, b in sizes], dtype, device, seed=len(samples))
+                    given = _filled(_lengths(sizes, n), dtype, device, seed=len(samples))
                 samples.append(given)
-                dynamic.append([a != 0 for a, _ in sizes])
+                dynamic.append(_flags(sizes))
             found.append(self._through_inductor(region.module, samples, dynamic, n))
         staged = emit_staged(self.graph, cut, [run for run, _ in found])
         return staged, lambda count: all(fits(count) for _, fits in found)
@@ -231,19 +236,22 @@ class CompiledGraph:
             *(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         )
 
-    def _samples(self, n: int, shared: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    def _samples(
+        self, n: int, shared: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[list[bool | None]]]:
         """Tensors like those of a call with n rows, and which of their sizes are n."""
-        tensors, dynamic = [], []
+        tensors: list[torch.Tensor] = []
+        dynamic: list[list[bool | None]] = []
         given = () if self.returning else self.sizes
         for i, sizes in enumerate(given):
             tensors.append(self._allocate(i, n))
-            dynamic.append([a != 0 for a, _ in sizes])
+            dynamic.append(_flags(sizes))
         places = [x for x in self.module.graph.nodes if x.op == "placeholder"][1 + len(given) :]
         for node in places[: self.row_inputs]:
             sizes, value = node.meta["sizes"], node.meta["kind"]
-            tensors.append(_filled([a * n + b for a, b in sizes], value[0], value[1], seed=len(tensors)))
-            dynamic.append([a != 0 for a, _ in sizes])
-        return [*tensors, *shared], [*dynamic, *([False] * t.dim() for t in shared)]
+            tensors.append(_filled(_lengths(sizes, n), value[0], value[1], seed=len(tensors)))
+            dynamic.append(_flags(sizes))
+        return [*tensors, *shared], dynamic + [[False] * t.dim() for t in shared]
 
     def check(self, shared: Sequence[torch.Tensor]) -> None:
         """Compare with the uncompiled kernel at several numbers of rows. Raises NotCompilable."""
@@ -364,6 +372,16 @@ def first_line(error: BaseException) -> str:
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _lengths(sizes: Shape, n: int) -> list[int]:
+    """A shape at n rows; of an arena some rows."""
+    return [8 if b == ANY_ROWS else a * n + b for a, b in sizes]
+
+
+def _flags(sizes: Shape) -> list[bool | None]:
+    """Which dimensions are as long as n; None: as long as any."""
+    return [None if b == ANY_ROWS else a != 0 for a, b in sizes]
 
 
 def _filled(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, seed: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ def cut_at_products(module: fx.GraphModule) -> Cut:
     """Cut a graph. Raises Uncuttable."""
     graph = module.graph
     results = [x for x in graph.output_node().args[0] if isinstance(x, fx.Node)]
-    level = _levels(graph)
+    level = levels(graph)
     stored = _stored(graph, level, results)
     place = _places(results, stored)
     copied: dict[int, list[int]] = {}
@@ -87,21 +87,30 @@ def is_product(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in PRODUCTS
 
 
-def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many products are on the longest path to a node; a product itself counts."""
+def levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """How many products are on the longest path to a node; a product itself counts. A gather is where its reader is."""
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op != "output":
             before = max((level[x] for x in node.all_input_nodes), default=0)
             level[node] = before + is_product(node)
+    for node in filter(is_gather, graph.nodes):
+        level[node] = min((level[x] for x in readers(node)), default=level[node])
     return level
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def is_gather(node: fx.Node) -> bool:
+    """Whether rows are read by an index, both of them inputs: done where it is read, it needs no memory."""
+    return node.target is aten._unsafe_index.Tensor and all(
+        x.op == "placeholder" for x in node.all_input_nodes
+    )
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
     """What reads a node, views of it looked through."""
     for user in node.users:
         if is_view(user):
-            yield from _readers(user)
+            yield from readers(user)
         elif user.op != "output":
             yield user
 
@@ -112,7 +121,7 @@ def _stored(graph: fx.Graph, level: dict[fx.Node, int], results: Sequence[fx.Nod
     for node in graph.nodes:
         if node.op != "call_function" or is_view(node):
             continue
-        later = any(is_product(x) or level[x] > level[node] for x in _readers(node))
+        later = any(is_product(x) or level[x] > level[node] for x in readers(node))
         if is_product(node) or node in results or (later and not _is_number(node)):
             if not _lies_in_rows(node):
                 raise Uncuttable(f"{node.name} is no tensor of rows")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fxbatch.codegen.compile_graph import CompiledGraph
+from fxbatch.codegen.gather_inside import Gathering
 from fxbatch.codegen.kernels import Kernel
 from fxbatch.codegen.operation import OperationGraphs, Ref
 from fxbatch.ir import BROADCAST, INDEX, VIEW, TensorType
@@ -98,18 +99,39 @@ def _read_group(graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> l
 
 
 def emit_forward_step(
-    graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | CompiledGraph
+    graphs: OperationGraphs,
+    kept: tuple[int, ...],
+    kernel: Kernel | CompiledGraph,
+    gathering: Gathering | None = None,
 ) -> tuple[Callable[..., Any], str]:
-    """The forward step function of a signature, and its source."""
+    """The forward step function of a signature, and its source.
+
+    gathering: what runs in the kernel's place where all groups that it reads itself are given by an index.
+    """
     name = f"forward_{_identifier(graphs.signature.name)}"
-    body: list[str] = []
+    body = [] if gathering is None else _gather_inside(graphs, kept, gathering)
     for group in range(len(graphs.layout.groups)):
         body += _read_group(graphs, group, kept)
     groups = "".join(f"x{g}, " for g in range(len(graphs.layout.groups)))
     body.append(f"kernel(n, ({groups}*shared), (*outs, *saved), workspace)")
-    return _compile(
-        name, "n, sources, outs, kept, saved, shared, scratch, workspace", body, kernel, str(graphs.signature)
-    )
+    parameters = "n, sources, outs, kept, saved, shared, scratch, workspace"
+    return _compile(name, parameters, body, kernel, str(graphs.signature), gathering)
+
+
+def _gather_inside(graphs: OperationGraphs, kept: tuple[int, ...], gathering: Gathering) -> list[str]:
+    inside = {x.group: x for x in gathering.inside}
+    given = " and ".join(f"sources[{g}][0] == INDEX" for g in inside)
+    lines, groups = [], ""
+    for g in range(len(graphs.layout.groups)):
+        if g not in inside:
+            lines += _read_group(graphs, g, kept)
+            groups += f"x{g}, "
+        else:
+            size = inside[g].members
+            groups += f"sources[{g}][1], sources[{g}][2]{f'.view(n, {size})' if size > 1 else ''}, "
+    rows = "".join(f", kept[{x.kept}][1]" for x in inside.values() if x.kept is not None)
+    lines += [f"gathering(n, ({groups}*shared), (*outs, *saved{rows}), workspace)", "return"]
+    return [f"if {given} and gathering.ready(shared):", *(f"    {line}" for line in lines)]
 
 
 def emit_backward_step(
@@ -153,12 +175,18 @@ def _backward_input(graphs: OperationGraphs, ref: Ref, kept: tuple[int, ...], bo
 
 
 def _compile(
-    name: str, arguments: str, body: list[str], kernel: Kernel | CompiledGraph, title: str
+    name: str,
+    arguments: str,
+    body: list[str],
+    kernel: Kernel | CompiledGraph,
+    title: str,
+    gathering: Gathering | None = None,
 ) -> tuple[Callable[..., Any], str]:
     lines = [f"def {name}({arguments}):", f"    # {title}", *(f"    {line}" for line in body)]
     source = "\n".join(lines) + "\n"
     scope: dict[str, Any] = {
         "kernel": kernel,
+        "gathering": gathering,
         "index_select": torch.index_select,
         "INDEX": INDEX,
         "VIEW": VIEW,

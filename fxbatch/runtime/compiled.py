@@ -24,6 +24,7 @@ from fxbatch.codegen.compile_graph import (
     first_line,
     warn_uncompiled,
 )
+from fxbatch.codegen.gather_inside import Gathering, make_gathering
 from fxbatch.codegen.kernels import Kernel, emit_kernel
 from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
 from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step, parameters_step
@@ -63,17 +64,22 @@ class CompiledOperation:
     native_parameters: NativeStep | None = None
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
+    gathering: Gathering | None = None  # forward with some of its gathers inside, compiled when it is met
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
 
     @property
     def recompilations(self) -> int:
         """How often a graph was compiled again because the number of rows broke an assumption."""
-        return sum(graph.recompilations for graph in self.compiled)
+        return sum(graph.recompilations for graph in self._compiled_graphs())
 
     @property
     def compile_seconds(self) -> float:
         """What compiling took: the cold start of this operation."""
-        return sum(graph.seconds for graph in self.compiled)
+        return sum(graph.seconds for graph in self._compiled_graphs())
+
+    def _compiled_graphs(self) -> tuple[CompiledGraph, ...]:
+        found = None if self.gathering is None else self.gathering.compiled
+        return self.compiled if found is None else (*self.compiled, found)
 
     @property
     def needs_gradient(self) -> bool:
@@ -114,7 +120,8 @@ def compile_operation(
     forward = maker.make("forward", built.forward)
     backward = None if built.backward is None else maker.make("backward", built.backward)
     parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
-    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
+    gathering = make_gathering(built, kept, forward)
+    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward, gathering)
     backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
     steps = _native_steps(built, tuple(kept), (forward, backward, parameters), maker.shared, native)
     return CompiledOperation(
@@ -137,6 +144,7 @@ def compile_operation(
         source="\n".join(x for x in (forward_source, backward_source) if x),
         **steps,
         compiled=tuple(maker.compiled),
+        gathering=gathering,
         uncompiled=tuple(maker.uncompiled),
     )
 

@@ -172,8 +172,8 @@ def test_recompilations_are_bounded_and_the_last_resort_is_the_kernel(
     """Code that fits one number of rows only is compiled again, at most `recompile_limit` times."""
     original = compiling.compile_symbolic
 
-    def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, patches: Any, rules: Any) -> Any:
-        run, _, file = original(function, tensors, dynamic, rows, {**patches}, rules)
+    def narrow(function: Any, tensors: Any, dynamic: Any, rows: int, *rest: Any) -> Any:
+        run, _, file = original(function, tensors, dynamic, rows, *rest)
         return run, lambda count: count == rows, file
 
     monkeypatch.setattr(compiling, "compile_symbolic", narrow)
