@@ -88,7 +88,8 @@ class Lowering:
             if node.op == "call_function" and node not in self.memory.hoisted:
                 self._node(node)
         for i, node in enumerate(self.memory.outputs):
-            if not self.memory.written_in_place(i) and self.own_result(node) != i:
+            made = i in self.memory.fresh and self.span(node).base == self.output_base[i]
+            if not self.memory.written_in_place(i) and not made:
                 out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
                 self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:

@@ -285,6 +285,14 @@ def test_the_gradient_of_a_table_and_its_padding() -> None:
         check(module, normal(4), lambda n: torch.randint(6, (n,)))
 
 
+def test_a_result_that_is_a_constant_is_written() -> None:
+    module = graph_of(
+        lambda g, x: [add_call(g, aten.zeros.default, ([4, 3],)), add_call(g, aten.neg.default, (x,))],
+        (3, torch.float32),
+    )
+    check(module, normal(3))
+
+
 def test_the_gradient_of_a_table_is_written_once() -> None:
     graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, 6, -1, False))]  # noqa: E731
     made = program_of(graph_of(graph, (3, torch.float32), (torch.int64,)))
