@@ -3,16 +3,17 @@
     python -m benchmarks.gpu                               # trees of 128 leaves, state 1024, batch 1 to 1024
     python -m benchmarks.gpu --device cpu --leaves 5 --state 8 --batch 1 3 --sst-hidden 8 --sst-batch 4
 
-A row a task, batch size and contender (fxbatch; fxbatch with the instances traced before; level by level by
-hand; one by one; the cells' matrix products alone): wall time, the time that the device is busy, kernels launched,
-the host's share (1 - busy / wall), the most memory allocated, and the wall time over fxbatch's. On the CPU the same
-code runs, and operators take the place of kernels. What does not fit into memory has no row. The table is printed
-last.
+A row a task, batch size and contender (fxbatch; with the instances traced before; the same with CUDA graphs of the
+repeated plan; the same compiled; level by level by hand; one by one; the cells' matrix products alone): wall time, the
+time that the device is busy, kernels launched, the host's share (1 - busy / wall), the most memory allocated, and the
+wall time over fxbatch's. On the CPU the same code runs, and operators take the place of kernels. What does not fit into
+memory has no row. Targets and what was got come before the table, which is printed last.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import statistics
 import time
@@ -26,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxbatch
 from benchmarks.competitors.level_trees import LevelTreeLSTM, find_levels
-from benchmarks.contenders import scores_once
+from benchmarks.contenders import scores_once, undecorated
 from benchmarks.measure import synchronize
 from benchmarks.models import TreeLSTM, losses_once
 from benchmarks.task import Settings
@@ -34,7 +35,12 @@ from benchmarks.workloads import made_up_trees, sst_trees
 
 Work = Callable[[], Any]
 OURS, WARM, HAND, ONE = "fxbatch", "fxbatch, warm traces", "by hand", "one by one"
+GRAPHS, COMPILED = "fxbatch, warm traces, CUDA graphs", "fxbatch, warm traces, compiled"
 PRODUCTS = "products alone"
+TARGETS = (  # a / b, at least or at most
+    (ONE, OURS, "at least", 100.0), (HAND, OURS, "at least", 1.2), (WARM, PRODUCTS, "at most", 1.5),
+    (GRAPHS, PRODUCTS, "at most", 1.5),
+)  # fmt: skip
 WARM_UP = 2  # runs before the timed ones: code is made, memory is taken, clocks rise
 LARGEST_ONE_BY_ONE = 8  # its time a tree does not depend on the batch size: larger ones are scaled up
 
@@ -151,11 +157,33 @@ def products(model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.dev
     return work
 
 
+def with_options(model: TreeLSTM, **options: Any) -> TreeLSTM:
+    """The same model, its very parameters, decorated with other options."""
+
+    class Decorated(type(model)):  # type: ignore[misc]  # a class that is known when it runs
+        forward = fxbatch.autobatch(**options)(undecorated(model, "forward"))
+        loss = fxbatch.autobatch(**options)(undecorated(model, "loss"))
+
+    made = copy.copy(model)
+    made.__class__ = Decorated
+    made.__dict__.pop("_fxbatch_engines", None)  # what it has compiled is its own
+    return made
+
+
 def rows_of(
-    task: str, model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.device, rounds: int
+    task: str,
+    model: TreeLSTM,
+    trees: Sequence[Any],
+    mode: str,
+    device: torch.device,
+    rounds: int,
+    backend: str,
 ) -> list[Row]:
-    """The three contenders on one minibatch."""
+    """The contenders on one minibatch."""
     hand, few = LevelTreeLSTM(model), trees[:LARGEST_ONE_BY_ONE]
+    variants = {GRAPHS: with_options(model, cuda_graphs=True)}
+    if backend:
+        variants[COMPILED] = with_options(model, compile=backend)
     if mode == "training":
         works = {
             OURS: training(model, model.loss, trees),
@@ -170,6 +198,10 @@ def rows_of(
             HAND: inference(hand, trees),
             ONE: inference(lambda batch: scores_once(model, batch), few),
         }
+    for name, variant in variants.items():
+        method = variant.loss if mode == "training" else variant.forward
+        known = traced(method, trees)
+        works[name] = training(variant, method, known) if mode == "training" else inference(method, known)
     works[PRODUCTS] = products(model, trees, mode, device)
     batch, found = len(trees), []
     scales = {ONE: batch / len(few)}
@@ -180,6 +212,18 @@ def rows_of(
             print(f"{task}, {mode}, batch {batch}, {name}: does not fit into memory", flush=True)
         model.zero_grad(set_to_none=True)
     return found
+
+
+def show_targets(rows: Sequence[Row]) -> str:
+    """What is wanted at the largest batch of each task, and what was got."""
+    lines = []
+    for task in dict.fromkeys(r.task for r in rows):
+        batch = max(r.batch for r in rows if r.task == task)
+        walls = {r.name: r.wall for r in rows if r.task == task and r.batch == batch}
+        for a, b, bound, wanted in TARGETS:
+            got = f"{walls[a] / walls[b]:.2f}" if walls.get(a) and walls.get(b) else "not measured"
+            lines.append(f"{task}, batch {batch}: {a} / {b}: {bound} {wanted:g}, got {got}")
+    return "\n".join(lines)
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -208,7 +252,8 @@ def show(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """What is measured: the full size where nothing else is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -219,10 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sst-hidden", type=int, default=300)
     parser.add_argument("--sst-batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--compile", default=None, help="backend of the compiled one (CUDA: inductor, CPU: none)"
+    )
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
     device = torch.device(options.device)
+    backend = ("inductor" if device.type == "cuda" else "") if options.compile is None else options.compile
     settings = Settings(device=device, data=options.data, seed=options.seed)
     rows: list[Row] = []
     for batch in options.batch:
@@ -231,12 +284,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             all_nodes=False,
         )  # fmt: skip
         for mode in ("inference", "training"):
-            rows += rows_of("Looks table 1", model, batches[0], mode, device, options.rounds)
+            rows += rows_of("Looks table 1", model, batches[0], mode, device, options.rounds, backend)
     model, batches, source = sst_trees(settings, hidden=options.sst_hidden, batch=options.sst_batch)
     for mode in ("inference", "training"):
-        rows += rows_of(f"SST ({source})", model, batches[0], mode, device, options.rounds)
+        rows += rows_of(f"SST ({source})", model, batches[0], mode, device, options.rounds, backend)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"\n{where}, torch {torch.__version__}; one by one at {LARGEST_ONE_BY_ONE} trees at most, scaled\n")
+    print(show_targets(rows) + "\n")
     print(show(rows))
 
 

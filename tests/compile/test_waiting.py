@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import torch
 
 import fxbatch
 from benchmarks import gpu
+from fxbatch.ir import INDEX
+from fxbatch.runtime import backward, constants, forward, run
 from fxbatch.runtime.constants import stack_distinct
-from fxbatch.runtime.devices import count_waits, host_numbers, to_device
+from fxbatch.runtime.devices import count_waits, host_numbers, move, to_device
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 
 
@@ -29,14 +35,108 @@ def on_cuda(tree: Tree) -> Tree:
     return Tree(word, [on_cuda(child) for child in tree.children])
 
 
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+
+@contextmanager
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What reads a tensor's numbers on the host by a method that dispatches nothing on the CPU."""
+    found: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in READS:
+            original = getattr(torch.Tensor, name)
+
+            def reading(self: torch.Tensor, *args: Any, name: str = name, original: Any = original) -> Any:
+                found.append(name)
+                return original(self, *args)
+
+            patch.setattr(torch.Tensor, name, reading)
+        yield found
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "as on a GPU"])
 @pytest.mark.parametrize("kind", ["binary", "wide"])
 @pytest.mark.parametrize("count", [1, 7])
-def test_no_operation_of_a_step_waits(kind: str, count: int) -> None:
+def test_no_operation_of_a_step_waits(
+    kind: str, count: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, trees = make(kind, count)
-    minibatch = fxbatch.compile_minibatch(model, trees)
-    with count_waits() as waits:
+    minibatch = fxbatch.compile_minibatch(model, trees, native=native)
+    minibatch().sum().backward()
+    with count_waits() as waits, host_reads(monkeypatch) as reads:
         minibatch().sum().backward()
-    assert waits == []
+    assert waits == [] and reads == []
+
+
+def test_a_read_of_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with host_reads(monkeypatch) as reads:
+        torch.ones(3).tolist()
+        if torch.ones(1) > 0:
+            torch.ones(2).numpy()
+    assert reads == ["tolist", "__bool__", "numpy"]
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_copies_to_the_device_do_not_grow_with_the_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All indices of a phase in one copy, those of its backward and the bags in two, one more a request."""
+    copies: Counter[str] = Counter()
+    for module in (forward, backward, run, constants):
+        name = module.__name__.rpartition(".")[2]
+
+        def counted(array: np.ndarray, device: torch.device, name: str = name) -> torch.Tensor:
+            copies[name] += 1
+            return to_device(array, device)
+
+        monkeypatch.setattr(module, "to_device", counted)
+    model, trees = make("binary", count)
+    minibatch = fxbatch.compile_minibatch(model, trees, native=False)
+    plan = minibatch.plan
+    assert (plan.gather_kind == INDEX).sum() > 2, "several gathers have indices"
+    copies.clear()
+    minibatch().sum().backward()
+    assert (
+        copies["forward"] == 1 and copies["backward"] == 2 and copies["run"] <= 1 and not copies["constants"]
+    )
+
+
+def test_copies_are_pinned_and_nobody_waits_for_them() -> None:
+    class Recorded:
+        """Notes what is asked of it, in place of a tensor: there is no device here."""
+
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def pin_memory(self, device: torch.device) -> Recorded:
+            self.asked.append("pin_memory")
+            return self
+
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> Recorded:
+            self.asked.append((str(device), non_blocking))
+            return self
+
+    tensor: Any = Recorded()
+    move(tensor, torch.device("cuda", 0))
+    assert tensor.asked == ["pin_memory", ("cuda:0", True)]
+
+
+def test_the_next_minibatch_is_planned_while_one_is_in_use() -> None:
+    model, trees = make("binary", 6)
+    data = fxbatch.TracedDataset(model, trees)
+    asked, planned = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[list[Any]]:
+        yield [data[0], data[1]]
+        asked.set()
+        yield [data[2], data[3]]
+        planned.set()  # asked for the third: the second is planned
+        yield [data[4], data[5]]
+
+    ready = fxbatch.prefetch(model, batches(), ahead=2)
+    first = next(ready)
+    assert asked.wait(60) and planned.wait(60), "the first is not run yet, nor is the second asked for"
+    found = [model(first), *(model(other) for other in ready)]
+    with fxbatch.disabled():
+        torch.testing.assert_close(torch.cat(found), model(trees))
 
 
 def test_what_waits_is_counted() -> None:
@@ -106,9 +206,24 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
         trees = "(3 (2 It) (4 works))\n(1 (2 It) (1 (2 never) (1 fails)))\n"
         (folder / f"{part}.txt").write_text(trees * 2)
     gpu.main(["--device", "cpu", "--leaves", "5", "--state", "8", "--batch", "3", "--sst-hidden", "8",
-              "--sst-batch", "4", "--rounds", "1", "--data", str(tmp_path)])  # fmt: skip
+              "--sst-batch", "4", "--rounds", "1", "--compile", "eager", "--data", str(tmp_path)])  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]
-    assert len(rows) == 2 * 5 + 2 * 5, "two modes of five contenders, for trees of one size and for SST"
+    assert len(rows) == 2 * 7 * 2, "two modes of seven contenders, for trees of one size and for SST"
     assert lines[-1] == rows[-1], "the table is printed last"
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    launches = {(c[0], c[1], c[2]): float(c[5]) for c in cells}
+    for task, batch, name in launches:
+        if name == gpu.ONE:
+            assert launches[task, batch, gpu.OURS] < launches[task, batch, name], "launches are counted"
+    assert all(float(c[3]) > 0 and c[6].endswith("%") for c in cells), "wall time, and the host's share of it"
+    wanted = [line for line in lines if ": at least" in line or ": at most" in line]
+    assert len(wanted) == len(gpu.TARGETS) * 4 and not any("not measured" in line for line in wanted)
+
+
+def test_the_gpu_script_measures_the_table_at_full_size() -> None:
+    options = gpu.arguments([])
+    assert (options.leaves, options.state) == (128, 1024)
+    assert options.batch[0] == 1 and options.batch[-1] == 1024
+    assert (options.sst_hidden, options.sst_batch) == (300, 256)
