@@ -51,18 +51,21 @@ class NotCompilable(Exception):
 class CompileOptions:
     """What torch.compile is told: the backend and its options (`mode`, `options`, or Inductor's own).
 
-    recompile_limit: how often one graph may be compiled again because rows broke an assumption.
+    recompile_limit: how often one graph may be compiled again because rows broke an assumption. rest: compile only
+    what has no native program.
     """
 
     backend: Backend = "inductor"
     given: tuple[tuple[str, Any], ...] = ()
+    rest: bool = False
 
     @staticmethod
     def of(compile: bool | Backend, given: Sequence[tuple[str, Any]] = ()) -> CompileOptions | None:
         """The options of `compile=` and `compile_options=`; None where nothing is to be compiled."""
         if compile is False:
             return None
-        return CompileOptions("inductor" if compile is True else compile, tuple(given))
+        rest = isinstance(compile, str) and compile == "auto"
+        return CompileOptions("inductor" if compile is True or rest else compile, tuple(given), rest)
 
     @property
     def limit(self) -> int:

@@ -116,7 +116,7 @@ def compile_operation(
     if isinstance(built, Unbatched):
         return _call_by_call(signature, needs, built.reason)
     kept = sorted({r.index for r in (*built.backward_inputs, *built.parameter_inputs) if r.kind == "group"})
-    maker = _KernelMaker(built, compile, shared)
+    maker = _KernelMaker(built, compile, shared, kept if native else None)
     forward = maker.make("forward", built.forward)
     backward = None if built.backward is None else maker.make("backward", built.backward)
     parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
@@ -159,11 +159,9 @@ def _native_steps(
     """The native programs of an operation's kernels, and why some have none."""
     if not wanted:
         return {"not_native": ("switched off",)}
-    forward, backward, parameters = kernels
+    names = ("forward", "backward", "parameters")
     made = {
-        "forward": forward_step(graphs, kept, forward, shared),
-        "backward": backward_step(graphs, kept, backward, shared),
-        "parameters": parameters_step(graphs, parameters, shared),
+        x: _native_step(x, graphs, kept, kernel, shared) for x, kernel in zip(names, kernels, strict=True)
     }
     found: dict[str, Any] = {f"native_{k}": x for k, x in made.items() if isinstance(x, NativeStep)}
     present = zip(made.items(), kernels, strict=True)
@@ -173,12 +171,29 @@ def _native_steps(
     return found
 
 
+def _native_step(
+    name: str,
+    graphs: OperationGraphs,
+    kept: tuple[int, ...],
+    kernel: Kernel | CompiledGraph | None,
+    shared: Sequence[torch.Tensor],
+) -> NativeStep | str:
+    if name == "parameters":
+        return parameters_step(graphs, kernel, shared)
+    return (forward_step if name == "forward" else backward_step)(graphs, kept, kernel, shared)
+
+
 class _KernelMaker:
     """Emits the kernels of an operation, and compiles them where that was asked for and works."""
 
     def __init__(
-        self, graphs: OperationGraphs, options: CompileOptions | None, shared: Sequence[torch.Tensor]
+        self,
+        graphs: OperationGraphs,
+        options: CompileOptions | None,
+        shared: Sequence[torch.Tensor],
+        kept: Sequence[int] | None,
     ) -> None:
+        self.kept = kept  # None: nothing is native
         self.graphs = graphs
         self.options = options
         self.shared = [t.detach() for t in shared]
@@ -187,7 +202,7 @@ class _KernelMaker:
 
     def make(self, name: str, module: fx.GraphModule) -> Kernel | CompiledGraph:
         kernel = emit_kernel(module)
-        if self.options is None:
+        if self.options is None or (self.options.rest and self._is_native(name, kernel)):
             return kernel
         full = f"{self.graphs.signature.name}: {name}"
         try:
@@ -207,6 +222,12 @@ class _KernelMaker:
             return kernel
         self.compiled.append(made)
         return made
+
+    def _is_native(self, name: str, kernel: Kernel) -> bool:
+        """Whether a kernel has a native program, which is never slower than a compiled one."""
+        if self.kept is None:
+            return False
+        return isinstance(_native_step(name, self.graphs, tuple(self.kept), kernel, self.shared), NativeStep)
 
 
 def _call_by_call(signature: Signature, needs: Needs, reason: str) -> CompiledOperation:

@@ -38,10 +38,11 @@ class Options:
     of an instance in its place in the results (with out="list") instead of raising it. verify: check every
     form after every rewrite (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
-    operation graphs; compile_options: passed through to it: torch.compile's `mode` and `options`, Inductor's
-    configuration by name, and `recompile_limit`. cuda_graphs: on CUDA, capture forward and backward of plans
-    that repeat, and replay them. native: on the CPU, run the steps of operations whose kernels have native
-    programs in C (codegen/native_program.py), all others by the emitted Python kernels.
+    operation graphs; "auto": Inductor for those graphs that have no native program; compile_options: passed through
+    to it: torch.compile's `mode` and `options`, Inductor's configuration by name, and `recompile_limit`.
+    cuda_graphs: on CUDA, capture forward and backward of plans that repeat, and replay them.
+    native: on the CPU, run the steps of operations whose kernels have native programs in C
+    (codegen/native_program.py), all others by the emitted Python kernels.
     """
 
     schedule: str = "lookahead"
@@ -106,12 +107,12 @@ def deduplication(options: Options) -> list[str]:
 
 def check_backend(backend: Any) -> None:
     """Raise OptionError for what is no torch.compile backend; torch is asked about rare names only."""
-    if isinstance(backend, bool) or callable(backend) or backend in _BACKENDS:
+    if isinstance(backend, bool) or callable(backend) or backend in ("auto", *_BACKENDS):
         return
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise OptionError(
-            f"compile={backend!r}: takes True, False, a backend, or the name of one: "
+            f"compile={backend!r}: takes True, False, 'auto', a backend, or the name of one: "
             f"{', '.join(map(repr, known))}"
         )
 

@@ -18,6 +18,7 @@ from torch import nn
 import fxbatch
 from fxbatch.codegen import compile_graph as compiling
 from fxbatch.codegen.compile_graph import CompileOptions, NotCompilable
+from fxbatch.codegen.native import extension
 from fxbatch.errors import CompileWarning, OptionError
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.trace.patch import patched
@@ -156,6 +157,26 @@ def test_a_backend_that_computes_something_else_is_not_used() -> None:
 
     texts = warned(lambda: compare(decorated(compile=backend), trees_of(3)))
     assert any("differs from the uncompiled graph" in text for text in texts), texts
+
+
+@pytest.mark.skipif(extension is None, reason="the extension was not built")
+def test_auto_compiles_what_has_no_native_program() -> None:
+    linear = nn.Linear(3, 3)
+
+    @fxbatch.autobatch(compile="auto")
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(linear(x)) * x
+
+    xs = torch.randn(5, 3)
+    found = fxbatch.explain(square, list(xs))
+    assert all(row.compiled == "" and row.compile_seconds == 0 for row in found.operations), (
+        "float32 runs native"
+    )
+    linear.double()
+    found = fxbatch.explain(square, list(xs.double()))
+    assert any("forward" in row.compiled for row in found.operations), "float64 has no native program"
+    with torch.no_grad():
+        torch.testing.assert_close(square(list(xs.double())), torch.tanh(linear(xs.double())) * xs.double())
 
 
 def test_explain_shows_what_was_compiled() -> None:
