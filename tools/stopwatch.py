@@ -22,13 +22,11 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from fxbatch.codegen.native_steps import NativeStep
-from fxbatch.runtime import backward as backward_module
 from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime.backward import Backward
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.native_steps import NativeSteps
+from fxbatch.runtime.native_steps import NativeKernels, NativeSteps
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 
@@ -123,7 +121,7 @@ class Stopwatch:
             replace(Backward, "_step", self._stepped(Backward._step, "backward"))
             replace(NativeSteps, "forward", self._native_forward(NativeSteps.forward))
             replace(NativeSteps, "backward", self._native_backward(NativeSteps.backward))
-            replace(backward_module, "run_native", self._native_kernel(backward_module.run_native))
+            replace(NativeKernels, "run", self._native_kernels(NativeKernels.run))
             launch = Run.launch  # timed already
 
             def launch_timed(run: Run, phase: Any) -> None:
@@ -198,10 +196,13 @@ class Stopwatch:
         with self.operation(compiled.signature.name, kind, int(plan.step_rows[k])):
             yield
 
-    def _native_kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(step: NativeStep, n: int, *args: Any) -> Any:
-            with self.operation(step.name, "parameter gradients", n):
-                return run(step, n, *args)
+    def _native_kernels(self, run: Callable[[NativeKernels, int, int], None]) -> Callable[..., None]:
+        """Native kernels one at a time, each timed."""
+
+        def timed(kernels: NativeKernels) -> None:
+            for i, (step, n) in enumerate(zip(kernels.steps, kernels.counts, strict=True)):
+                with self.operation(step.name, "parameter gradients", n):
+                    run(kernels, i, i + 1)
 
         return timed
 

@@ -232,6 +232,64 @@ PyTypeObject RoomType = {
     .tp_getset = room_attributes,
 };
 
+/* One program on memory [inputs + outputs + fixed, 2] of the caller's, pointer and bytes; 0 where it did not run. */
+static int run_given(const Program *p, Room *room, int64_t n, const int64_t *given)
+{
+    char *bases[MOST_BASES];
+    if (n < 1 || n > MOST_ROWS || room_reserve(room, room_needed(p, n)))
+        return 0;
+    for (int64_t b = 0; b < p->inputs + p->outputs + p->fixed; b++) {
+        if (given[2 * b + 1] < rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes)
+            return 0;
+        bases[b] = (char *)(intptr_t)given[2 * b];
+    }
+    return run_program(p, n, bases, (char *)aligned((size_t)room->memory)) == 0;
+}
+
+/* run_all(programs, room, counts, memory, first, last) -> the first program from `first` on that did not run, `last` if
+   all did. counts: rows of each; memory: int64 [all their inputs, outputs and fixed, 2], pointer and bytes. */
+static PyObject *native_run_all(PyObject *module, PyObject *args)
+{
+    PyObject *programs, *room, *counts, *memory;
+    Py_buffer rows, view;
+    int64_t number, pieces, needed = 0;
+    long long at, last;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!OOLL", &PyTuple_Type, &programs, &RoomType, &room, &counts, &memory, &at, &last))
+        return NULL;
+    if (columns(counts, &rows, 1, &number) < 0)
+        return NULL;
+    if (columns(memory, &view, 2, &pieces) < 0) {
+        PyBuffer_Release(&rows);
+        return NULL;
+    }
+    int good = number == PyTuple_GET_SIZE(programs) && at >= 0 && at <= last && last <= number;
+    for (int64_t i = 0; i < number && good; i++) {
+        const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
+        good = Py_TYPE(p) == &ProgramType;
+        needed += good ? p->inputs + p->outputs + p->fixed : 0;
+    }
+    if (good && needed == pieces) {
+        const int64_t *given = view.buf;
+        for (int64_t i = 0; i < at; i++) {
+            const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
+            given += 2 * (p->inputs + p->outputs + p->fixed);
+        }
+        Py_BEGIN_ALLOW_THREADS
+        for (; at < last; at++) {
+            const Program *p = (const Program *)PyTuple_GET_ITEM(programs, at);
+            if (!run_given(p, (Room *)room, ((const int64_t *)rows.buf)[at], given))
+                break;
+            given += 2 * (p->inputs + p->outputs + p->fixed);
+        }
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_SetString(PyExc_ValueError, "programs, their rows and their memory don't belong together");
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&view);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(at);
+}
+
 /* run(program, room, n, memory) -> bool. memory: int64 [inputs + outputs + fixed, 2], pointer and bytes. */
 static PyObject *native_run(PyObject *module, PyObject *args)
 {
@@ -245,18 +303,10 @@ static PyObject *native_run(PyObject *module, PyObject *args)
     int64_t count;
     if (columns(memory, &view, 2, &count) < 0)
         return NULL;
-    const int64_t *given = view.buf;
-    int good = count == p->inputs + p->outputs + p->fixed && n > 0 && n <= MOST_ROWS;
-    char *bases[MOST_BASES];
-    for (int64_t b = 0; b < count && good; b++) {
-        good = given[2 * b + 1] >= rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes;
-        bases[b] = (char *)(intptr_t)given[2 * b];
-    }
+    int good = count == p->inputs + p->outputs + p->fixed;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        Room *own = (Room *)room;
-        good = room_reserve(own, room_needed(p, n)) == 0 &&
-               run_program(p, n, bases, (char *)aligned((size_t)own->memory)) == 0;
+        good = run_given(p, (Room *)room, n, view.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&view);
@@ -286,6 +336,7 @@ static PyObject *native_clear(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
+    {"run_all", native_run_all, METH_VARARGS, "run_all(programs, room, counts, memory, first, last): where it stopped."},
     {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
     {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},

@@ -111,7 +111,7 @@ static void place_uses(Gradients *g)
     }
     for (int64_t f = 0; f < g->phases; f++) {
         int64_t w = 0;
-        for (Step at = {&g->phase[f], -1}; next_step(&at);)
+        for (Step at = {&g->phase[f], -1}; next_step(&at); at.p->first_write[at.k + 1] = w)
             if (!at.p->passed[at.k])
                 EACH_GROUP(at, i) {
                     int64_t gather = gather_of(&at, i), rows = at.p->gather_rows[gather];
@@ -207,10 +207,12 @@ static void find_reads(Gradients *g)
 {
     for (int64_t f = 0; f < g->phases; f++) {
         int64_t r = 0, taken = 0;
-        for (Step at = {&g->phase[f], -1}; next_step(&at);)
+        for (Step at = {&g->phase[f], -1}; next_step(&at); at.p->first_read[at.k + 1] = r)
             if (!at.p->passed[at.k])
                 EACH_OUTPUT(at, i) {
-                    const int32_t *made = at.p->made + at.p->block[at.p->first_block[at.k] + at.p->outputs.items[i]];
+                    int64_t block = at.p->first_block[at.k] + at.p->outputs.items[i];
+                    const int32_t *made = at.p->made + at.p->block[block];
+                    at.p->read_arena[r] = at.p->arena_ids[at.p->block_arena[block]];
                     int64_t before = taken, kind = kind_of(g, made, at.rows, &taken);
                     int64_t base = kind == VIEW ? single(g, made[0]) : before + (kind > VIEW ? g->indices : 0);
                     at.p->kind[r] = kind;
@@ -253,6 +255,10 @@ static void next_columns(Phase *p, Columns *made)
     p->write_arena = next_column(made, p->writes);
     p->write_start = next_column(made, p->writes);
     p->write_rows = next_column(made, p->writes);
+    p->read_arena = next_column(made, p->reads);
+    p->first_read = next_column(made, p->steps + 1);
+    p->first_write = next_column(made, p->steps + 1);
+    p->first_read[0] = p->first_write[0] = 0;
 }
 
 /* All columns: 1, 0 for a wrong column, -1 with an exception set. */
@@ -261,7 +267,7 @@ static int fill(Gradients *g, Columns *pairs, Columns *lists, PyObject *empty)
     int passed = find_passed(g), good = passed == 1 && count_pairs(g);
     int64_t items = g->types, most = g->uses + g->followed;
     for (int64_t f = 0; f < g->phases; f++)
-        items += 4 * g->phase[f].reads + 3 * g->phase[f].writes;
+        items += 5 * g->phase[f].reads + 3 * g->phase[f].writes + 2 * (g->phase[f].steps + 1);
     if (good && make_columns(pairs, empty, items) < 0)
         return -1;
     g->value = PyMem_Malloc((most + 1) * sizeof(int32_t));
@@ -313,31 +319,32 @@ static PyObject *starts_of(const Gradients *g)
     return out;
 }
 
-/* (capacity, passed, 4 columns of reads, 3 of writes, request_start, indices, bags): a list a phase but for the
-   first and the last three. */
+/* (capacity, passed, 4 columns of reads, 3 of writes, the arenas of reads, where the reads and the writes of each step
+   begin, request_start, indices, bags): a list a phase but for the first and the last three. */
 static PyObject *as_tuple(const Gradients *g, Columns *pairs, Columns *lists)
 {
-    PyObject *out = PyTuple_New(12), *capacity = out ? cut_column(pairs, g->types) : NULL;
+    PyObject *out = PyTuple_New(15), *capacity = out ? cut_column(pairs, g->types) : NULL;
     if (!capacity)
         goto failed;
     PyTuple_SET_ITEM(out, 0, capacity);
-    for (int k = 1; k < 9; k++) {
+    for (int k = 1; k < 12; k++) {
         PyObject *list = PyList_New(g->phases);
         if (!list)
             goto failed;
         PyTuple_SET_ITEM(out, k, list);
     }
     for (int64_t f = 0; f < g->phases; f++)
-        for (int k = 1; k < 9; k++) {
+        for (int k = 1; k < 12; k++) {
             const Phase *p = &g->phase[f];
-            PyObject *column = k == 1 ? passed_of(p) : cut_column(pairs, k < 6 ? p->reads : p->writes);
+            int64_t items = k > 9 ? p->steps + 1 : k < 6 || k == 9 ? p->reads : p->writes;
+            PyObject *column = k == 1 ? passed_of(p) : cut_column(pairs, items);
             if (!column)
                 goto failed;
             PyList_SET_ITEM(PyTuple_GET_ITEM(out, k), f, column);
         }
     PyObject *last[] = {starts_of(g), cut_column(lists, g->indices), cut_column(lists, g->bags)};
     for (int k = 0; k < 3; k++)
-        PyTuple_SET_ITEM(out, 9 + k, last[k]);
+        PyTuple_SET_ITEM(out, 12 + k, last[k]);
     if (last[0] && last[1] && last[2])
         return out;
 failed:

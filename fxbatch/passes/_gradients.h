@@ -22,7 +22,7 @@ typedef struct {
     int32_t *made;              /* the values of all blocks, row by row, and where each block begins among them */
     int64_t *block;
     int64_t reads, writes; /* pairs of steps that aren't passed */
-    int64_t *kind, *start, *stop, *bag, *write_arena, *write_start, *write_rows;
+    int64_t *kind, *start, *stop, *bag, *write_arena, *write_start, *write_rows, *read_arena, *first_read, *first_write;
 } Phase;
 
 typedef struct {

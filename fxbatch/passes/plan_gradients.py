@@ -46,8 +46,8 @@ class GradientPlan:
 
     `read_*[p]` are over (step, grad output) pairs of phase p; start is a row (view) or a position in
     `indices`; `bag[p]` the position in `bags` of a sum's offsets. `write_start[p]` is over (step, grad group)
-    pairs: first row of its block. `capacity` counts rows an arena, the zero row included. Steps in `passed[p]`
-    are not run: they have no pairs.
+    pairs: first row of its block. `first_read[p]` and `first_write[p]` say where the pairs of each step begin.
+    `capacity` counts rows an arena, the zero row included. Steps in `passed[p]` are not run: they have no pairs.
     """
 
     capacity: np.ndarray  # int64 [types]
@@ -59,6 +59,9 @@ class GradientPlan:
     write_arena: list[np.ndarray]
     write_start: list[np.ndarray]
     write_rows: list[np.ndarray]
+    read_arena: list[np.ndarray]
+    first_read: list[np.ndarray]  # int64 [steps + 1]
+    first_write: list[np.ndarray]
     request_start: list[int]
     indices: np.ndarray  # int64
     bags: np.ndarray  # int64: offsets of bags, relative to their first index
@@ -118,6 +121,9 @@ def plan_gradients(
         write_arena=[w.arena for w in written],
         write_start=[start[bounds[i + 1] : bounds[i + 2]] for i in range(len(phases))],
         write_rows=[w.rows for w in written],
+        read_arena=[_read_arenas(phase, ~skip) for phase, skip in zip(phases, passed, strict=True)],
+        first_read=[_first_of(p, p.grad_outputs, skip) for p, skip in zip(phases, passed, strict=True)],
+        first_write=[_first_of(p, p.grad_groups, skip) for p, skip in zip(phases, passed, strict=True)],
         request_start=start[: len(requests)].tolist(),
         indices=np.concatenate(index_parts),
         bags=np.concatenate(bag_parts),
@@ -144,6 +150,19 @@ def _as_columns(phase: PhaseGradients) -> tuple[object, ...]:
         plan.capacity, plan.row_of_value, phase.arena_ids,
         program.known, phase.grad_groups, phase.grad_outputs, phase.hands_on,
     )  # fmt: skip
+
+
+def _first_of(phase: PhaseGradients, choices: Sequence[tuple[int, ...]], skip: np.ndarray) -> np.ndarray:
+    """Where the pairs of each step begin among all pairs; a passed step has none."""
+    counts = np.array([len(c) for c in choices], dtype=np.int64)[phase.plan.step_signature]
+    return offsets(np.where(skip, 0, counts))
+
+
+def _read_arenas(phase: PhaseGradients, chosen: np.ndarray) -> np.ndarray:
+    """The arena of each read of these steps, by its number among the run's types."""
+    steps, plan = np.flatnonzero(chosen), phase.plan
+    blocks = _pick(phase.grad_outputs, plan.step_signature[steps], plan.first_block[steps])
+    return phase.arena_ids[plan.block_arena[blocks]]
 
 
 @dataclass(frozen=True)

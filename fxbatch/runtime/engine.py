@@ -38,6 +38,7 @@ from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.unrolled_run import UnrolledRun
+from fxbatch.runtime.wanted import Wanted
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
@@ -66,6 +67,7 @@ class Engine:
         self.schedules: ContentCache[Schedule] = ContentCache()
         self.plans: ContentCache[tuple[Schedule, Plan]] = ContentCache()
         self.slots: ContentCache[SlotTable] = ContentCache()
+        self._wanted: ContentCache[Wanted] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
         chosen = ["eliminate_dead"] + [x for x in ("split", "fuse") if getattr(options, x)]
@@ -181,6 +183,11 @@ class Engine:
         if not whole:
             return make()
         return self.plans.get((PlanKey.of(program, self.options.schedule), compiled, reuse), make)
+
+    def wanted(self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray) -> Wanted:
+        """What backward does with the operations of a phase, given which of them the results depend on."""
+        operations = tuple(compiled)
+        return self._wanted.get((operations, reached.tobytes()), lambda: Wanted.of(operations, reached))
 
     def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
         """The unrolled module of a program's structure, emitted when it is new."""

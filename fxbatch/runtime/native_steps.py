@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.codegen.workspace import Workspace
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.pieces import is_given
 from fxbatch.trace.integers import PLAIN_TENSORS
 
 if TYPE_CHECKING:
     from fxbatch.runtime.gradient_memory import GradientMemory
+    from fxbatch.runtime.gradient_rows import GradientRows
     from fxbatch.runtime.phase import OperationRows, Phase
     from fxbatch.runtime.run import Run
 
@@ -88,39 +87,19 @@ def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps |
 
 
 def backward_steps(
-    run: Run,
-    phase: Phase,
-    workspace: Workspace,
-    gradients: Sequence[torch.Tensor],
-    columns: Sequence[np.ndarray],
-    passed: np.ndarray,
+    run: Run, phase: Phase, workspace: Workspace, rows: GradientRows, columns: tuple[Any, ...]
 ) -> NativeSteps | None:
     """The steps of a phase's backward.
 
-    gradients: the arenas of gradients. columns: where each step's reads begin, what they are, all indices and bags,
-    where each step's writes begin and go to (in the order of `_native_steps.c`).
+    columns: where each step's reads begin, what they are, all indices and bags, the arenas of gradients, where each
+    step's writes begin and go to, and which steps are passed over (in the order of `_native_steps.c`).
     """
-    counts = phase.plan.step_rows
-    chosen: list[NativeStep | None] = []
-    for s, compiled in enumerate(phase.compiled):
-        step = None if compiled is None else compiled.native_backward
-        if step is not None and compiled is not None and compiled.extra_given:
-            mine = counts[phase.plan.step_signature == s]
-            if len(mine) and is_given(run.rows_of[compiled], int(mine[0])):
-                step = None  # all that it does is to keep gradients where they are
-        chosen.append(step)
-    found = _tables(run, phase, chosen, workspace)
+    chosen = [None if c is None else c.native_backward for c in phase.compiled]
+    found = _tables(run, phase, chosen, workspace, rows)
     if found is None:
         return None
     programs, pointers, arenas = found
-    reads, indices, bags, writes = columns[:6], columns[6], columns[7], columns[8:]
-    table = array("q")
-    for tensor in gradients:
-        table.extend(_arena(tensor))
-    everything = (
-        *_plan_columns(phase), arenas, *pointers.columns(),
-        *reads, indices, bags, table, *writes, passed.astype(np.int64),
-    )  # fmt: skip
+    everything = (*_plan_columns(phase), arenas, *pointers.columns(), *columns)
     return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
 
 
@@ -141,7 +120,11 @@ def _arena(tensor: torch.Tensor | None) -> tuple[int, int, int]:
 
 
 def _tables(
-    run: Run, phase: Phase, chosen: Sequence[NativeStep | None], workspace: Workspace
+    run: Run,
+    phase: Phase,
+    chosen: Sequence[NativeStep | None],
+    workspace: Workspace,
+    made: GradientRows | None = None,
 ) -> tuple[tuple[Any, ...], _Pointers, array[int]] | None:
     """Programs by signature, the pointers of each, and the arenas; None where nothing runs native."""
     pointers = _Pointers()
@@ -150,6 +133,9 @@ def _tables(
         program = None
         if step is not None and compiled is not None:
             program = _add_operation(run, compiled, step, pointers, workspace)
+            if made is not None:
+                for place in made.places(compiled):
+                    pointers.rows += (*place, 0)
         programs.append(program)
         pointers.first.append(len(pointers.rows) // 3)
     if not any(x is not None for x in programs):
@@ -163,8 +149,8 @@ def _tables(
 def _add_operation(
     run: Run, compiled: CompiledOperation, step: NativeStep, pointers: _Pointers, workspace: Workspace
 ) -> Any:
-    """The pointers of one operation: kept rows, saved rows, shared operands, prepared tensors, extra rows. Its
-    program, or None where it can't read what it is given."""
+    """The pointers of one operation: kept rows, saved rows, shared operands and prepared tensors. Its program, or None
+    where it can't read what it is given."""
     shared = run.shared[compiled.signature]
     fixed = _prepared(step, shared, workspace)
     if fixed is None:
@@ -184,8 +170,6 @@ def _add_operation(
     for tensor in fixed:
         table += (tensor.data_ptr(), _bytes(tensor), 0)
         pointers.held.append(tensor)
-    for buffer in rows.extra:
-        table += (0, 0, 0) if buffer.tensor is None else (buffer.tensor.data_ptr(), buffer.tensor.nbytes, 0)
     pointers.rows += table
     return step.program
 
@@ -199,34 +183,51 @@ def _prepared(
     return step.prepared(shared, workspace)
 
 
-def clear_row(rows: torch.Tensor) -> None:
-    """Zero the first row of contiguous memory."""
-    if extension is not None and rows.device.type == "cpu":
-        extension.clear(rows.data_ptr(), rows.nbytes // rows.size(0))
-    else:
-        rows[0].zero_()
+class NativeKernels:
+    """Kernels that run one after another in one call, with memory of their own for their results."""
 
+    def __init__(self, workspace: Workspace, memory: GradientMemory) -> None:
+        self._workspace, self._memory = workspace, memory
+        self.steps: list[NativeStep] = []
+        self.counts, self._table = array("q"), array("q")  # rows of each; pointers and bytes
+        self._results: list[list[torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
+        self._failed: list[int] = []
 
-def run_native(
-    step: NativeStep,
-    n: int,
-    inputs: Sequence[torch.Tensor],
-    shared: Sequence[torch.Tensor],
-    workspace: Workspace,
-    memory: GradientMemory,
-) -> list[torch.Tensor] | None:
-    """One kernel with memory of their own for its results; None where it can't read what it is given."""
-    if not 0 < n <= _ROWS or not all(t.is_contiguous() for t in inputs):
-        return None
-    fixed = _prepared(step, shared, workspace)
-    if fixed is None:
-        return None
-    outs = [memory.take(form, dtype) for form, dtype in step.outputs(n)]
-    table = array("q")
-    for tensor in inputs:
-        table.extend((tensor.data_ptr(), tensor.nbytes))
-    for tensor, size in zip(shared, step.shared_bytes, strict=True):
-        table.extend((tensor.data_ptr(), size))
-    for tensor in (*outs, *fixed):
-        table.extend((tensor.data_ptr(), _bytes(tensor)))
-    return outs if extension.run(step.program, workspace.native_room(), n, table) else None
+    def add(
+        self, step: NativeStep, n: int, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Its results, to be written; None where it can't read what it is given."""
+        if not 0 < n <= _ROWS or not all(t.is_contiguous() for t in inputs):
+            return None
+        fixed = _prepared(step, shared, self._workspace)
+        if fixed is None:
+            return None
+        results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
+        table = self._table
+        for tensor in inputs:
+            table.extend((tensor.data_ptr(), tensor.nbytes))
+        for tensor, size in zip(shared, step.shared_bytes, strict=True):
+            table.extend((tensor.data_ptr(), size))
+        for tensor in (*results, *fixed):
+            table.extend((tensor.data_ptr(), _bytes(tensor)))
+        self.steps.append(step)
+        self.counts.append(n)
+        self._results.append(results)
+        self._held += (*inputs, *fixed)
+        return results
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Run them all, or some."""
+        programs, last = tuple(step.program for step in self.steps), len(self.steps) if last is None else last
+        while first < last:
+            first = extension.run_all(
+                programs, self._workspace.native_room(), self.counts, self._table, first, last
+            )
+            if first < last:  # an index out of range, which Python tells of
+                self._failed.append(first)
+                first += 1
+
+    def failed(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernel that these are the results of could not run."""
+        return any(self._results[i] is results for i in self._failed)

@@ -44,7 +44,7 @@ class Phase:
 class OperationRows:
     """The rows of one compiled operation over all steps of a run: what its backward needs."""
 
-    __slots__ = ("compiled", "extra", "in_place", "kept", "rows", "saved", "scratch", "sizes")
+    __slots__ = ("compiled", "in_place", "kept", "rows", "saved", "scratch", "sizes")
 
     def __init__(self, run: Run, compiled: CompiledOperation) -> None:
         pool = run.engine.pool
@@ -55,7 +55,6 @@ class OperationRows:
         kinds = [] if graphs is None else [group_type(graphs, g) for g in compiled.kept_groups]
         self.kept = [Buffer(pool, kind) for kind in kinds]
         self.saved = [Buffer(pool, kind) for kind in compiled.saved_types]
-        self.extra = [Buffer(pool, kind) for kind in compiled.extra_types]
         self.sizes = [len(compiled.layout.groups[g]) for g in compiled.kept_groups]
         self.scratch = run.engine.scratch_of(compiled)
 
@@ -75,5 +74,5 @@ class OperationRows:
         return flat, flat if size == 1 else flat.view(stop - start, size, *tensor.shape[1:])
 
     def release(self) -> None:
-        for buffer in (*self.kept, *self.saved, *self.extra):
+        for buffer in (*self.kept, *self.saved):
             buffer.release()

@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from fxbatch.runtime.compiled import CompiledOperation
+    from fxbatch.runtime.gradient_rows import GradientRows
     from fxbatch.runtime.phase import OperationRows, Phase
     from fxbatch.runtime.run import Run
 
@@ -59,25 +60,13 @@ def is_given(operation: OperationRows, rows: int) -> bool:
     return bool(operation.compiled.extra_given) and rows == operation.rows
 
 
-def reserve_extra(run: Run, phase: Phase) -> None:
-    """Room for the rows that backward makes for the gradients of parameters."""
-    for compiled, _, counts in _by_operation(phase):
-        operation = run.rows_of[compiled]
-        if operation.extra and not is_given(operation, counts[0]):
-            for buffer in operation.extra:
-                buffer.reserve(operation.rows)
-
-
-def split_extra(run: Run, phase: Phase) -> list[list[torch.Tensor]]:
-    """For each step those rows, which were reserved before."""
+def split_extra(phase: Phase, rows: GradientRows) -> list[list[torch.Tensor]]:
+    """For each step the rows that backward makes for the gradients of parameters."""
     plan = phase.plan
     out: list[list[torch.Tensor]] = [[]] * len(plan.step_signature)
     for compiled, steps, counts in _by_operation(phase):
-        operation = run.rows_of[compiled]
-        if not operation.extra or is_given(operation, counts[0]):
-            continue
         start = int(plan.step_offset[steps[0]])
-        columns = [split(_memory(buffer.tensor), start, counts) for buffer in operation.extra]
+        columns = [split(tensor, start, counts) for tensor in rows.extra(compiled)]
         for i, k in enumerate(steps):
             out[k] = [column[i] for column in columns]
     return out

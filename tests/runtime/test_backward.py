@@ -1,0 +1,151 @@
+"""What a backward pass takes and calls: one piece of memory, one call for all gradients of parameters, no copies."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.codegen.native import extension
+from fxbatch.ir import tensor_type
+from fxbatch.runtime import function
+from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.gradient_rows import GradientRows
+from fxbatch.runtime.native_steps import NativeKernels
+from tests import models as M
+from tests.oracle import check_equal
+from tests.trust.programs import model
+
+needs_extension = pytest.mark.skipif(extension is None, reason="the extension was not built")
+CPU = torch.device("cpu")
+
+
+def test_arenas_are_pieces_of_one_memory() -> None:
+    pool = BufferPool()
+    kinds = [
+        tensor_type((3,), torch.float32, CPU),
+        tensor_type((), torch.complex64, CPU),
+        tensor_type((2, 2), torch.bfloat16, CPU),
+        tensor_type((0,), torch.float32, CPU),
+        tensor_type((5,), torch.float64, CPU),
+    ]
+    rows = GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
+    assert pool.allocated == 1
+    for i, (kind, n) in enumerate(zip(kinds, [4, 3, 9, 2], strict=False)):
+        arena = rows.arena(i)
+        assert arena.shape == (n, *kind.shape) and arena.dtype == kind.dtype and arena.is_contiguous()
+        assert not arena[0].any()
+        arena.fill_(i + 1)
+    assert all(bool((rows.arena(i) == i + 1).all()) for i in range(4))
+    assert rows.arena(4).numel() == 0  # the zero row alone: nobody reads or writes it
+    rows.release()
+    GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
+    assert (pool.allocated, pool.reused) == (1, 1)
+
+
+@pytest.fixture
+def handed_out(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Where the gradients lay that autograd was given, by the id of their parameter."""
+    places: dict[int, int] = {}
+    run_backward = function.run_backward
+
+    def noting(*args: Any) -> Any:
+        found = run_backward(*args)
+        places.update({key: grad.data_ptr() for key, grad in found.items()})
+        return found
+
+    monkeypatch.setattr(function, "run_backward", noting)
+    return places
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_autograd_takes_gradients_over(native: bool, handed_out: dict[int, int]) -> None:
+    made, trees = M.with_options(M.TreeLSTM(), native=native), M.trees(1, [3, 7])
+    made(trees).sum().backward()
+    parameters = list(made.parameters())
+    assert {id(p) for p in parameters} == set(handed_out)
+    for p in parameters:
+        assert p.grad is not None and p.grad.data_ptr() == handed_out[id(p)]
+
+
+@needs_extension
+def test_gradients_of_all_parameters_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    run = NativeKernels.run
+
+    def counting(self: NativeKernels) -> None:
+        calls.append(len(self.steps))
+        run(self)
+
+    monkeypatch.setattr(NativeKernels, "run", counting)
+    made, trees = M.with_options(M.TreeLSTM(), native=True), M.trees(1, [3, 7])
+    made(trees).sum().backward()
+    assert len(calls) == 1 and calls[0] >= 3
+
+
+@needs_extension
+def test_programs_and_their_memory_belong_together() -> None:
+    program = extension.Program(
+        np.zeros((0, 4), np.int64), np.zeros((0, 32), np.int64), np.zeros((0, 5), np.int64)
+    )
+    one, none = np.ones(1, np.int64), np.zeros((0, 2), np.int64)
+    room = extension.Room()
+    assert extension.run_all((program,), room, one, none, 0, 1) == 1
+    assert (
+        extension.run_all((program,), room, np.zeros(1, np.int64), none, 0, 1) == 0
+    )  # no rows: it did not run
+    for programs, counts, memory, first, last in (
+        ((program, program), one, none, 0, 1),
+        ((program,), one, np.zeros((1, 2), np.int64), 0, 1),
+        ((program,), one, none, 0, 2),
+        ((program,), one, none, -1, 1),
+        ((None,), one, none, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="belong together"):
+            extension.run_all(programs, room, counts, memory, first, last)
+
+
+def parts() -> dict[str, nn.Module]:
+    return {"embed": nn.Embedding(9, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_tables_read_in_one_step_whose_gradients_lie_apart_or_together(native: bool, twice: bool) -> None:
+    """The backward of a look-up only keeps gradients: as a view, by an index, as sums."""
+
+    def forward(self: Any, word: Any) -> Any:
+        x = self.embed(word)
+        return self.a(x) * self.b(x) + x if twice else self.a(x)
+
+    made = model(forward, parts(), native=native, fuse=False)
+    check_equal(made, [torch.tensor(i) for i in (1, 3, 3, 8)])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_only_some_results_and_twice(native: bool) -> None:
+    def forward(self: Any, word: Any) -> Any:
+        x = torch.tanh(self.a(self.embed(word)))
+        return x, self.b(x)
+
+    made = model(forward, parts(), native=native)
+    words = [torch.tensor(i) for i in (1, 5, 2)]
+    for chosen in ((0,), (1,), (0, 1), (1,)):
+        found = []
+        for k in range(2):
+            made.zero_grad()
+            with fxbatch.disabled() if k else nullcontext():
+                results = made(words)
+            loss = torch.stack([results[i].sum() for i in chosen]).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found.append([p.grad for p in made.parameters()])
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b)
