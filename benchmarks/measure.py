@@ -1,4 +1,4 @@
-"""Interleaved timing: competitors take turns, A B C A B C, so that a slow minute hits all alike.
+"""Interleaved timing: competitors take turns, A B C, C B A, B C A, so that a slow minute hits all alike.
 
 In: contenders, each with a `run` that does the same work. Out: an Entry each, and ratios pair by pair.
 
@@ -82,8 +82,11 @@ class _Samples:
     resident: int = 0
 
 
-# Warm-up ends when it and the check before it have taken this share of a case's budget.
+# Warm-up ends, after one round, when it and the check before it have taken this share of a case's budget.
 WARMUP_SHARE = 1 / 3
+# So many rounds are timed whatever went before, where they take no longer than the budget: compiling for the check
+# often takes most of it, and one round of a shared machine says little.
+FEWEST_ROUNDS = 3
 
 
 def measure(
@@ -101,8 +104,9 @@ def measure(
     """Time the contenders in turn, `repeats` rounds after `warmup` untimed ones.
 
     slow: the contenders that the others' ratios are taken to. budget: seconds of the case, of which `spent`
-    went before (a check that ran everybody once); a round that would not end within it is not begun, but one
-    round is always timed. on_error: told who raised what, who then takes no further part; None raises.
+    went before (a check that ran everybody once); a round that would not end within it is not begun, but
+    FEWEST_ROUNDS are timed all the same unless they take longer than all of it, and one always is.
+    on_error: told who raised what, who then takes no further part; None raises.
     The garbage collector is run before each run, and not during it.
     """
     begin = time.perf_counter() - spent
@@ -125,7 +129,7 @@ def measure(
             _add(samples[contender.name], *found)
 
     for number in range(warmup):
-        if time.perf_counter() - begin > budget * WARMUP_SHARE:
+        if number and time.perf_counter() - begin > budget * WARMUP_SHARE:
             break
         for contender in contenders:
             if contender.limit is None:
@@ -133,15 +137,22 @@ def measure(
     longest = 0.0
     for done in range(repeats):
         start = time.perf_counter()
-        if done and start - begin + longest > budget:
+        short = done < FEWEST_ROUNDS and longest * FEWEST_ROUNDS <= budget
+        if done and not short and start - begin + longest > budget:
             break
-        # Every second round goes the other way round: who follows whom should not matter.
-        for contender in contenders if done % 2 == 0 else contenders[::-1]:
+        for contender in in_turn(contenders, done):
             if contender.limit is None or done < contender.limit:
                 turn(contender, warmup + done + 1, timed=True)
         longest = max(longest, time.perf_counter() - start)
     entries = {name: _entry(s) for name, s in samples.items() if s.wall and name not in raised}
     return entries, pair_ratios(entries, slow)
+
+
+def in_turn(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    """The order of a round: A B C, C B A, B C A, A C B, ... Each is first and last as often as any other."""
+    first = number // 2 % len(contenders) if contenders else 0
+    order = [*contenders[first:], *contenders[:first]]
+    return order if number % 2 == 0 else order[::-1]
 
 
 def _run_once(

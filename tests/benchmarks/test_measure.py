@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.correctness import CorrectnessError, check_outcome
 from benchmarks.driver import OUTSIDE, Nobody, check_case, run_case, run_tasks
-from benchmarks.measure import Clock, Contender, measure, pair_ratios, seconds_of
+from benchmarks.measure import Clock, Contender, in_turn, measure, pair_ratios, seconds_of
 from benchmarks.results import CaseResult, Entry, ResultsError, RunResult, Spread
 from benchmarks.task import Case, Settings, Skip, Task
 
@@ -28,8 +28,15 @@ def named(name: str, log: list[tuple[str, int]], seconds: float = 0.0, **more) -
 
 def test_contenders_take_turns_and_get_the_round() -> None:
     log: list[tuple[str, int]] = []
-    measure([named("a", log), named("b", log)], repeats=3, warmup=1, device=CPU)
-    assert log == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("b", 3), ("a", 3), ("a", 4), ("b", 4)]
+    measure([named("a", log), named("b", log)], repeats=4, warmup=1, device=CPU)
+    assert [name for name, _ in log] == ["a", "b", "a", "b", "b", "a", "b", "a", "a", "b"]
+    assert [number for _, number in log] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_everybody_is_first_and_last_as_often_as_the_others() -> None:
+    contenders = [named(name, []) for name in "abc"]
+    orders = ["".join(c.name for c in in_turn(contenders, number)) for number in range(6)]
+    assert orders == ["abc", "cba", "bca", "acb", "cab", "bac"]
 
 
 def test_prepare_is_outside_the_timing_and_gets_the_round() -> None:
@@ -73,10 +80,16 @@ def test_limit_and_budget_end_the_rounds() -> None:
     assert 1 < len(entries["a"].wall.samples) <= 50
 
 
-def test_a_budget_that_is_spent_leaves_one_round_and_no_warm_up() -> None:
+def test_a_budget_that_is_spent_leaves_one_round_to_warm_up_and_a_few() -> None:
     log: list[tuple[str, int]] = []
     entries, _ = measure([named("a", log)], repeats=5, warmup=3, device=CPU, budget=1.0, spent=2.0)
-    assert (log, len(entries["a"].wall.samples)) == ([("a", 4)], 1)
+    assert (log, len(entries["a"].wall.samples)) == ([("a", 1), ("a", 4), ("a", 5), ("a", 6)], 3)
+
+
+def test_long_rounds_are_timed_once_where_the_budget_is_spent() -> None:
+    log: list[tuple[str, int]] = []
+    entries, _ = measure([named("a", log, 0.05)], repeats=5, warmup=0, device=CPU, budget=0.1, spent=2.0)
+    assert (log, len(entries["a"].wall.samples)) == ([("a", 1)], 1)
 
 
 def test_who_raises_while_timed_is_told_and_left_out() -> None:
