@@ -22,7 +22,8 @@ setup(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
             depends=[
-                f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "integers", "modules", "waiting")
+                f"fxbatch/trace/_fast_{name}.h"
+                for name in ("columns", "integers", "modules", "traces", "waiting")
             ],
             optional=True,
         ),

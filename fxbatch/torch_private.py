@@ -347,55 +347,17 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
-    "eval_frame_off",
-    "eval_frame_on",
-    "hide_from_dynamo",
-    "compile_guarded",
-    "compile_symbolic",
-    "find_backend",
-    "forget_traces",
-    "inductor_cache_counts",
-    "let_dynamo_read_torch",
-    "product_address",
-    "while_loop",
-    "inductor_mode_options",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "NormBase",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "any_autocast",
-    "function_mode_count",
-    "function_modes",
-    "function_modes_enabled",
-    "functorch_transforms",
-    "functorch_vmap",
-    "handle_torch_function",
-    "module_call",
-    "reparametrized",
-    "set_grad_enabled",
-    "set_warning_handler",
-    "stateless",
-    "swap_function_modes",
-    "TreeSpec",
-    "backward_keeps_graph",
-    "decompositions_without_vmap_rule",
-    "direct_call",
-    "elementwise_under_vmap",
-    "has_vmap_rule",
-    "inside_functorch",
-    "is_pytree_node",
-    "native_kernels",
-    "no_vmap_fallback",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "warning_handler",
-    "warning_handler_address",
-]
+    "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",
+    "find_backend", "forget_traces", "inductor_cache_counts", "let_dynamo_read_torch", "product_address",
+    "while_loop", "inductor_mode_options", "DataDependentOutputException", "DynamicOutputShapeException",
+    "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode", "UnsupportedOperatorException",
+    "any_autocast", "function_mode_count", "function_modes", "function_modes_enabled", "functorch_transforms",
+    "functorch_vmap", "handle_torch_function", "module_call", "reparametrized", "set_grad_enabled",
+    "set_warning_handler", "stateless", "swap_function_modes", "TreeSpec", "backward_keeps_graph",
+    "decompositions_without_vmap_rule", "direct_call", "elementwise_under_vmap", "has_vmap_rule",
+    "inside_functorch", "is_pytree_node", "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_unflatten", "warning_handler", "warning_handler_address", "mode_addresses",
+]  # fmt: skip
 
 
 def product_address() -> int:
@@ -411,3 +373,33 @@ def product_address() -> int:
     except (OSError, AttributeError):  # another build of torch
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+def mode_addresses() -> tuple[int, int, int, int]:
+    """Addresses of c10's functions that say whether dispatch keys are excluded, whether gradients are on and which
+    dtype is the default, for hot paths, and the keys that are excluded while no autocast is on; zeros where they are
+    not found. Checked: 2.11.0, 2.13.0, Linux.
+    """
+    names = (
+        "_ZN3c104impl31tls_is_dispatch_keyset_excludedENS_14DispatchKeySetE",
+        "_ZN3c108GradMode10is_enabledEv",
+        "_ZN3c1031get_default_dtype_as_scalartypeEv",
+    )
+    try:
+        library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        excluded, grad, dtype = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in names)
+        return excluded, _autocast_keys(), grad, dtype
+    except (OSError, AttributeError):
+        return 0, 0, 0, 0
+
+
+def _autocast_keys() -> int:
+    """What autocast includes again, for the devices that `any_autocast` asks for."""
+    keys = 0
+    for device in ("cpu", "cuda", "xpu", "ipu", "hpu", "xla", "mtia", "privateuseone"):
+        was, before = torch.is_autocast_enabled(device), torch._C._dispatch_tls_local_exclude_set().raw_repr()
+        torch.set_autocast_enabled(device, not was)
+        changed = before ^ torch._C._dispatch_tls_local_exclude_set().raw_repr()
+        keys |= changed if was or any_autocast() else 0
+        torch.set_autocast_enabled(device, was)
+    return keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib
 import sys
 from pathlib import Path
@@ -59,3 +60,23 @@ def test_who_holds_a_storage_is_counted() -> None:
     assert torch_private.storage_uses(storage) == 3
     del tensor, view
     assert torch_private.storage_uses(storage) == 1
+
+
+def test_the_functions_that_tell_modes_are_found() -> None:
+    excluded, keys, grad, dtype = torch_private.mode_addresses()
+    assert excluded and keys and grad and dtype, f"torch {torch.__version__} has them under other names"
+    no_autocast = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_uint64)(excluded)
+    grad_now = ctypes.PYFUNCTYPE(ctypes.c_bool)(grad)
+    dtype_now = ctypes.PYFUNCTYPE(ctypes.c_int8)(dtype)
+    assert no_autocast(keys) and grad_now()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not no_autocast(keys)
+    with torch.no_grad():
+        assert not grad_now()
+    before = dtype_now()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert dtype_now() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert dtype_now() == before

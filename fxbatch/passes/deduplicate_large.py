@@ -9,11 +9,11 @@ is a matter of the data, so that two minibatches of one structure no longer have
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 
 from fxbatch.ir import Program
 from fxbatch.passes.deduplicate import deduplicate
+from fxbatch.passes.native import checksum
 
 # Below this many calls the steps' own cost dominates, and fewer rows don't change that (benchmarks/rewrite_gains.py).
 FEWEST_CALLS = 1000
@@ -21,7 +21,7 @@ FEWEST_CALLS = 1000
 LEAST_SHARE = 0.125
 REMEMBERED = 256
 
-Structure = tuple[int, int, int, int]
+Structure = tuple[int, int]
 
 
 def deduplicate_large(program: Program) -> Program:
@@ -45,7 +45,7 @@ class LargeDeduplicator:
         if len(program) < FEWEST_CALLS:
             return program
         structure = _structure(program)
-        missing: Structure = (-1, 0, 0, 0)
+        missing: Structure = (-1, 0)
         before = self._result.pop(structure, missing)
         smaller = program if before is None else deduplicate_large(program)
         after = structure if smaller is program else _structure(smaller)
@@ -57,7 +57,4 @@ class LargeDeduplicator:
 
 
 def _structure(program: Program) -> Structure:
-    calls, inputs, outputs = (
-        zlib.crc32(column.tobytes()) for column in (program.sig, program.inputs, program.outputs)
-    )
-    return program.known, calls, inputs, outputs
+    return program.known, checksum(program.sig, program.inputs, program.outputs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fxbatch.ir import Program
+from fxbatch.passes.native import checksum
 
 T = TypeVar("T")
 
@@ -27,6 +28,10 @@ class PlanKey:
     outputs: bytes
     known: int
     policy: str
+    checksum: int  # of the columns
+
+    def __hash__(self) -> int:
+        return self.checksum
 
     @staticmethod
     def of(program: Program, policy: str) -> PlanKey:
@@ -40,6 +45,7 @@ class PlanKey:
                 program.outputs.tobytes(),
                 program.known,
                 policy,
+                checksum(program.sig, program.inputs, program.outputs),
             )
         return found
 

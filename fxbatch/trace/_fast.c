@@ -29,6 +29,10 @@ static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
 static PyObject *cpu; /* the device */
 static PyObject *inference_enabled, *function_modes;
+/* C++, of torch: the same as the first three, or NULL */
+static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
+static int8_t (*dtype_now)(void);
+static uint64_t autocast_keys;
 static void *(*warning_handler)(void); /* C++, of torch; NULL where it has none */
 static PyTypeObject *ThreadModes;
 static PyObject *slow_torch_function, *slow_handle;
@@ -305,14 +309,39 @@ static int mode_is(PyObject *ask, PyObject *expected)
     return now && now == expected; /* True and False live for ever */
 }
 
+/* Whether gradients and autocast are as they were recorded. Autocast is False or, where it is on, None. */
+static int grad_and_autocast_as_recorded(PyObject *recorder)
+{
+    PyObject *grad = SLOT(recorder, at.grad), *autocast = SLOT(recorder, at.autocast);
+    if (!(grad_now ? (grad_now() ? Py_True : Py_False) == grad : mode_is(grad_enabled, grad)))
+        return 0;
+    return keys_excluded ? autocast == Py_False && keys_excluded(autocast_keys) : mode_is(autocast_enabled, autocast);
+}
+
+/* Whether torch's default dtype is this one: asked of Python once for each that is met in turn. */
+static int default_dtype_is(PyObject *expected)
+{
+    static int8_t number = -1;
+    static PyObject *known; /* dtypes live for ever */
+    if (!dtype_now)
+        return mode_is(default_dtype, expected);
+    int8_t now = dtype_now();
+    if (now != number || !known) {
+        if (!(known = PyCFunction_GET_FUNCTION(default_dtype)(PyCFunction_GET_SELF(default_dtype), NULL)))
+            return 0;
+        Py_DECREF(known);
+        number = now;
+    }
+    return known == expected;
+}
+
 /* The result of a call that was met before; NULL without an error when it was not. */
 static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const *args, Py_ssize_t n,
                             int tensors)
 {
     KnownCalls *known = (KnownCalls *)SLOT(recorder, at.known);
     if (n < 1 || n > MAX_INPUTS || !known || !Py_IS_TYPE(known, &KnownCallsType) || !known->used ||
-        !has_columns(recorder) || !mode_is(grad_enabled, SLOT(recorder, at.grad)) ||
-        !mode_is(autocast_enabled, SLOT(recorder, at.autocast)))
+        !has_columns(recorder) || !grad_and_autocast_as_recorded(recorder))
         return NULL;
     Call call = {.owner = owner, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode)), .n = (int32_t)n};
     int64_t ids[MAX_INPUTS];
@@ -444,9 +473,7 @@ static Pattern pattern_of(PyObject *recorder, PyObject *func, Arguments *a)
 
 static int modes_as_recorded(PyObject *recorder)
 {
-    return mode_is(grad_enabled, SLOT(recorder, at.grad)) &&
-           mode_is(autocast_enabled, SLOT(recorder, at.autocast)) &&
-           mode_is(default_dtype, SLOT(recorder, at.floats));
+    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(recorder, at.floats));
 }
 
 /* The result of a function's call that was met before; NULL without an error when it was not. */
@@ -657,6 +684,7 @@ static PyTypeObject MethodType = {
 #include "_fast_modules.h"
 #include "_fast_waiting.h"
 #include "_fast_integers.h"
+#include "_fast_traces.h"
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -689,10 +717,12 @@ static int takes_nothing(PyObject *f)
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module, *modes, *handler;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
+    unsigned long long address[4];
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO(KKKK)", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
                           &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
                           &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle, &modes,
-                          &inference_enabled, &function_modes, &handler, &cpu))
+                          &inference_enabled, &function_modes, &handler, &cpu,
+                          &address[0], &address[1], &address[2], &address[3]))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -730,6 +760,10 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
         return NULL;
     }
+    keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
+    autocast_keys = address[1];
+    grad_now = (_Bool (*)(void))(uintptr_t)address[2];
+    dtype_now = (int8_t (*)(void))(uintptr_t)address[3];
     PyObject *kept[] = {value, tensor, parameter, dtype, nn_module, columns, plain_new, build_result, slow_constant,
                         strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
                         slow_torch_function, slow_handle, modes, inference_enabled, function_modes, cpu};
@@ -783,6 +817,7 @@ static PyMethodDef functions[] = {
     {"leaves_of", leaves_of, METH_O, "Numbers of the constants that require gradients."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers and versions of tensors without dimensions."},
     {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
+    {"join", join, METH_VARARGS, "The columns of traces, one behind the other."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
     {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/kept.py)."},

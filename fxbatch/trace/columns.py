@@ -87,7 +87,9 @@ def new_column() -> Any:
 
 def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarray, np.ndarray, bool]:
     """Signatures as int32 [calls], inputs counted from `base` as int64 [inputs], and whether all inputs are values
-    of this recording: base to count."""
+    of this recording: base to count. The columns of merged traces are so already (`join_columns`)."""
+    if isinstance(sigs, np.ndarray):
+        return sigs, inputs, True
     if _fast is not None and type(sigs) is _fast.Column:
         sig, out = np.empty(len(sigs), dtype=np.int32), np.empty(len(inputs), dtype=np.int64)
         return sig, out, _fast.copy_columns(sigs, inputs, base, count, sig, out)

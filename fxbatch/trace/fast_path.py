@@ -18,6 +18,7 @@ from fxbatch.torch_private import (
     function_mode_count,
     function_modes_enabled,
     handle_torch_function,
+    mode_addresses,
     warning_handler_address,
 )
 from fxbatch.trace.columns import Columns, Switch, _fast
@@ -90,6 +91,7 @@ if extension_available():
         _build_result, Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
         function_modes_enabled, Value.__torch_function__, handle_torch_function, ThreadModes,
         torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(), torch.device("cpu"),
+        mode_addresses(),
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, settle_call)
     use_extension(True)

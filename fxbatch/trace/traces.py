@@ -14,7 +14,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,19 +22,16 @@ import numpy as np
 import torch
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.ir import Modes, Program, Slot, Template, TensorType
+from fxbatch.ir import Program, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
-from fxbatch.trace.calls import call_function, call_marked
+from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.described import Described, as_tree, describe, from_tree, module_names
+from fxbatch.trace.find_again import find_again
 from fxbatch.trace.integers import IntegerColumn, read_payload
 from fxbatch.trace.known_model import KnownModel, known_model
-from fxbatch.trace.location import user_line
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
-from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.references import Reference
-from fxbatch.trace.state import tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
@@ -78,18 +75,28 @@ class Trace:
             return False
         return tree_unflatten(leaves, self.result.spec) == tuple(leaves)
 
+    @functools.cached_property
+    def leaf(self) -> bool:
+        """Whether the result is no container."""
+        return bool(self.result.spec.is_leaf())
+
     def integers(self) -> dict[int, IntegerColumn]:
         """The constants that are integers without dimensions, by signature: read once, and again when one was
         written to."""
         found: dict[int, IntegerColumn] | None = self.__dict__.get("_integers")
-        if found is None or any(column.written_to() for column in found.values()):
-            found = {}
-            for k, payload in self.constants.items():
-                s = self.signatures[k]
-                column = read_payload(s.outputs[0], s.kind, payload, watched=True)
-                if column is not None:
-                    found[k] = column
-            self.__dict__["_integers"] = found  # a cache: the trace says the same
+        if found is not None:
+            for column in found.values():
+                if column.written_to():
+                    break
+            else:
+                return found
+        found = {}
+        for k, payload in self.constants.items():
+            s = self.signatures[k]
+            read = read_payload(s.outputs[0], s.kind, payload, watched=True)
+            if read is not None:
+                found[k] = read
+        self.__dict__["_integers"] = found  # a cache: the trace says the same
         return found
 
     def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
@@ -187,7 +194,7 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
         not_cacheable=reason,
         live=(table, model),
     )
-    trace.integers(), trace.row  # read now, so that merging finds them
+    trace.integers(), trace.row, trace.leaf  # read now, so that merging finds them
     return trace
 
 
@@ -228,17 +235,19 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     _check_fresh(traces, known.fingerprint)
     ids = _signature_ids(traces, recorder, model, known)
     integers = _concatenate(traces, recorder, ids) if traces else []
-    type_ids = table.type_ids
+    type_ids: dict[int, int] = {}  # by id of the type: hashing a type costs a microsecond
     results: list[Any] = []
     start = recorder.base
     for trace in traces:
-        values = {
-            v: recorder.value(start + v, type_ids[t])
-            for v, t in zip(trace.outputs, trace.output_types, strict=True)
-        }
+        values = {}
+        for v, t in zip(trace.outputs, trace.output_types, strict=True):
+            found = type_ids.get(id(t))
+            if found is None:
+                found = type_ids[id(t)] = table.type_ids[t]
+            values[v] = recorder.value(start + v, found)
         if trace.row:
             results.append(tuple(values.values()))
-        elif trace.result.spec.is_leaf():
+        elif trace.leaf:
             results.append(values[trace.outputs[0]] if trace.outputs else trace.result.leaves[0])
         else:
             results.append(trace.result.fill(output=_Offset(values)))
@@ -285,7 +294,7 @@ def _signature_ids(
                     stack.enter_context(patched())
                     entered = True
                 for s in missing:
-                    found[s.key] = _find(s, recorder.table, model)
+                    found[s.key] = find_again(s, recorder.table, model)
                 ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
                 if len(known.ids) >= _KEPT:
                     known.ids.clear()
@@ -294,92 +303,13 @@ def _signature_ids(
     return out
 
 
-def _find(s: Described, table: SignatureTable, model: torch.nn.Module | None) -> int:
-    """The id of a described signature: its call is recorded once, in a scratch recording."""
-    if s.kind == "constant":
-        return table.constant(s.outputs[0]).sid
-    if s.kind == "number":
-        return table.number(s.outputs[0].dtype, s.outputs[0].device).sid
-    scratch = Recorder(table, (model,) if model is not None else (), 1)
-    inputs = [scratch.row(table.constant(t), ())[0] for t in s.inputs]
-    with tracing(scratch), _modes(s.modes):
-        _record_again(s, scratch, inputs, model)
-    if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
-        raise StaleTraceError(f"{s} is no operation of this model any more{_at()}")
-    return scratch.sigs[-1]
-
-
-def _record_again(
-    s: Described, scratch: Recorder, inputs: list[Value], model: torch.nn.Module | None
-) -> None:
-    assert s.arguments is not None
-    leaves = tuple(x.resolve() if type(x) is Reference else x for x in s.arguments.leaves)
-    shared: list[Any] = [None] * s.own
-    for name in s.shared:
-        assert model is not None
-        shared.append(_attribute(model, name))
-    filled: list[Any] = list(inputs)
-    if s.lifted >= 0:
-        filled[s.lifted] = s.number
-    args, kwargs = Template(leaves, s.arguments.spec).fill(input=filled, shared=shared)
-    if s.kind == "module":
-        if model is None:
-            raise StaleTraceError(f"{s}: a trace that uses modules needs the model")
-        module = _attribute(model, str(s.target))
-        if s.method is None:
-            call_module(scratch, module, args, kwargs)
-        else:
-            method = getattr(type(module), s.method)
-            call_method(scratch, getattr(method, "__wrapped__", method), (module, *args), kwargs)
-        return
-    assert isinstance(s.target, Reference)
-    func = s.target.resolve()
-    if s.name == "getitem" and s.lifted >= 0:
-        args[0][s.number]
-    elif s.marked:
-        call_marked(scratch, func, args, kwargs)
-    else:
-        call_function(scratch, func, args, kwargs)
-
-
-def _attribute(model: torch.nn.Module, name: str) -> Any:
-    found: Any = model
-    for part in name.split(".") if name else ():
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
-    return found
-
-
-@contextlib.contextmanager
-def _modes(modes: Modes) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for kind, dtype in modes.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield
-
-
-def _at() -> str:
-    line = user_line()
-    return f" ({line})" if line else ""
-
-
 def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarray]) -> list[IntegerColumn]:
     """The columns of a recording; returned are the constants whose numbers are taken as they were read."""
-    sizes = np.array([t.values for t in traces], dtype=np.int64)
-    starts = np.cumsum(sizes) - sizes + recorder.base
+    recorder.sigs, recorder.inputs = join_columns(traces, ids)
     calls = np.array([len(t.sig) for t in traces], dtype=np.int64)
-    if all(mapping is ids[0] for mapping in ids):  # all traces have the same signatures
-        recorder.sigs = ids[0].take(np.concatenate([t.sig for t in traces]))
-    else:
-        recorder.sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
-    recorder.inputs = np.concatenate([t.inputs for t in traces])
-    recorder.inputs += np.repeat(starts, [len(t.inputs) for t in traces])
     recorder.starts = (np.cumsum(calls) - calls).tolist()
     recorder.runs = list(range(len(traces)))
-    recorder.count = recorder.base + int(sizes.sum())
+    recorder.count = recorder.base + sum([t.values for t in traces])
     payloads: dict[int, list[Any]] = {}
     for trace, mapping in zip(traces, ids, strict=True):
         integers = trace.integers()
@@ -392,6 +322,20 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
     if recorder.lifted:
         _number_values(recorder)
     return [payload for payload in recorder.payload.values() if type(payload) is IntegerColumn]
+
+
+def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Signatures as int32 [calls] and inputs, values counted from 0, of traces one behind the other."""
+    if Switch.on:
+        sigs = np.empty(sum([len(t.sig) for t in traces]), dtype=np.int32)
+        inputs = np.empty(sum([len(t.inputs) for t in traces]), dtype=np.int64)
+        _fast.join([(t.sig, m, t.inputs, t.values) for t, m in zip(traces, ids, strict=True)], sigs, inputs)
+        return sigs, inputs
+    sizes = np.array([t.values for t in traces], dtype=np.int64)
+    sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
+    inputs = np.concatenate([t.inputs for t in traces])
+    inputs += np.repeat(np.cumsum(sizes) - sizes, [len(t.inputs) for t in traces])
+    return sigs, inputs
 
 
 def _join(parts: list[Any]) -> Any:

@@ -19,7 +19,7 @@ from fxbatch.passes.deduplicate import deduplicate
 from fxbatch.passes.eliminate_dead import eliminate_dead
 from fxbatch.passes.frontier import Frontier, count_signatures, grouped, peaks, source_calls
 from fxbatch.passes.lower_bound import chain_below, height, lower_bound, own_chains
-from fxbatch.passes.native import Native, empty_column
+from fxbatch.passes.native import Native, checksum, empty_column
 from fxbatch.passes.policies import POLICIES
 from fxbatch.passes.search_steps import cut_component, search_steps
 from fxbatch.passes.survey import survey
@@ -210,3 +210,14 @@ def test_programs_of_many_signatures_are_surveyed_alike(monkeypatch: pytest.Monk
     monkeypatch.setattr("fxbatch.passes.survey._DENSE_LIMIT", 1)
     for a, b in zip(feeding_pairs(dataclasses.replace(program)), expected, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_checksums_tell_contents_and_their_order_apart() -> None:
+    numbers = np.arange(37, dtype=np.int32)
+    found = {checksum(numbers[:n], numbers[n:]) for n in range(37)}
+    for place in range(37):
+        changed = numbers.copy()
+        changed[place] += 1
+        found |= {checksum(changed), checksum(changed[::-1].copy())}
+    assert len(found) == 3 * 37
+    assert checksum(numbers) == checksum(numbers.copy())

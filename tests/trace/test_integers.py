@@ -97,7 +97,7 @@ def test_merging_again_reads_and_finds_nothing_again(monkeypatch: pytest.MonkeyP
         raise AssertionError("done before")
 
     monkeypatch.setattr(integers, "read_integers", refuse)
-    monkeypatch.setattr(traces, "_find", refuse)
+    monkeypatch.setattr(traces, "find_again", refuse)
     monkeypatch.setattr(known_model, "fingerprint", refuse)
     torch.testing.assert_close(model(batch), expected)
 

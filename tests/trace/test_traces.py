@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fxbatch.errors import StaleTraceError, TraceError
+from fxbatch.trace.fast_path import extension_available, use_extension
 from fxbatch.trace.table import SignatureTable
-from fxbatch.trace.traces import Trace, merge, trace_instance
+from fxbatch.trace.traces import Trace, join_columns, merge, trace_instance
 from tests.trace.reference import ReferenceExecution
 from tests.trace.test_record import Tree, TreeLSTM, tree
 
@@ -96,3 +99,33 @@ def test_printed_form() -> None:
     (t,) = traced(model, [Tree(word=torch.tensor(3))], SignatureTable())
     assert str(t).splitlines()[:2] == ["%0 = constant() : i64[]", "%1 = embed(%0) : f32[6]"]
     assert str(t).splitlines()[-1].startswith("return %")
+
+
+def test_columns_are_joined_as_the_twin_joins_them() -> None:
+    model, generator = TreeLSTM(), random.Random(3)
+    table = SignatureTable()
+    traces = traced(model, [tree(n, generator) for n in (1, 5, 2, 7)], table)
+    ids = [np.arange(len(t.signatures), dtype=np.int32)[::-1] + 3 * k for k, t in enumerate(traces)]
+    ids = [np.ascontiguousarray(mapping) for mapping in ids]
+    if not extension_available():
+        pytest.skip("fxbatch was installed without its C extension")
+    joined = {}
+    for on in (False, True):
+        use_extension(on)
+        joined[on] = join_columns(traces, ids)
+    for got, want in zip(joined[True], joined[False], strict=True):
+        assert got.dtype == want.dtype and got.tolist() == want.tolist()
+    start = 0
+    for t, mapping in zip(traces, ids, strict=True):
+        assert joined[False][0][start : start + len(t)].tolist() == [mapping[s] for s in t.sig.tolist()]
+        start += len(t)
+
+
+def test_a_trace_that_names_what_it_does_not_have_is_refused(recorded_by: str) -> None:
+    if recorded_by == "python":
+        pytest.skip("what C must not read")
+    (t,) = traced(TreeLSTM(), [tree(3, random.Random(0))], SignatureTable())
+    ids = [np.arange(len(t.signatures), dtype=np.int32)]
+    for change in ({"inputs": t.inputs + t.values}, {"inputs": t.inputs - t.values}, {"sig": t.sig + 100}):
+        with pytest.raises(IndexError, match="that it does not have"):
+            join_columns([dataclasses.replace(t, **change)], ids)
