@@ -334,12 +334,24 @@ static PyObject *native_clear(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* copy(to, from, bytes): from one memory of the caller's to another. */
+static PyObject *native_copy(PyObject *module, PyObject *args)
+{
+    unsigned long long to, from, bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKK", &to, &from, &bytes))
+        return NULL;
+    memcpy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, (size_t)bytes);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
     {"run_all", native_run_all, METH_VARARGS, "run_all(programs, room, counts, memory, first, last): where it stopped."},
     {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
     {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},
+    {"copy", native_copy, METH_VARARGS, "copy(to, from, bytes): between pieces of memory that the caller holds."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };

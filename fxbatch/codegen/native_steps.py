@@ -8,6 +8,7 @@ In: OperationGraphs and their kernels. Out: a NativeStep a kernel, or the reason
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,18 @@ class NativeStep:
             found.append(tensor)
         return found
 
+    @functools.cached_property
+    def _fixed_outputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Where no result grows with the rows: made once."""
+        if any(a for dims, _ in self.forms for a, _ in dims):
+            return []
+        return [(tuple(b for _, b in dims), dtype) for dims, dtype in self.forms]
+
     def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each result for n rows."""
-        return [(tuple(a * n + b for a, b in dims), dtype) for dims, dtype in self.forms]
+        return self._fixed_outputs or [
+            (tuple(a * n + b for a, b in dims), dtype) for dims, dtype in self.forms
+        ]
 
 
 def make_step(

@@ -80,7 +80,7 @@ class Backward:
     def write(self, given: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
         for g, start in zip(given, self.plan.request_start, strict=True):
-            self.rows.arena(g.kind)[start : start + len(g.values)].copy_(g.grad)
+            self.rows.write(g.kind, start, g.grad)
 
     def walk(self) -> None:
         """All steps in reverse, then the gradients of parameters: `found`."""
@@ -128,13 +128,13 @@ class Backward:
     # -- the walk -----------------------------------------------------------------------------------
 
     def _walk(self, p: int) -> None:
-        phase, passed = self.run.phases[p], self.plan.passed[p]
+        phase = self.run.phases[p]
+        passed = self.plan.passed[p] | self.wanted[p].idle[phase.plan.step_signature]
         places = self._places.get(p)
         if places is None:
             places = self._places[p] = Places(self, p)
         for compiled, (q, k) in self.given.items():
             if q == p and self._lie_together(compiled):
-                passed = passed.copy()
                 passed[k] = True
                 self._keep(compiled, k, places)
         native = self._native(p, passed) if self.run.native else None

@@ -20,6 +20,7 @@ from fxbatch.codegen.native import extension
 from fxbatch.ir import TensorType, tensor_type
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.trace.integers import PLAIN_TENSORS
 
 _LINE = 64  # bytes that pieces begin at a multiple of
 Place = tuple[int, int]  # first byte and bytes
@@ -83,6 +84,14 @@ class GradientRows:
             self._tensors[i] = found
         return found
 
+    def write(self, i: int, start: int, grad: torch.Tensor) -> None:
+        """Put gradients into the rows of arena i from `start` on."""
+        pointer, _, row = self.table[3 * i : 3 * i + 3]
+        if pointer and _is_dense(grad) and grad.dtype is self._kinds[i].dtype:
+            extension.copy(pointer + start * row, grad.data_ptr(), len(grad) * row)
+        else:
+            self.arena(i)[start : start + len(grad)].copy_(grad)
+
     def extra(self, compiled: CompiledOperation) -> list[torch.Tensor]:
         """The rows that an operation's steps make for the gradients of parameters; none where it was not asked for."""
         return [
@@ -91,7 +100,7 @@ class GradientRows:
         ]
 
     def places(self, compiled: CompiledOperation) -> list[Place]:
-        """Pointers and bytes of those rows."""
+        """Pointers and bytes of those rows, on the CPU."""
         return [
             (self._pieces[kind.device].data_ptr() + start, size)
             for kind, (start, size) in zip(compiled.extra_types, self._extra.get(compiled, ()), strict=False)
@@ -102,6 +111,12 @@ class GradientRows:
         for device, piece in self._pieces.items():
             self._pool.give(tensor_type((_LINE,), torch.uint8, device), piece)
         self._pieces, self._tensors = {}, {}
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie one after another in the host's memory, as they are."""
+    plain = type(grad) in PLAIN_TENSORS and grad.layout is torch.strided and grad.device.type == "cpu"
+    return plain and grad.is_contiguous() and not (grad.is_conj() or grad.is_neg())
 
 
 _NOTHING = torch.empty(0)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fxbatch.runtime.phase import OperationRows, Phase
     from fxbatch.runtime.run import Run
 
+Place = tuple[int, int]  # pointer and bytes
 _ROWS = 1 << 20  # programs take no more
 
 
@@ -191,22 +192,23 @@ class NativeKernels:
         self.steps: list[NativeStep] = []
         self.counts, self._table = array("q"), array("q")  # rows of each; pointers and bytes
         self._results: list[list[torch.Tensor]] = []
-        self._held: list[torch.Tensor] = []
+        self.held: list[torch.Tensor] = []  # until `run`, what nobody else holds
         self._failed: list[int] = []
 
     def add(
-        self, step: NativeStep, n: int, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+        self, step: NativeStep, n: int, inputs: Sequence[Place], shared: Sequence[torch.Tensor]
     ) -> list[torch.Tensor] | None:
-        """Its results, to be written; None where it can't read what it is given."""
-        if not 0 < n <= _ROWS or not all(t.is_contiguous() for t in inputs):
+        """Its results, to be written; None where it can't read what it is given. inputs: pointers and bytes of
+        contiguous rows, which the caller holds until `run`."""
+        if not 0 < n <= _ROWS:
             return None
         fixed = _prepared(step, shared, self._workspace)
         if fixed is None:
             return None
         results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
         table = self._table
-        for tensor in inputs:
-            table.extend((tensor.data_ptr(), tensor.nbytes))
+        for place in inputs:
+            table.extend(place)
         for tensor, size in zip(shared, step.shared_bytes, strict=True):
             table.extend((tensor.data_ptr(), size))
         for tensor in (*results, *fixed):
@@ -214,7 +216,7 @@ class NativeKernels:
         self.steps.append(step)
         self.counts.append(n)
         self._results.append(results)
-        self._held += (*inputs, *fixed)
+        self.held += fixed
         return results
 
     def run(self, first: int = 0, last: int | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 from fxbatch.codegen.operation import Ref
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.forward import block_rows
-from fxbatch.runtime.native_steps import NativeKernels
+from fxbatch.runtime.native_steps import NativeKernels, Place
 
 if TYPE_CHECKING:
     from fxbatch.runtime.backward import Backward
@@ -30,20 +30,54 @@ def parameter_gradients(backward: Backward) -> Iterator[tuple[CompiledOperation,
     """The gradients that each operation gives its shared operands, which nobody else holds."""
     run, workspace = backward.run, backward.run.workspace()
     operations = [op for op in backward.running if op.parameters is not None]
-    inputs = [[_all_rows(backward, op, ref) for ref in op.parameter_inputs] for op in operations]
     kernels = NativeKernels(workspace, run.engine.gradient_memory)
-    made: list[Results | None] = []
-    for compiled, rows in zip(operations, inputs, strict=True):
-        step = compiled.native_parameters if run.native else None
-        n, shared = run.rows_of[compiled].rows, run.shared[compiled.signature]
-        made.append(None if step is None else kernels.add(step, n, rows, shared))
+    made = [_add_native(backward, op, kernels) if run.native else None for op in operations]
     kernels.run()
-    for compiled, rows, found in zip(operations, inputs, made, strict=True):
+    for compiled, found in zip(operations, made, strict=True):
         if found is None or kernels.failed(found):
             assert compiled.parameters is not None
             n, shared = run.rows_of[compiled].rows, run.shared[compiled.signature]
-            found = compiled.parameters(n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace)
-        yield compiled, found
+            rows = [_all_rows(backward, compiled, ref) for ref in compiled.parameter_inputs]
+            yield (
+                compiled,
+                compiled.parameters(n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace),
+            )
+        else:
+            yield compiled, found
+
+
+def _add_native(backward: Backward, compiled: CompiledOperation, kernels: NativeKernels) -> Results | None:
+    """Let an operation's native program run with the others; None where it has none or can't."""
+    step = compiled.native_parameters
+    places = (
+        None
+        if step is None
+        else [_place(backward, compiled, ref, kernels) for ref in compiled.parameter_inputs]
+    )
+    if step is None or places is None or None in places:
+        return None
+    n, shared = backward.run.rows_of[compiled].rows, backward.run.shared[compiled.signature]
+    return kernels.add(step, n, [place for place in places if place is not None], shared)
+
+
+def _place(backward: Backward, compiled: CompiledOperation, ref: Ref, kernels: NativeKernels) -> Place | None:
+    """Pointer and bytes of the rows of all steps; None where they aren't together on the CPU."""
+    rows, kept = backward.run.rows_of[compiled], backward.kept.get(compiled)
+    if ref.kind == "extra" and kept is None:
+        return backward.rows.places(compiled)[ref.index]
+    if ref.kind == "group":
+        position = compiled.kept_groups.index(ref.index)
+        found = rows.in_place.get(position)
+        tensor = rows.kept[position].tensor if found is None else found
+    elif ref.kind == "saved":
+        tensor = rows.saved[ref.index].tensor
+    elif ref.kind == "extra" and kept is not None:
+        tensor = kept[ref.index]
+    else:
+        tensor = _all_rows(backward, compiled, ref)
+        kernels.held.append(tensor)
+    good = tensor is not None and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return (tensor.data_ptr(), tensor.nbytes) if good and tensor is not None else None
 
 
 def _all_rows(backward: Backward, compiled: CompiledOperation, ref: Ref) -> torch.Tensor:

@@ -24,18 +24,22 @@ class Wanted:
     hands_on: tuple[bool, ...]
     running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
     given: tuple[int, ...]  # signatures whose backward only keeps gradients, where they have a single step
+    idle: np.ndarray  # bool a signature: backward has nothing to do for it, whatever other phases want
 
     @staticmethod
     def of(operations: Sequence[CompiledOperation | None], reached: np.ndarray) -> Wanted:
         """What is wanted of each operation, given which of them the results depend on."""
         chosen = [c if r else None for c, r in zip(operations, reached.tolist(), strict=True)]
+        outputs = tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen)
+        idle = [not o and (c is None or not c.extra_types) for o, c in zip(outputs, operations, strict=True)]
         batched = {s: c for s, c in enumerate(chosen) if c is not None and takes(c) and c.graphs is not None}
         return Wanted(
             tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
-            tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen),
+            outputs,
             tuple(c is not None and c.hands_on for c in operations),
             tuple(c for _, c in reversed(batched.items())),
             tuple(s for s, c in batched.items() if c.extra_given),
+            np.array(idle, dtype=bool),
         )
 
 
