@@ -15,6 +15,7 @@ _PASSES = (
     "_select",
     "_survey",
 )
+_NATIVE = ("_native", "_native_blocks", "_native_program", "_native_steps", "_native_threads")
 
 setup(
     ext_modules=[
@@ -35,10 +36,16 @@ setup(
         ),
         Extension(
             "fxbatch.codegen._native",
-            [f"fxbatch/codegen/{name}.c" for name in ("_native", "_native_program", "_native_steps")],
+            [f"fxbatch/codegen/{name}.c" for name in _NATIVE],
             depends=[f"fxbatch/codegen/{name}.h" for name in ("_native", "_native_loops", "_native_steps")],
             # Loops are vectorised: comparisons become blends, and the square root an instruction.
-            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"],
+            extra_compile_args=[
+                "-O3",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-ffp-contract=fast",
+                "-fvisibility=hidden",
+            ],
             optional=True,
         ),
     ]

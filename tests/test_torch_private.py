@@ -46,6 +46,14 @@ def test_the_receiver_of_warnings_is_found() -> None:
 @pytest.mark.skipif(
     sys.platform != "linux" or not torch.backends.mkl.is_available(), reason="MKL's, on Linux"
 )
+def test_the_threads_of_torchs_library_are_found() -> None:
+    if "OpenMP" not in torch.__config__.parallel_info().splitlines()[-1]:
+        pytest.skip("torch was built without OpenMP")
+    assert all(torch_private.thread_addresses()), (
+        f"torch {torch.__version__} shows no GOMP_parallel: native programs run on one thread"
+    )
+
+
 def test_the_product_of_torchs_library_is_found() -> None:
     assert torch_private.product_address(), (
         f"torch {torch.__version__} shows no sgemm_: products run in Python"

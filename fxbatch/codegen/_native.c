@@ -4,7 +4,10 @@
    the caller holds. Out: the tensors' memory is written. Nothing here knows torch; the Python kernels are the
    reference, and run what is not a program. Programs are checked when they are made, places when they are used. */
 
+#include <stddef.h>
+
 #include "_native_steps.h"
+#include <structmember.h>
 
 static int rows_fit(int64_t per_row, int64_t rest)
 {
@@ -134,6 +137,7 @@ static void program_free(PyObject *self)
     PyMem_Free(p->bases);
     PyMem_Free(p->code);
     PyMem_Free(p->sources);
+    PyMem_Free(p->segments);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -184,6 +188,10 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         PyErr_Format(PyExc_ValueError, "instruction %lld: %s", (long long)(i - 1), fault);
         return NULL;
     }
+    if (find_segments(p) < 0) {
+        Py_DECREF(p);
+        return PyErr_NoMemory();
+    }
     return (PyObject *)p;
 }
 
@@ -222,6 +230,10 @@ static PyObject *room_bytes(PyObject *self, void *closure)
 }
 
 static PyGetSetDef room_attributes[] = {{"nbytes", room_bytes, NULL, "bytes held", NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyMemberDef room_members[] = {
+    {"threads", T_LONG, offsetof(Room, threads), 0, "how many threads programs may run on"},
+    {NULL, 0, 0, 0, NULL},
+};
 PyTypeObject RoomType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.codegen._native.Room",
     .tp_basicsize = sizeof(Room),
@@ -230,20 +242,21 @@ PyTypeObject RoomType = {
     .tp_doc = "Room(): memory that one thread's programs write their intermediates to; it grows.",
     .tp_new = PyType_GenericNew,
     .tp_getset = room_attributes,
+    .tp_members = room_members,
 };
 
 /* One program on memory [inputs + outputs + fixed, 2] of the caller's, pointer and bytes; 0 where it did not run. */
 static int run_given(const Program *p, Room *room, int64_t n, const int64_t *given)
 {
     char *bases[MOST_BASES];
-    if (n < 1 || n > MOST_ROWS || room_reserve(room, room_needed(p, n)))
+    if (n < 1 || n > MOST_ROWS)
         return 0;
     for (int64_t b = 0; b < p->inputs + p->outputs + p->fixed; b++) {
         if (given[2 * b + 1] < rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes)
             return 0;
         bases[b] = (char *)(intptr_t)given[2 * b];
     }
-    return run_program(p, n, bases, (char *)aligned((size_t)room->memory)) == 0;
+    return run_program(p, n, bases, NULL, 0, room) == 0;
 }
 
 /* run_all(programs, room, counts, memory, first, last) -> the first program from `first` on that did not run, `last` if
@@ -323,6 +336,29 @@ static PyObject *native_set_products(PyObject *module, PyObject *address)
     Py_RETURN_NONE;
 }
 
+/* set_threads(GOMP_parallel, omp_get_thread_num, omp_get_num_threads, set_num_threads_local): addresses, 0 for none. */
+static PyObject *native_set_threads(PyObject *module, PyObject *args)
+{
+    unsigned long long at[4];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKK", &at[0], &at[1], &at[2], &at[3]))
+        return NULL;
+    set_threads((void *)(uintptr_t)at[0], (void *)(uintptr_t)at[1], (void *)(uintptr_t)at[2], (void *)(uintptr_t)at[3]);
+    Py_RETURN_NONE;
+}
+
+/* set_loops(level) -> the level before: "plain", "avx2", "avx512", "" for the best. For tests. */
+static PyObject *native_set_loops(PyObject *module, PyObject *level)
+{
+    const char *before = chosen_loops(), *name = PyUnicode_AsUTF8(level);
+    (void)module;
+    if (!name)
+        return NULL;
+    if (choose_loops(name) < 0)
+        return PyErr_Format(PyExc_ValueError, "no loops for %s on this processor", name);
+    return PyUnicode_FromString(before);
+}
+
 /* clear(pointer, bytes): memory of the caller's becomes zero. */
 static PyObject *native_clear(PyObject *module, PyObject *args)
 {
@@ -352,6 +388,8 @@ static PyMethodDef methods[] = {
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
     {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},
     {"copy", native_copy, METH_VARARGS, "copy(to, from, bytes): between pieces of memory that the caller holds."},
+    {"set_threads", native_set_threads, METH_VARARGS, "set_threads(addresses of four functions, 0: none)."},
+    {"set_loops", native_set_loops, METH_O, "set_loops(level) -> the level before, for tests."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };
@@ -359,7 +397,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    choose_loops();
+    choose_loops("");
     if (PyType_Ready(&ProgramType) < 0 || PyType_Ready(&RoomType) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);

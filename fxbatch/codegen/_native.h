@@ -10,9 +10,10 @@
 #include <string.h>
 
 #define MOST_ROWS ((int64_t)1 << 20) /* programs with more rows run in Python */
+#define MOST_BASES 192
 
 /* A piece of memory that instructions name by its number. */
-enum { INPUT, OUTPUT, FIXED, OWN, LOCAL };
+enum { INPUT, OUTPUT, FIXED, OWN, LOCAL, BLOCK }; /* BLOCK: of its own, only ever used in one block of rows */
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
     int64_t row_bytes;
@@ -38,30 +39,68 @@ typedef struct {
     int64_t kind, index, kept, copied, size;
 } Source;
 
+/* Instructions [first, last). Where each keeps to its rows, they run block by block of rows, on several threads. */
+typedef struct {
+    int64_t first, last;
+    int64_t rowwise;
+    int64_t cost; /* of a row, in additions of two numbers in the cache */
+} Segment;
+
 typedef struct {
     PyObject_HEAD
     Base *bases;
     Instruction *code;
     Source *sources; /* where the step finds the inputs that are not shared */
-    int64_t base_count, length, source_count, inputs, outputs, fixed;
+    Segment *segments;
+    int64_t base_count, length, source_count, segment_count, inputs, outputs, fixed;
+    size_t local_bytes; /* of the intermediates of a fused block, and operands spread out */
 } Program;
 
-/* Memory of one thread that programs write their intermediates to. */
+/* Memory of one Python thread that programs write their intermediates to, and how many threads they may run on. */
 typedef struct {
     PyObject_HEAD
     char *memory;
     size_t size;
+    long threads;
 } Room;
+
+/* An input that is put together of rows elsewhere: `size` rows of `row_bytes` for each row of the step. */
+enum { COPY_ROWS, REPEAT_ROW, INDEX_ROWS, SUM_BAGS, ZEROS };
+typedef struct {
+    int64_t base, kind, size, row_bytes;
+    const char *from;
+    int64_t rows; /* there are at `from` */
+    const int64_t *index, *bags;
+    int64_t count; /* indices of all bags, bags */
+    int64_t bag_count;
+    char *to; /* NULL: memory of the program's */
+} Fill;
 
 extern PyTypeObject ProgramType, RoomType;
 
-size_t room_needed(const Program *program, int64_t n);
+/* _native_blocks.c */
+int find_segments(Program *program); /* 0, or -1 without memory */
 int room_reserve(Room *room, size_t bytes); /* 0 or -1, without an exception */
-int run_program(const Program *program, int64_t n, char **bases, char *own); /* 0, or 1: an index is out of range */
+/* 0, or 1: an index is out of range, or there is no memory. `fills` are changed. */
+int run_program(const Program *program, int64_t n, char **bases, Fill *fills, int64_t fill_count, Room *room);
+
+/* _native_program.c */
+size_t local_bytes(const Program *program);
+int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, char **bases, char *local,
+                     int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
-void choose_loops(void);
+int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
+const char *chosen_loops(void);
 void set_products(void *single);
 int has_products(void);
+
+/* _native_threads.c */
+typedef void (*Part)(void *job, int64_t thread, int64_t threads);
+void set_threads(void *parallel, void *number, void *count, void *library_threads);
+int64_t usable_threads(int64_t threads);
+void in_parallel(int64_t threads, Part part, void *job);
+int products_alone(int64_t threads);
+void products_as_before(int before);
 
 static inline size_t aligned(size_t bytes)
 {
@@ -71,6 +110,12 @@ static inline size_t aligned(size_t bytes)
 static inline int64_t rows_of(int64_t per_row, int64_t rest, int64_t n)
 {
     return per_row * n + rest;
+}
+
+#define GRAIN 32768 /* additions in the cache that take several times as long as to begin and end on two threads */
+static inline int worth_threads(int64_t cost, int64_t threads)
+{
+    return threads > 1 && cost / GRAIN >= threads / 2;
 }
 
 #define POINTWISE 32

@@ -171,6 +171,7 @@ static void LOOP(log_softmax_backward)(float *out, const float *g, const float *
 
 /* In the order of the codes in _native.c. */
 static const Loops LOOP(loops) = {
+    LEVEL,
     {
         LOOP(copy), LOOP(neg), LOOP(abs), LOOP(sigmoid), LOOP(tanh), LOOP(relu), LOOP(exp), LOOP(log),
         LOOP(sqrt), LOOP(rsqrt), LOOP(reciprocal), LOOP(add), LOOP(mul), LOOP(div), LOOP(sigmoid_backward),

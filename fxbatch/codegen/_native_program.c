@@ -1,9 +1,12 @@
-/* Running one program: instructions on rows, pointwise ones fused in blocks that stay in the first cache. */
+/* Running instructions on rows: pointwise ones fused in blocks that stay in the first cache, products and what sums
+   over rows on several threads, each with columns or rows of the result for itself, so that nothing is added in another
+   order. */
 
 #include "_native.h"
 
 typedef void (*Loop)(void *, const void *, const void *, const void *, int64_t, double);
 typedef struct {
+    const char *level;
     Loop pointwise[POINTWISE];
     void (*accumulate)(float *, const float *, int64_t);
     void (*sum_rows)(float *, const float *, int64_t, int64_t, int64_t);
@@ -11,38 +14,56 @@ typedef struct {
     void (*log_softmax_backward)(float *, const float *, const float *, int64_t, int);
 } Loops;
 
+#define LEVEL "plain"
 #define LOOP(name) plain_##name
 #include "_native_loops.h"
 #undef LOOP
+#undef LEVEL
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define DISPATCHED
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
+#define LEVEL "avx2"
 #define LOOP(name) avx2_##name
 #include "_native_loops.h"
 #undef LOOP
+#undef LEVEL
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
+#define LEVEL "avx512"
 #define LOOP(name) avx512_##name
 #include "_native_loops.h"
 #undef LOOP
+#undef LEVEL
 #pragma GCC pop_options
 #endif
 
 static const Loops *loops = &plain_loops;
 
-void choose_loops(void)
+int choose_loops(const char *level)
 {
+    const Loops *levels[3] = {&plain_loops, NULL, NULL};
 #ifdef DISPATCHED
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        levels[1] = &avx2_loops;
+    if (levels[1] && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
-        loops = &avx512_loops;
-    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        loops = &avx2_loops;
+        levels[2] = &avx512_loops;
 #endif
+    for (int k = 2; k >= 0; k--)
+        if (levels[k] && (!*level || !strcmp(level, levels[k]->level))) {
+            loops = levels[k];
+            return 0;
+        }
+    return -1;
+}
+
+const char *chosen_loops(void)
+{
+    return loops->level;
 }
 
 /* sgemm_ of BLAS, Fortran's calling convention, 32-bit integers. */
@@ -111,8 +132,8 @@ static int64_t block_rows(const Program *p, int64_t first, int64_t last)
     return rows < 1 ? 1 : rows;
 }
 
-/* Bytes of the intermediates that live in one block only, and of three operands spread out. */
-static size_t local_bytes(const Program *p)
+/* Bytes of three operands spread out, and of the intermediates that live in one fused block only. */
+size_t local_bytes(const Program *p)
 {
     size_t most = 0;
     for (int64_t i = 0; i < p->length;) {
@@ -128,16 +149,7 @@ static size_t local_bytes(const Program *p)
         most = bytes > most ? bytes : most;
         i = last;
     }
-    return most;
-}
-
-size_t room_needed(const Program *p, int64_t n)
-{
-    size_t bytes = 3 * SPREAD * 8 + local_bytes(p);
-    for (int64_t b = 0; b < p->base_count; b++)
-        if (p->bases[b].kind == OWN)
-            bytes += aligned((size_t)(rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes));
-    return bytes;
+    return 3 * SPREAD * 8 + most;
 }
 
 static void spread(char *to, const char *number, int bytes, int64_t count)
@@ -206,35 +218,118 @@ static void run_pointwise(const Program *p, const Instruction *x, char **bases, 
 
 static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, char **bases, char *spare)
 {
-    int64_t rows = rows_of(p->code[first].per_row, p->code[first].rest, n);
-    int64_t block = block_rows(p, first, last);
+    int64_t rows = rows_of(p->code[first].per_row, p->code[first].rest, n), block = block_rows(p, first, last);
+    char *local = spare + 3 * SPREAD * 8;
+    for (int64_t b = 0; b < p->base_count; b++)
+        if (p->bases[b].kind == LOCAL) {
+            bases[b] = local;
+            local += aligned((size_t)(p->bases[b].row_bytes * block));
+        }
     for (int64_t from = 0; from < rows; from += block)
         for (int64_t i = first; i < last; i++)
             run_pointwise(p, &p->code[i], bases, from, rows - from < block ? rows - from : block, spare);
 }
 
+/* Something over columns or rows of a result, of which each thread takes a piece: a multiple of 16, as long as a line
+   of the cache, and no less than 16 rows, below which libraries add up in another order. */
+typedef struct {
+    const Instruction *x;
+    char **at;
+    int64_t rows, depth, items;
+    int bad;
+} Pieces;
+
+static int64_t piece_start(int64_t items, int64_t thread, int64_t threads)
+{
+    return thread == threads ? items : items / 16 * thread / threads * 16;
+}
+
 /* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. */
-static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t depth)
+static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t width,
+                    int64_t depth)
 {
     int ta = x->in[0].inner != 1, tb = x->in[1].inner != 1;
-    int m = (int)x->width, n = (int)rows, k = (int)depth, ldo = (int)x->out.stride;
+    int m = (int)width, n = (int)rows, k = (int)depth, ldo = (int)x->out.stride;
     int lda = (int)(ta ? x->in[0].inner : x->in[0].stride), ldb = (int)(tb ? x->in[1].inner : x->in[1].stride);
     float one = 1.0f, rest = x->flag ? 1.0f : 0.0f;
     int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
     lda = lda < least_a ? least_a : lda;
     ldb = ldb < least_b ? least_b : ldb;
     ldo = ldo < m ? m : ldo;
-    sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, b, &ldb, a, &lda, &rest, out, &ldo);
+    if (m && n)
+        sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, b, &ldb, a, &lda, &rest, out, &ldo);
+}
+
+static void product_piece(void *job, int64_t thread, int64_t threads)
+{
+    const Pieces *p = job;
+    const Instruction *x = p->x;
+    int64_t first = piece_start(p->items, thread, threads), count = piece_start(p->items, thread + 1, threads) - first;
+    float *out = (float *)p->at[0];
+    const float *a = (const float *)p->at[1], *b = (const float *)p->at[2];
+    if (p->items == x->width)
+        product(x, out + first, a, b + first * x->in[1].inner, p->rows, count, p->depth);
+    else
+        product(x, out + first * x->out.stride, a + first * x->in[0].stride, b, count, x->width, p->depth);
+}
+
+static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t threads)
+{
+    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0};
+    if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= 16 * threads)
+        in_parallel(threads, product_piece, &job);
+    else
+        product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth);
+}
+
+static void sum_piece(void *job, int64_t thread, int64_t threads)
+{
+    const Pieces *p = job;
+    int64_t first = piece_start(p->items, thread, threads), last = piece_start(p->items, thread + 1, threads);
+    loops->sum_rows((float *)p->at[0] + first, (const float *)p->at[1] + first, p->x->in[0].stride, p->rows, last - first);
+}
+
+/* Columns of the gradient of a table: each thread adds all rows, in their order. */
+static void table_piece(void *job, int64_t thread, int64_t threads)
+{
+    Pieces *p = job;
+    const Instruction *x = p->x;
+    int64_t first = piece_start(x->width, thread, threads), count = piece_start(x->width, thread + 1, threads) - first;
+    const int64_t *index = (const int64_t *)p->at[2];
+    for (int64_t r = 0; r < p->rows && count; r++) {
+        int64_t i = index[r * x->in[1].stride];
+        if ((uint64_t)i >= (uint64_t)x->depth_rest) {
+            __atomic_store_n(&p->bad, 1, __ATOMIC_RELAXED);
+            return;
+        }
+        if (i != x->flag)
+            loops->accumulate((float *)p->at[0] + i * x->out.stride + first,
+                              (const float *)p->at[1] + r * x->in[0].stride + first, count);
+    }
+}
+
+static void zero_piece(void *job, int64_t thread, int64_t threads)
+{
+    const Pieces *p = job;
+    const Instruction *x = p->x;
+    int64_t first = p->items * thread / threads, last = p->items * (thread + 1) / threads, stride = x->out.stride;
+    float *out = (float *)p->at[0];
+    if (stride == x->width)
+        memset(out + first * stride, 0, (size_t)((last - first) * stride) * 4);
+    else
+        for (int64_t r = first; r < last; r++)
+            memset(out + r * stride, 0, (size_t)x->width * 4);
 }
 
 /* What is neither pointwise nor a product; 1 where an index is out of range. */
-static int run_rows(const Instruction *x, char **at, int64_t rows)
+static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threads)
 {
     const int64_t so = x->out.stride, sa = x->in[0].stride, sb = x->in[1].stride, sc = x->in[2].stride;
     const int64_t width = x->width, most = x->depth_rest;
     float *out = (float *)at[0];
     const float *a = (const float *)at[1], *c = (const float *)at[3];
     const int64_t *index = (const int64_t *)at[2];
+    Pieces job = {x, at, rows, 0, width, 0};
     switch (x->code) {
     case LOOKUP:
         for (int64_t r = 0; r < rows; r++) {
@@ -244,7 +339,7 @@ static int run_rows(const Instruction *x, char **at, int64_t rows)
         }
         return 0;
     case SUM_ROWS:
-        loops->sum_rows(out, a, sa, rows, width);
+        in_parallel(worth_threads(rows * width, threads) ? threads : 1, sum_piece, &job);
         return 0;
     case SUM_LAST:
         for (int64_t r = 0; r < rows; r++) {
@@ -276,40 +371,23 @@ static int run_rows(const Instruction *x, char **at, int64_t rows)
             }
         return 0;
     case TABLE_GRADIENT:
-        for (int64_t r = 0; r < (so == width ? 1 : most); r++)
-            memset(out + r * so, 0, (size_t)(so == width ? most * width : width) * 4);
-        for (int64_t r = 0; r < rows; r++) {
-            if ((uint64_t)index[r * sb] >= (uint64_t)most)
-                return 1;
-            if (index[r * sb] != x->flag)
-                loops->accumulate(out + index[r * sb] * so, a + r * sa, width);
-        }
-        return 0;
+        job.items = most;
+        in_parallel(worth_threads(most * width, threads) ? threads : 1, zero_piece, &job);
+        in_parallel(worth_threads(rows * width, threads) ? threads : 1, table_piece, &job);
+        return job.bad;
     }
     return 1;
 }
 
-int run_program(const Program *p, int64_t n, char **bases, char *own)
+int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, char **bases, char *local,
+                     int64_t threads)
 {
-    char *spare = own;
-    own += 3 * SPREAD * 8;
-    for (int64_t b = 0; b < p->base_count; b++)
-        if (p->bases[b].kind == OWN) {
-            bases[b] = own;
-            own += aligned((size_t)(rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes));
-        }
-    for (int64_t i = 0; i < p->length;) {
+    for (int64_t i = first; i < last;) {
         const Instruction *x = &p->code[i];
         if (x->group >= 0) {
-            int64_t last = group_end(p, i), rows = block_rows(p, i, last);
-            char *local = own;
-            for (int64_t b = 0; b < p->base_count; b++)
-                if (p->bases[b].kind == LOCAL) {
-                    bases[b] = local;
-                    local += aligned((size_t)(p->bases[b].row_bytes * rows));
-                }
-            run_group(p, i, last, n, bases, spare);
-            i = last;
+            int64_t end = group_end(p, i);
+            run_group(p, i, end, n, bases, local);
+            i = end;
             continue;
         }
         const Operand *operands = &x->out;
@@ -322,9 +400,8 @@ int run_program(const Program *p, int64_t n, char **bases, char *own)
         if (x->code == PRODUCT && !sgemm)
             return 1;
         if (x->code == PRODUCT)
-            product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows,
-                    rows_of(x->depth_per_row, x->depth_rest, n));
-        else if (run_rows(x, at, rows))
+            run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), threads);
+        else if (run_rows(x, at, rows, threads))
             return 1;
         i++;
     }

@@ -116,44 +116,22 @@ static int read_in_place(const Steps *s, int64_t k, int64_t i)
     return (int)s->at[POINTERS][3 * (s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i) + 2];
 }
 
-static int gather_rows(char *to, const char *from, int64_t bytes, int64_t row_bytes, const int64_t *index, int64_t count)
-{
-    int64_t rows = bytes / row_bytes;
-    for (int64_t i = 0; i < count; i++)
-        if ((uint64_t)index[i] >= (uint64_t)rows)
-            return 1;
-    if (row_bytes == 8)
-        for (int64_t i = 0; i < count; i++)
-            memcpy(to + i * 8, from + index[i] * 8, 8);
-    else
-        for (int64_t i = 0; i < count; i++)
-            memcpy(to + i * row_bytes, from + index[i] * row_bytes, (size_t)row_bytes);
-    return 0;
-}
-
-/* The rows of gather g, read into `to` where they aren't together; NULL where something is out of range. */
-static char *read_gather(const Steps *s, int64_t g, int64_t rows, int64_t row_bytes, char *to, int copied)
+/* Where gather g's rows are, or NULL and a fill that puts them together; 1 where something is out of range. */
+static int find_gather(const Steps *s, int64_t g, int64_t rows, int copied, char **found, Fill *fill)
 {
     int64_t kind = s->at[GATHER_KIND][g], start = s->at[GATHER_START][g], a = s->at[GATHER_ARENA][g];
-    if (kind == INDEX) {
-        int64_t at = s->index_of_gather[g];
-        char *from = arena_rows(s, ARENAS, a, 0, 0, row_bytes);
-        if (!from || !to || s->at[GATHER_ROWS][g] != rows || at + rows > s->length[INDICES] ||
-            gather_rows(to, from, s->at[ARENAS][3 * a + 1], row_bytes, s->at[INDICES] + at, rows))
-            return NULL;
-        return to;
-    }
-    char *from = arena_rows(s, ARENAS, a, start, kind == VIEW ? rows : 1, row_bytes);
-    if (!from || (kind == VIEW && !copied))
-        return from;
-    if (!to)
-        return NULL;
-    if (kind == VIEW)
-        memcpy(to, from, (size_t)(rows * row_bytes));
-    else
-        for (int64_t r = 0; r < rows; r++)
-            memcpy(to + r * row_bytes, from, (size_t)row_bytes);
-    return to;
+    int64_t there = kind == VIEW ? rows : kind == INDEX ? 0 : 1;
+    char *from = arena_rows(s, ARENAS, a, kind == INDEX ? 0 : start, there, fill->row_bytes);
+    if (!from)
+        return 1;
+    *found = kind == VIEW && !copied ? from : NULL;
+    fill->from = from;
+    fill->kind = kind == VIEW ? COPY_ROWS : kind == INDEX ? INDEX_ROWS : REPEAT_ROW;
+    if (kind != INDEX)
+        return 0;
+    fill->rows = s->at[ARENAS][3 * a + 1] / fill->row_bytes;
+    fill->index = s->at[INDICES] + s->index_of_gather[g];
+    return s->at[GATHER_ROWS][g] != rows || s->index_of_gather[g] + rows > s->length[INDICES];
 }
 
 /* The program of step k, NULL where Python has to run it. */
@@ -165,15 +143,6 @@ static const Program *program_of(const Steps *s, int64_t k)
     return (const Program *)s->programs[signature];
 }
 
-/* Bytes for the inputs of a step that have to be put together, and for its program. */
-static size_t step_needs(const Program *p, int64_t n)
-{
-    size_t bytes = room_needed(p, n);
-    for (int64_t i = 0; i < p->source_count; i++)
-        bytes += aligned((size_t)(n * p->bases[i].row_bytes));
-    return bytes;
-}
-
 static int run_forward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
@@ -182,13 +151,13 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
     int64_t gather = s->at[FIRST_GATHER][k], block = s->at[FIRST_BLOCK][k];
     int64_t blocks = s->at[FIRST_BLOCK][k + 1] - block;
     char *bases[MOST_BASES];
-    if (gather + p->source_count > s->length[GATHER_KIND] || room_reserve(s->room, step_needs(p, n)))
+    Fill fills[MOST_BASES];
+    int64_t fill_count = 0;
+    if (gather + p->source_count > s->length[GATHER_KIND])
         return 1;
-    char *own = (char *)aligned((size_t)s->room->memory);
     for (int64_t i = 0; i < p->source_count; i++) {
         const Source *source = &p->sources[i];
-        int64_t row_bytes = p->bases[i].row_bytes / source->size;
-        char *to = own;
+        char *to = NULL;
         int copied = 0;
         if (source->kept >= 0) {
             to = source->kept < kept ? pointer_rows(s, k, 1 + source->kept, offset, n, p->bases[i].row_bytes) : NULL;
@@ -199,11 +168,13 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
                     return 1;
                 continue;
             }
-        } else
-            own += aligned((size_t)(n * p->bases[i].row_bytes));
-        bases[i] = read_gather(s, gather + i, n * source->size, row_bytes, to, copied);
-        if (!bases[i])
+            if (!to)
+                return 1;
+        }
+        fills[fill_count] = (Fill){.base = i, .size = source->size, .row_bytes = p->bases[i].row_bytes / source->size, .to = to};
+        if (find_gather(s, gather + i, n * source->size, copied, &bases[i], &fills[fill_count]))
             return 1;
+        fill_count += !bases[i];
     }
     for (int64_t i = 0; i < p->outputs; i++) { /* blocks in arenas, then what is saved */
         int64_t base = p->inputs + i, row_bytes = p->bases[base].row_bytes;
@@ -221,60 +192,57 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[b])
             return 1;
     }
-    return run_program(p, n, bases, own);
+    return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
-/* The gradient of read i, n rows of it; NULL where something is out of range. */
-static char *read_gradient(const Steps *s, int64_t i, int64_t n, int64_t row_bytes, char *to)
+/* Where the gradient of read i is, or NULL and a fill that puts it together; 1 where something is out of range. */
+static int find_gradient(const Steps *s, int64_t i, int64_t n, char **found, Fill *fill)
 {
     int64_t kind = s->at[KIND][i], start = s->at[START][i], stop = s->at[STOP][i], a = s->at[READ_ARENA][i];
+    *found = NULL;
+    fill->kind = ZEROS;
     if (kind == NOTHING)
-        return memset(to, 0, (size_t)(n * row_bytes));
-    if (kind == READ_VIEW)
-        return stop - start == n ? arena_rows(s, GRADIENTS, a, start, n, row_bytes) : NULL;
-    char *from = arena_rows(s, GRADIENTS, a, 0, 0, row_bytes);
-    if (!from || start < 0 || stop < start || stop > s->length[GRADIENT_INDICES])
-        return NULL;
-    const int64_t *index = s->at[GRADIENT_INDICES] + start;
-    int64_t bytes = s->at[GRADIENTS][3 * a + 1], count = stop - start;
-    if (kind == READ_INDEX)
-        return count == n && !gather_rows(to, from, bytes, row_bytes, index, n) ? to : NULL;
-    int64_t bag = s->at[BAG][i], rows = bytes / row_bytes, width = row_bytes / 4;
-    if (bag < 0 || bag + n > s->length[BAGS] || row_bytes % 4)
-        return NULL;
-    const int64_t *bags = s->at[BAGS] + bag;
-    for (int64_t b = 0; b < n; b++) {
-        int64_t first = bags[b], last = b + 1 < n ? bags[b + 1] : count;
-        float *sum = (float *)(to + b * row_bytes);
-        if (first < 0 || last > count || first > last)
-            return NULL;
-        memset(sum, 0, (size_t)row_bytes);
-        for (int64_t j = first; j < last; j++) {
-            if ((uint64_t)index[j] >= (uint64_t)rows)
-                return NULL;
-            accumulate(sum, (const float *)(from + index[j] * row_bytes), width);
-        }
+        return 0;
+    if (kind == READ_VIEW) {
+        *found = stop - start == n ? arena_rows(s, GRADIENTS, a, start, n, fill->row_bytes) : NULL;
+        return !*found;
     }
-    return to;
+    fill->from = arena_rows(s, GRADIENTS, a, 0, 0, fill->row_bytes);
+    if (!fill->from || start < 0 || stop < start || stop > s->length[GRADIENT_INDICES])
+        return 1;
+    fill->kind = kind == READ_INDEX ? INDEX_ROWS : SUM_BAGS;
+    fill->rows = s->at[GRADIENTS][3 * a + 1] / fill->row_bytes;
+    fill->index = s->at[GRADIENT_INDICES] + start;
+    fill->count = stop - start;
+    if (kind == READ_INDEX)
+        return fill->count != n;
+    int64_t bag = s->at[BAG][i];
+    if (bag < 0 || bag + n > s->length[BAGS] || fill->row_bytes % 4)
+        return 1;
+    fill->bags = s->at[BAGS] + bag;
+    fill->bag_count = n;
+    return 0;
 }
 
-static char *find_source(const Steps *s, const Source *source, int64_t k, int64_t kept, int64_t row_bytes, char *to)
+/* The same of an input that forward kept, made or read. */
+static int find_source(const Steps *s, const Source *source, int64_t k, int64_t kept, int64_t row_bytes, char **found,
+                       Fill *fill)
 {
-    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
+    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], g = s->at[FIRST_GATHER][k] + source->index;
     if (source->kind == RESULT) {
         int64_t block = s->at[FIRST_BLOCK][k] + source->index;
         if (block >= s->at[FIRST_BLOCK][k + 1])
-            return NULL;
-        return arena_rows(s, ARENAS, s->at[BLOCK_ARENA][block], s->at[BLOCK_START][block], n, row_bytes);
-    }
-    if (source->kind == SAVED)
-        return pointer_rows(s, k, kept + source->index, offset, n, row_bytes);
-    int64_t g = s->at[FIRST_GATHER][k] + source->index;
-    if (g >= s->at[FIRST_GATHER][k + 1])
-        return NULL;
-    if (source->copied || s->at[GATHER_KIND][g] == INDEX)
-        return source->kept >= 0 ? pointer_rows(s, k, 1 + source->kept, offset, n, row_bytes) : NULL;
-    return read_gather(s, g, n * source->size, row_bytes / source->size, to, 0);
+            return 1;
+        *found = arena_rows(s, ARENAS, s->at[BLOCK_ARENA][block], s->at[BLOCK_START][block], n, row_bytes);
+    } else if (source->kind == SAVED)
+        *found = pointer_rows(s, k, kept + source->index, offset, n, row_bytes);
+    else if (g >= s->at[FIRST_GATHER][k + 1])
+        return 1;
+    else if (source->copied || s->at[GATHER_KIND][g] == INDEX)
+        *found = source->kept >= 0 ? pointer_rows(s, k, 1 + source->kept, offset, n, row_bytes) : NULL;
+    else
+        return find_gather(s, g, n * source->size, 0, found, fill);
+    return !*found;
 }
 
 static int run_backward_step(const Steps *s, const Program *p, int64_t k)
@@ -304,16 +272,18 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
             memset(bases[b], 0, (size_t)(n * p->bases[b].row_bytes));
         return 0;
     }
-    if (reads > p->source_count || room_reserve(s->room, step_needs(p, n)))
+    if (reads > p->source_count)
         return 1;
-    char *own = (char *)aligned((size_t)s->room->memory);
+    Fill fills[MOST_BASES];
+    int64_t fill_count = 0;
     for (int64_t i = 0; i < p->source_count; i++) {
-        int64_t row_bytes = p->bases[i].row_bytes;
-        bases[i] = i < reads ? read_gradient(s, read + i, n, row_bytes, own)
-                             : find_source(s, &p->sources[i], k, 1 + kept, row_bytes, own);
-        if (!bases[i])
+        int64_t size = p->sources[i].size, row_bytes = p->bases[i].row_bytes;
+        Fill *fill = &fills[fill_count];
+        *fill = (Fill){.base = i, .size = size, .row_bytes = row_bytes / size};
+        if (i < reads ? find_gradient(s, read + i, n, &bases[i], fill)
+                      : find_source(s, &p->sources[i], k, 1 + kept, row_bytes, &bases[i], fill))
             return 1;
-        own += aligned((size_t)(n * row_bytes));
+        fill_count += !bases[i];
     }
     for (int64_t b = p->source_count, number = shared; b < p->inputs + p->outputs + p->fixed; b++) {
         if (b >= p->inputs && b < p->inputs + p->outputs)
@@ -322,7 +292,7 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[b])
             return 1;
     }
-    return run_program(p, n, bases, own);
+    return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
 static int take_arguments(Steps *s, PyObject *args, int count, long long *first, long long *last)

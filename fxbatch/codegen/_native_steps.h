@@ -5,7 +5,6 @@
 
 #include "_native.h"
 
-#define MOST_BASES 192
 enum { GROUP, RESULT, SAVED };          /* where backward finds an input */
 enum { VIEW, BROADCAST, INDEX };        /* gathers, as in ir.py */
 enum { NOTHING, READ_VIEW, READ_INDEX, READ_SUM }; /* reads of gradients, as in passes/plan_gradients.py */

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fxbatch.torch_private import product_address
+from fxbatch.torch_private import product_address, thread_addresses
 
 extension: Any
 try:
@@ -18,6 +18,7 @@ except ImportError:  # no compiler when the project was installed
     extension = None
 if extension is not None:
     extension.set_products(product_address())
+    extension.set_threads(*thread_addresses())
 
 
 def available() -> str:

@@ -88,9 +88,10 @@ class Workspace:
             table.clear()
 
     def native_room(self) -> Any:
-        """Where native programs of this thread write their intermediates."""
+        """Where native programs of this thread write their intermediates, and on how many threads they run: torch's."""
         if self._room is None:
             self._room = extension.Room()
+        self._room.threads = torch.get_num_threads()
         return self._room
 
     def clear(self) -> None:

@@ -71,6 +71,27 @@ def test_as_one_by_one(made: nn.Module, instances: list[Any]) -> None:
             check_equal(changed, instances, gradients=False)
 
 
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_extension
+def test_the_same_on_any_number_of_threads(several_threads: None) -> None:
+    made = M.with_options(M.TreeLSTM(size=100, hidden=120), native=True)
+    instances = M.trees(5, [3, 9, 14, 20] * 20)
+    torch.set_num_threads(1)
+    wanted = run(made, [instances])
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        found = run(made, [instances])
+        assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # type: ignore[arg-type]
+    check_equal(made, instances)
+
+
 @needs_extension
 @each
 def test_as_python_kernels(made: nn.Module, instances: list[Any], stretches: list[tuple[str, int]]) -> None:
@@ -222,9 +243,11 @@ def test_gradients_reach_values_with_several_readers() -> None:
     check_equal(model(forward, {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, fuse=False), vectors(4, 4, 4))
 
 
-def test_two_threads_at_once() -> None:
+@pytest.mark.parametrize("of_torch", (1, 2))
+def test_two_threads_at_once(of_torch: int, several_threads: None) -> None:
+    torch.set_num_threads(of_torch)
     made = M.with_options(M.TreeLSTM(size=40, hidden=50), native=True)
-    batches = [M.trees(seed, [5, 9, 14]) for seed in range(6)]
+    batches = [M.trees(seed, [5, 9, 14] * (3 * of_torch)) for seed in range(6)]
     with fxbatch.disabled():
         wanted = [made(batch) for batch in batches]
     failed: list[str] = []
