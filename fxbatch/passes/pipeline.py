@@ -27,6 +27,7 @@ from fxbatch.passes.insert_cats import insert_cats
 from fxbatch.passes.insert_gathers import insert_gathers
 from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
 from fxbatch.passes.split import Splitter
+from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_batched_graph, verify_program
 
 ProgramPass = Callable[[Program], Program]
@@ -34,6 +35,11 @@ ProgramPass = Callable[[Program], Program]
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("eliminate_dead", lambda: eliminate_dead, "first: what nobody needs costs all others time"),
+    (
+        "unstack_sums",
+        Unstacker,
+        "before split and fuse: what it makes batches, and may be part of what they see",
+    ),
     ("split", Splitter, "before fuse: what it hoists may be fused with what makes the input"),
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),

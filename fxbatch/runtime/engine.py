@@ -70,7 +70,7 @@ class Engine:
         self._wanted: ContentCache[Wanted] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
-        chosen = ["eliminate_dead"] + [x for x in ("split", "fuse") if getattr(options, x)]
+        chosen = ["eliminate_dead", "unstack_sums"] + [x for x in ("split", "fuse") if getattr(options, x)]
         chosen += deduplication(options)
         self.rewrites = Pipeline(chosen, verify=options.verify)
         self.compile_options = CompileOptions.of(options.compile, options.compile_options)

@@ -47,7 +47,8 @@ def test_the_result_of_a_pass_is_verified_and_the_pass_named() -> None:
 
 def test_unknown_passes_list_the_known() -> None:
     with pytest.raises(
-        OptionError, match="unknown pass 'fusee'; known are eliminate_dead, split, fuse, deduplicate"
+        OptionError,
+        match="unknown pass 'fusee'; known are eliminate_dead, unstack_sums, split, fuse, deduplicate",
     ):
         Pipeline({"fusee"})
 
