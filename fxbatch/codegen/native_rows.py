@@ -176,7 +176,7 @@ def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int)
 
 def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     """mean over dimensions that don't depend on the rows: the sum over how many there are."""
-    dims = shape(node.args[0])  # type: ignore[arg-type]  # a mean has a tensor
+    dims = shape(node.args[0])
     given: Any = node.args[1] if len(node.args) > 1 else None
     over = {_position(d, dims) for d in (given or range(len(dims)))}
     _need(all(dims[d][0] == 0 for d in over), "a mean over rows")

@@ -181,4 +181,4 @@ def _turn_after(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         elif not isinstance(x, (bool, int, float)):
             return None
         args.append(x)
-    return _permute(graph, add_call(graph, node.target, tuple(args)), _TURNED)  # type: ignore[arg-type]
+    return _permute(graph, add_call(graph, node.target, tuple(args)), _TURNED)
