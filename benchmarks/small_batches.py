@@ -4,8 +4,8 @@
 
 Ways: the loop; fxbatch with emitted Python kernels (`native=False`); as it is, native; with traces made before;
 compiled, compiled with the C++ wrapper; the unrolled module of that one tree, as it is and as one compiled graph (both
-run that tree only); and one compiled `while_loop` over the tree's nodes with the plan as data (inference only; any tree
-of up to as many nodes).
+run that tree only); and one compiled `while_loop` over the nodes with the plan as data (any tree of up to as many
+nodes; where torch differentiates it, in training too).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxbatch
 from benchmarks.models import Node, TreeLSTM, gated, losses_once, random_trees
@@ -43,19 +43,21 @@ def model_of(hidden: int, words: int = 1000, **options: Any) -> TreeLSTM:
     return Model(words, embedding=300, hidden=hidden)
 
 
-def plan_as_data(tree: Node) -> tuple[Tensor, Tensor]:
-    """Words `[leaves]`, and the children `[inner nodes, 2]` of each inner node: leaves come first."""
+def plan_as_data(tree: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """Words `[leaves]`, the children `[inner nodes, 2]` of each inner node, labels `[nodes]`: leaves come first."""
     nodes = list(tree.postorder())
     leaves = [x for x in nodes if x.left is None]
-    places = {id(x): i for i, x in enumerate(leaves + [x for x in nodes if x.left is not None])}
+    ordered = leaves + [x for x in nodes if x.left is not None]
+    places = {id(x): i for i, x in enumerate(ordered)}
     pairs = [[places[id(x.left)], places[id(x.right)]] for x in nodes if x.left is not None]
-    return torch.stack([x.word for x in leaves if x.word is not None]), torch.tensor(pairs)
+    words = torch.stack([x.word for x in leaves if x.word is not None])
+    return words, torch.tensor(pairs), torch.stack([x.label for x in ordered])
 
 
-def looping(model: TreeLSTM) -> Callable[[Tensor, Tensor], Tensor]:
-    """The whole tree as one graph: a while_loop whose body composes one inner node."""
+def looping(model: TreeLSTM, *, training: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The whole tree as one graph: a while_loop whose body composes one inner node. Losses of all nodes, or scores."""
 
-    def run(words: Tensor, pairs: Tensor) -> Tensor:
+    def run(words: Tensor, pairs: Tensor, labels: Tensor) -> Tensor:
         h, c = model.leaf(model.embed(words))
         rows = torch.zeros(pairs.shape[0], h.shape[1])
         weight, bias = model.cell.gates.weight, model.cell.gates.bias
@@ -73,9 +75,18 @@ def looping(model: TreeLSTM) -> Callable[[Tensor, Tensor], Tensor]:
 
         start = torch.zeros(1, dtype=torch.int64)
         _, h, _ = while_loop(more, step, (start, torch.cat([h, rows]), torch.cat([c, rows])))
+        if training:
+            return nn.functional.cross_entropy(model.out(h), labels, reduction="none")
         return model.out(h[-1:])
 
     return torch.compile(run, fullgraph=True)
+
+
+def compare_gradients(model: TreeLSTM, found: Tensor, wanted: Tensor) -> None:
+    leaves = list(model.parameters())
+    ours, theirs = (torch.autograd.grad(x.sum(), leaves) for x in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def traced(method: Callable[..., Any], trees: Sequence[Node]) -> list[list[Any]]:
@@ -120,11 +131,18 @@ def ways_of(trees: Sequence[Node], hidden: int, *, training: bool) -> dict[str, 
     total = lambda found: torch.stack([x.sum() for x in found]).sum()  # noqa: E731
     add("unrolled (one tree)", lambda k: total(module(*arguments)), plain)
     add("unrolled, one compiled graph (one tree)", lambda k: total(one_graph(*arguments)), plain)
-    if not training:
-        loop, plans = looping(plain), [plan_as_data(tree) for tree in trees]
-        with torch.no_grad():
-            torch.testing.assert_close(loop(*plans[1]), plain([trees[1]]), rtol=1e-4, atol=1e-5)
-        add("while_loop, plan as data", lambda k: loop(*plans[k]), plain)
+    loop, plans = looping(plain, training=training), [plan_as_data(tree) for tree in trees]
+    with torch.set_grad_enabled(training):
+        wanted = plain.loss([trees[1]]) if training else plain([trees[1]])
+        try:
+            found = loop(*plans[1])
+            torch.testing.assert_close(found.sum(), wanted.sum(), rtol=1e-4, atol=1e-4)
+            if training:
+                compare_gradients(plain, found, wanted)
+        except RuntimeError as error:  # torch that can't differentiate it
+            print(f"while_loop, {'training' if training else 'inference'}: {str(error).splitlines()[0]}")
+        else:
+            add("while_loop, plan as data", lambda k: loop(*plans[k]), plain)
     return ways
 
 

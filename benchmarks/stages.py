@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -38,27 +38,29 @@ NAMES = tuple(dict.fromkeys(name for name, _, _ in STAGES))
 
 
 @contextlib.contextmanager
-def stage_times() -> Iterator[dict[str, float]]:
+def stage_times(
+    stages: Sequence[tuple[str, Any, str]] = STAGES, now: Callable[[], float] = time.perf_counter
+) -> Iterator[dict[str, float]]:
     """Seconds by stage of everything that runs within, in this thread; complete when it ends."""
-    seconds = dict.fromkeys(NAMES, 0.0)
+    seconds = dict.fromkeys((name for name, _, _ in stages), 0.0)
     inner = [0.0]  # seconds of stages inside the one that runs
 
     def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             inner.append(0.0)
-            start = time.perf_counter()
+            start = now()
             try:
                 return method(*args, **kwargs)
             finally:
-                took = time.perf_counter() - start
+                took = now() - start
                 seconds[name] += took - inner.pop()
                 inner[-1] += took
 
         return run
 
     with contextlib.ExitStack() as stack:
-        for name, owner, method in STAGES:
+        for name, owner, method in stages:
             stack.enter_context(mock.patch.object(owner, method, timed(name, getattr(owner, method))))
         yield seconds
 

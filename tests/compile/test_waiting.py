@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import fxbatch
-from benchmarks import gpu
+from benchmarks import compiled_steps, gpu
 from fxbatch.ir import INDEX
-from fxbatch.runtime import backward, constants, forward, run
+from fxbatch.runtime import constants, forward, places, run
 from fxbatch.runtime.constants import stack_distinct
 from fxbatch.runtime.devices import count_waits, host_numbers, move, to_device
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
@@ -80,7 +80,7 @@ def test_a_read_of_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_to_the_device_do_not_grow_with_the_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All indices of a phase in one copy, those of its backward and the bags in two, one more a request."""
     copies: Counter[str] = Counter()
-    for module in (forward, backward, run, constants):
+    for module in (forward, places, run, constants):
         name = module.__name__.rpartition(".")[2]
 
         def counted(array: np.ndarray, device: torch.device, name: str = name) -> torch.Tensor:
@@ -94,9 +94,7 @@ def test_copies_to_the_device_do_not_grow_with_the_steps(count: int, monkeypatch
     assert (plan.gather_kind == INDEX).sum() > 2, "several gathers have indices"
     copies.clear()
     minibatch().sum().backward()
-    assert (
-        copies["forward"] == 1 and copies["backward"] == 2 and copies["run"] <= 1 and not copies["constants"]
-    )
+    assert copies["forward"] == 1 and copies["places"] == 2 and copies["run"] <= 1 and not copies["constants"]
 
 
 def test_copies_are_pinned_and_nobody_waits_for_them() -> None:
@@ -197,14 +195,29 @@ def test_gradients_are_deterministic_on_cuda() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def make_treebank(folder: Path) -> None:
+    (folder / "sst").mkdir()
+    for part in ("train", "dev", "test"):
+        trees = "(3 (2 It) (4 works))\n(1 (2 It) (1 (2 never) (1 fails)))\n"
+        (folder / "sst" / f"{part}.txt").write_text(trees * 2)
+
+
+def test_the_steps_script_says_where_a_step_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_treebank(tmp_path)
+    compiled_steps.main(
+        ["--hidden", "8", "--batch", "2", "--batches", "2", "--ways", "native", "--data", str(tmp_path)]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("parts of a native training step")
+    parts = {line[2:28].strip(): float(line[28:].split()[0]) for line in lines[start + 1 :]}
+    assert list(parts) == [*dict.fromkeys(name for name, _, _ in compiled_steps.PARTS), "the rest"]
+    assert all(ms > 0 for ms in parts.values()), "each part is met, and counts without those inside it"
+
+
 def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "sst"
-    folder.mkdir()
-    for part in ("train", "dev", "test"):
-        trees = "(3 (2 It) (4 works))\n(1 (2 It) (1 (2 never) (1 fails)))\n"
-        (folder / f"{part}.txt").write_text(trees * 2)
+    make_treebank(tmp_path)
     gpu.main(["--device", "cpu", "--leaves", "5", "--state", "8", "--batch", "3", "--sst-hidden", "8",
               "--sst-batch", "4", "--rounds", "1", "--compile", "eager", "--data", str(tmp_path)])  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
