@@ -100,30 +100,26 @@ class Backward:
         ids = self.run.type_numbers(phase.program)
         return PhaseGradients(phase.program, phase.plan, wanted.groups, wanted.outputs, ids, wanted.hands_on)
 
-    def _find_given(self) -> dict[CompiledOperation, tuple[int, int]]:
-        """Operations whose backward only keeps gradients and has one step for all rows: its phase and number."""
-        found = {}
+    def _find_given(self) -> dict[CompiledOperation, tuple[int, int, bool]]:
+        """Operations whose backward only keeps gradients and has one step for all rows: its phase, its number, and
+        whether those gradients are consecutive rows already, so that nothing has to run."""
+        found, plan = {}, self.plan
         for p, (phase, wanted) in enumerate(zip(self.run.phases, self.wanted, strict=True)):
             for s in wanted.given:
-                compiled, steps = phase.compiled[s], np.flatnonzero(phase.plan.step_signature == s)
+                compiled, k = phase.compiled[s], phase.plan.step_signature.tolist().index(s)
                 assert compiled is not None
-                if is_given(self.run.rows_of[compiled], int(phase.plan.step_rows[steps[0]])):
-                    found[compiled] = p, int(steps[0])
+                if is_given(self.run.rows_of[compiled], int(phase.plan.step_rows[k])):
+                    first, kind = int(plan.first_read[p][k]), plan.read_kind[p]
+                    together = all(kind[first + i] == GRADIENT_VIEW for i in compiled.extra_given)
+                    found[compiled] = p, k, together
         return found
-
-    def _lie_together(self, compiled: CompiledOperation) -> bool:
-        """Whether the gradients that an operation's backward only keeps are consecutive rows: nothing has to run."""
-        if compiled not in self.given:
-            return False
-        p, k = self.given[compiled]
-        first = int(self.plan.first_read[p][k])
-        return all(self.plan.read_kind[p][first + i] == GRADIENT_VIEW for i in compiled.extra_given)
 
     def _makes_rows(self, compiled: CompiledOperation) -> bool:
         """Whether the steps of an operation write rows for the gradients of parameters."""
-        if not compiled.extra_types or self._lie_together(compiled):
-            return False
-        return compiled not in self.given or (self.run.native and compiled.native_backward is not None)
+        given = self.given.get(compiled)
+        if given is None:
+            return bool(compiled.extra_types)
+        return not given[2] and self.run.native and compiled.native_backward is not None
 
     # -- the walk -----------------------------------------------------------------------------------
 
@@ -133,8 +129,8 @@ class Backward:
         places = self._places.get(p)
         if places is None:
             places = self._places[p] = Places(self, p)
-        for compiled, (q, k) in self.given.items():
-            if q == p and self._lie_together(compiled):
+        for compiled, (q, k, together) in self.given.items():
+            if q == p and together:
                 passed[k] = True
                 self._keep(compiled, k, places)
         native = self._native(p, passed) if self.run.native else None

@@ -59,7 +59,4 @@ class GradientMemory:
 
 
 def _on(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    strides, step = [0] * len(shape), 1
-    for i in range(len(shape) - 1, -1, -1):
-        strides[i], step = step, step * max(shape[i], 1)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)  # type: ignore[call-overload]  # takes one
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]  # takes one

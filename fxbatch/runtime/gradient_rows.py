@@ -43,10 +43,12 @@ class GradientRows:
             None if rows <= 1 else self._room(kind, rows) for kind, rows in zip(kinds, capacity, strict=True)
         ]
         self._extra = {op: [self._room(kind, rows) for kind in op.extra_types] for op, rows in extra.items()}
+        self._lines = {device: tensor_type((_LINE,), torch.uint8, device) for device in self._size}
         self._pieces = {
-            device: pool.take(tensor_type((_LINE,), torch.uint8, device), size // _LINE)
-            for device, size in self._size.items()
+            device: pool.take(self._lines[device], size // _LINE) for device, size in self._size.items()
         }
+        cpu = self._pieces.get(_CPU)
+        self._pointer = 0 if cpu is None or extension is None else cpu.data_ptr()
         self._tensors: dict[int, torch.Tensor] = {}
         self.table = self._clear()
 
@@ -60,13 +62,12 @@ class GradientRows:
         """Zero the first row of each arena. int64 [arenas, 3]: pointer, bytes and bytes a row, nothing of what C can't
         read."""
         table = array("q")
-        for i, (kind, place) in enumerate(zip(self._kinds, self._arenas, strict=True)):
+        for i, place in enumerate(self._arenas):
             found = (0, 0, 0)
             if place is not None and place[1]:
-                if extension is not None and kind.device.type == "cpu":
-                    row = place[1] // self._capacity[i]
-                    found = self._pieces[kind.device].data_ptr() + place[0], place[1], row
-                    extension.clear(found[0], row)
+                if self._pointer and self._kinds[i].device == _CPU:
+                    found = self._pointer + place[0], place[1], place[1] // self._capacity[i]
+                    extension.clear(found[0], found[2])
                 else:
                     self.arena(i)[0].zero_()
             table.extend(found)
@@ -101,15 +102,12 @@ class GradientRows:
 
     def places(self, compiled: CompiledOperation) -> list[Place]:
         """Pointers and bytes of those rows, on the CPU."""
-        return [
-            (self._pieces[kind.device].data_ptr() + start, size)
-            for kind, (start, size) in zip(compiled.extra_types, self._extra.get(compiled, ()), strict=False)
-        ]
+        return [(self._pointer + start, size) for start, size in self._extra.get(compiled, ())]
 
     def release(self) -> None:
         """Give the memory back."""
         for device, piece in self._pieces.items():
-            self._pool.give(tensor_type((_LINE,), torch.uint8, device), piece)
+            self._pool.give(self._lines[device], piece)
         self._pieces, self._tensors = {}, {}
 
 
@@ -120,3 +118,4 @@ def _is_dense(grad: torch.Tensor) -> bool:
 
 
 _NOTHING = torch.empty(0)
+_CPU = torch.device("cpu")
