@@ -66,6 +66,11 @@ class Autobatched:
             raise MinibatchError(
                 f"shared={unknown[0]!r}: {fn.__qualname__} has no such argument; it has {', '.join(names)}"
             )
+        self._names = [
+            p.name
+            for p in self.signature.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ][1 if self.is_method else 0 :]
         self._own = _Engines()
         self._lock = threading.Lock()
 
@@ -88,6 +93,9 @@ class Autobatched:
             if not args:
                 raise MinibatchError(f"{self.fn.__qualname__} is a method: call it on an object")
             owner, args = args[0], args[1:]
+        if len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple)) and not self.options.shared:
+            head = () if owner is None else (owner,)  # what most calls are, as what follows does it
+            return owner, [((*head, item), {}) for item in args[0]]
         bound = self._bind(owner, args, kwargs)
         lengths: dict[str, int] = {}
         columns: list[tuple[str, str, Any]] = []
@@ -115,11 +123,7 @@ class Autobatched:
         return owner, instances
 
     def _bind(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        names = [
-            p.name
-            for p in self.signature.parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ][1 if self.is_method else 0 :]
+        names = self._names
         named = [
             (names[i] if i < len(names) else f"argument {i}", a, "positional") for i, a in enumerate(args)
         ]

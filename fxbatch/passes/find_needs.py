@@ -72,14 +72,20 @@ def find_needs(
     """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
     constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
     found = survey(program)
-    slot_needs = np.zeros(int(program.columns.first_slot[-1]), dtype=bool)
-    if known_needs is not None and known_needs.any():
-        flat = flat_slots(program)
-        early = program.inputs < program.known
-        slot_needs[flat[early][known_needs[program.inputs[early]]]] = True
+    early = early_needs(program, known_needs) or bytes(int(program.columns.first_slot[-1]))
     present = found.counts.nonzero()[0].tolist()
     begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
-    return _spread(program.signatures, *found.graph.key, tuple(present), begin, slot_needs.tobytes())
+    return _spread(program.signatures, *found.graph.key, tuple(present), begin, early)
+
+
+def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
+    """A byte an input slot of the signatures: whether it reads an early value with a gradient; b"" where none does."""
+    if known_needs is None or not known_needs.any():
+        return b""
+    slot_needs = np.zeros(int(program.columns.first_slot[-1]), dtype=bool)
+    early = program.inputs < program.known
+    slot_needs[flat_slots(program)[early][known_needs[program.inputs[early]]]] = True
+    return slot_needs.tobytes()
 
 
 @functools.lru_cache(maxsize=256)

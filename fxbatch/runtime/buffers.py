@@ -9,6 +9,7 @@ torch.Size([4, 3])
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -69,30 +70,42 @@ class BufferPool:
 class Buffer:
     """Growing rows of one tensor type. `tensor` is [capacity, *shape]; growing copies what is used."""
 
-    __slots__ = ("kind", "pool", "tensor", "used")
+    __slots__ = ("_lent", "_tensor", "kind", "pool", "used")
 
     def __init__(self, pool: BufferPool, kind: TensorType) -> None:
         self.pool = pool
         self.kind = kind
-        self.tensor: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = None
+        self._lent: Callable[[], torch.Tensor] | None = None  # memory of somebody else, while it is there
         self.used = 0
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The memory, None before `reserve`."""
+        if self._tensor is None and self._lent is not None:
+            self._tensor = self._lent()
+        return self._tensor
+
+    def lend(self, view: Callable[[], torch.Tensor], rows: int) -> None:
+        """Be on memory of somebody else, which `view` gives, with these rows."""
+        self._lent, self.used = view, rows
 
     def reserve(self, rows: int) -> torch.Tensor:
         """The tensor, with room for `rows` in all; `used` becomes `rows`."""
         old = self.tensor
         if old is None:
-            self.tensor = self.pool.take(self.kind, rows)
+            old = self._tensor = self.pool.take(self.kind, rows)
         elif old.size(0) < rows:
-            self.tensor = self.pool.take(self.kind, max(rows, 2 * old.shape[0]))
-            self.tensor[: self.used].copy_(old[: self.used])
-            self.pool.give(self.kind, old)
+            self._tensor = self.pool.take(self.kind, max(rows, 2 * old.shape[0]))
+            self._tensor[: self.used].copy_(old[: self.used])
+            if self._lent is None:
+                self.pool.give(self.kind, old)
+            self._lent, old = None, self._tensor
         self.used = rows
-        assert self.tensor is not None
-        return self.tensor
+        return old
 
     def release(self) -> None:
         """Give the memory back to the pool."""
-        if self.tensor is not None:
-            self.pool.give(self.kind, self.tensor)
-            self.tensor = None
-            self.used = 0
+        if self._tensor is not None and self._lent is None:
+            self.pool.give(self.kind, self._tensor)
+        self._tensor, self._lent, self.used = None, None, 0

@@ -102,8 +102,14 @@ class DifferentiableRun:
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
         whole = not program.known and not used.any()
-        schedule, plan = self.engine.plan(
-            program, schedule, tuple(compiled), known, used, before, whole=whole
+        schedule, plan, _ = self.engine.plan(
+            program,
+            schedule,
+            self.engine.operation_set(program, tuple(compiled)),
+            known,
+            used,
+            before,
+            whole=whole,
         )
         self.phases.append((program, schedule, plan, compiled))
         for k in range(len(plan)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.order_rows import RowOrderer
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan_arenas import SlotTable, plan_arenas, tabulate_slots
+from fxbatch.passes.plan_arenas import plan_arenas
 from fxbatch.passes.policies import make_policy
+from fxbatch.passes.survey import survey
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
 from fxbatch.runtime.cuda_graphs import GraphedPlans, capture_cuda
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.family import Family, OperationSet
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.gradient_memory import GradientMemory
 from fxbatch.runtime.options import Options, deduplication
@@ -37,6 +39,7 @@ from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
+from fxbatch.runtime.slab import SlabPlan, plan_slab
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.runtime.wanted import Wanted
 from fxbatch.torch_private import inside_functorch
@@ -44,6 +47,14 @@ from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Planned(NamedTuple):
+    """A program's steps, where values live and what steps read, and where all of it lies."""
+
+    schedule: Schedule
+    plan: Plan
+    slab: SlabPlan | None
 
 
 class _PerThread(threading.local):
@@ -65,9 +76,10 @@ class Engine:
         self.operations = OperationCache()
         self.postponed = Postponed()
         self.schedules: ContentCache[Schedule] = ContentCache()
-        self.plans: ContentCache[tuple[Schedule, Plan]] = ContentCache()
-        self.slots: ContentCache[SlotTable] = ContentCache()
+        self.plans: ContentCache[Planned] = ContentCache()
         self._wanted: ContentCache[Wanted] = ContentCache()
+        self.operation_sets: ContentCache[OperationSet] = ContentCache()
+        self.families: ContentCache[Family] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
         chosen = ["eliminate_dead", "unstack_sums"] + [x for x in ("split", "fuse") if getattr(options, x)]
@@ -148,6 +160,18 @@ class Engine:
             return add_pass_through_calls(program)
         return program, self.schedule(program)
 
+    def family(self, program: Program, grad: bool) -> Family:
+        """What this program has in common with those met before."""
+        found = survey(program)
+        counts = found.counts.tolist()
+        key = (program.signatures, found.graph, tuple([n > 0 for n in counts]), grad)
+        return self.families.get(key, lambda: Family(program, counts, grad=grad))
+
+    def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
+        """The one object for these operations of a program's signatures."""
+        key = (program.signatures, compiled)
+        return self.operation_sets.get(key, lambda: OperationSet.of(program, compiled))
+
     def schedule(self, program: Program) -> Schedule:
         """The steps of a program, by the policy of the options; found again for the same content."""
         key = PlanKey.of(program, self.options.schedule)
@@ -157,32 +181,32 @@ class Engine:
         self,
         program: Program,
         schedule: Schedule,
-        compiled: tuple[CompiledOperation | None, ...],
-        known_rows: np.ndarray,
-        used: np.ndarray,
-        before: np.ndarray,
+        operations: OperationSet,
+        known_rows: np.ndarray | None = None,
+        used: np.ndarray | None = None,
+        before: np.ndarray | None = None,
         *,
         whole: bool = True,
         reuse: bool = False,
         into: np.ndarray | None = None,
-    ) -> tuple[Schedule, Plan]:
+    ) -> Planned:
         """Where values live and what steps read. whole: the only phase of its minibatch; then rows are put in
         order where that saves copies, and the plan is found again by content. into: where the rows of values go,
         those known at the start of it, for phases that follow one another."""
 
-        def make() -> tuple[Schedule, Plan]:
-            layouts = [None if c is None else c.layout for c in compiled]
-            key = (program.signatures, compiled)
-            slots = self.slots.get(key, lambda: tabulate_slots(program, layouts))
+        def make() -> Planned:
+            slots = operations.slots
             ordered = self.order_rows(program, schedule, slots) if whole else schedule
-            return ordered, plan_arenas(
-                program, ordered, layouts,
+            plan = plan_arenas(
+                program, ordered, operations.layouts,
                 slots=slots, known_rows=known_rows, used=used, run_before=before, reuse=reuse, into=into,
             )  # fmt: skip
+            slab = None if operations.memory is None or not whole else plan_slab(operations.memory, plan)
+            return Planned(ordered, plan, slab)
 
         if not whole:
             return make()
-        return self.plans.get((PlanKey.of(program, self.options.schedule), compiled, reuse), make)
+        return self.plans.get((PlanKey.of(program, self.options.schedule), operations, reuse), make)
 
     def wanted(self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray) -> Wanted:
         """What backward does with the operations of a phase, given which of them the results depend on."""

@@ -69,7 +69,8 @@ def execute_forward(run: Run, phase: Phase) -> None:
     """Run all steps of a phase: stretches of native steps in C, the others one by one."""
     workspace = run.workspace()
     workspace.enter_run(run.shared)
-    reserve_forward(run, phase)
+    if not run.native or run.take_slab(phase) is None:
+        reserve_forward(run, phase)
     native = forward_steps(run, phase, workspace) if run.native else None
     if native is None:
         run_steps(run, phase, lay_out_steps(run, phase), workspace, range(len(phase.plan)))
@@ -185,7 +186,7 @@ def _read_in_place(run: Run, phase: Phase) -> None:
         if compiled is None or not compiled.kept_groups or signatures.count(s) != 1:
             continue
         k = signatures.index(s)
-        rows, n = run.rows_of[compiled], int(plan.step_rows[k])
+        rows, n = run.operation_rows(compiled), int(plan.step_rows[k])
         for position, group in enumerate(compiled.kept_groups):
             gather = int(plan.first_gather[k]) + group
             if plan.gather_kind[gather] == VIEW:
@@ -204,7 +205,7 @@ def _reserve_rows(run: Run, phase: Phase) -> None:
     for s, compiled in enumerate(phase.compiled):
         if compiled is None:
             continue
-        rows = run.rows_of[compiled]
+        rows = run.operation_rows(compiled)
         rows.rows += int(counts[s])
         for position, buffer in enumerate(rows.kept):
             if position not in rows.in_place:

@@ -91,8 +91,9 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
     if isinstance(run, DifferentiableRun):
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
-    needed = any(bool(run.value_needs[values].any()) for values in requests)
-    if not inputs or not needed:
+    if not inputs or not any(bool(run.value_needs[values].any()) for values in requests):
+        if not torch.is_grad_enabled():
+            return [run.rows(values) for values in requests]
         with torch.no_grad():
             return [run.rows(values) for values in requests]
     if inside_functorch():

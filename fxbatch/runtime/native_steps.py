@@ -21,6 +21,7 @@ from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.codegen.workspace import Workspace
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns, bytes_of
 from fxbatch.trace.integers import PLAIN_TENSORS
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
 
 Place = tuple[int, int]  # pointer and bytes
+Tables = tuple[tuple[Any, ...], Pointers, Any]  # programs by signature, the pointers of each, and the arenas
+
 _ROWS = 1 << 20  # programs take no more
 
 
@@ -64,26 +67,20 @@ class _Pointers:
         self.first = [0]
         self.held: list[torch.Tensor] = []  # what nobody else holds
 
-    def columns(self) -> tuple[array[int], array[int]]:
-        return array("q", self.rows), array("q", self.first)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return last * tensor.element_size() if tensor.numel() else 0
+    def columns(self) -> Pointers:
+        return Pointers(array("q", self.rows), array("q", self.first), self.held)
 
 
 def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps | None:
     """The steps of a phase's forward."""
-    chosen = [None if c is None else c.native_forward for c in phase.compiled]
-    found = _tables(run, phase, chosen, workspace)
+    found = _on_slab(run, phase.operations.forward, workspace)
+    if found is None:
+        chosen = [None if c is None else c.native_forward for c in phase.compiled]
+        found = _tables(run, phase, chosen, workspace)
     if found is None:
         return None
     programs, pointers, arenas = found
-    columns = (*_plan_columns(phase), arenas, *pointers.columns())
+    columns = (*_plan_columns(phase), arenas, pointers.rows, pointers.first)
     return NativeSteps(phase, programs, workspace.native_room(), columns, pointers.held)
 
 
@@ -95,12 +92,14 @@ def backward_steps(
     columns: where each step's reads begin, what they are, all indices and bags, the arenas of gradients, where each
     step's writes begin and go to, and which steps are passed over (in the order of `_native_steps.c`).
     """
-    chosen = [None if c is None else c.native_backward for c in phase.compiled]
-    found = _tables(run, phase, chosen, workspace, rows)
+    found = _on_slab(run, phase.operations.backward, workspace, rows)
+    if found is None:
+        chosen = [None if c is None else c.native_backward for c in phase.compiled]
+        found = _tables(run, phase, chosen, workspace, rows)
     if found is None:
         return None
     programs, pointers, arenas = found
-    everything = (*_plan_columns(phase), arenas, *pointers.columns(), *columns)
+    everything = (*_plan_columns(phase), arenas, pointers.rows, pointers.first, *columns)
     return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
 
 
@@ -120,13 +119,23 @@ def _arena(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     return tensor.data_ptr(), size, size // tensor.size(0)
 
 
+def _on_slab(
+    run: Run, table: PointerTable | None, workspace: Workspace, made: GradientRows | None = None
+) -> Tables | None:
+    """The same as `_tables`, for a run whose memory is one piece."""
+    if run.slab is None or table is None:
+        return None
+    pointers = table.fill(run, run.slab, workspace, made)
+    return None if pointers is None else (table.programs, pointers, arena_columns(run.slab))
+
+
 def _tables(
     run: Run,
     phase: Phase,
     chosen: Sequence[NativeStep | None],
     workspace: Workspace,
     made: GradientRows | None = None,
-) -> tuple[tuple[Any, ...], _Pointers, array[int]] | None:
+) -> Tables | None:
     """Programs by signature, the pointers of each, and the arenas; None where nothing runs native."""
     pointers = _Pointers()
     programs: list[Any] = []
@@ -144,7 +153,7 @@ def _tables(
     arenas = array("q")
     for kind in phase.plan.arenas:
         arenas.extend(_arena(run.arenas[run.type_ids[kind]].tensor))
-    return tuple(programs), pointers, arenas
+    return tuple(programs), pointers.columns(), arenas
 
 
 def _add_operation(
@@ -169,7 +178,7 @@ def _add_operation(
     for tensor, size in zip(shared, step.shared_bytes, strict=True):
         table += (tensor.data_ptr(), size, 0)
     for tensor in fixed:
-        table += (tensor.data_ptr(), _bytes(tensor), 0)
+        table += (tensor.data_ptr(), bytes_of(tensor), 0)
         pointers.held.append(tensor)
     pointers.rows += table
     return step.program
@@ -212,7 +221,7 @@ class NativeKernels:
         for tensor, size in zip(shared, step.shared_bytes, strict=True):
             table.extend((tensor.data_ptr(), size))
         for tensor in (*results, *fixed):
-            table.extend((tensor.data_ptr(), _bytes(tensor)))
+            table.extend((tensor.data_ptr(), bytes_of(tensor)))
         self.steps.append(step)
         self.counts.append(n)
         self._results.append(results)

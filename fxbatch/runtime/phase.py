@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.codegen.looped import group_type
-from fxbatch.ir import Plan, Program, Schedule
+from fxbatch.codegen.looped import Scratch, group_type
+from fxbatch.ir import Plan, Program, Schedule, TensorType
 from fxbatch.passes.find_needs import Needs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.family import OperationSet
 from fxbatch.runtime.pieces import Kept
+from fxbatch.runtime.slab import Slab, SlabPlan
 
 if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
@@ -34,29 +38,68 @@ class Phase:
     schedule: Schedule
     plan: Plan
     needs: Needs
-    compiled: list[CompiledOperation | None]  # one a signature, None where the program has no call of it
+    operations: OperationSet
     whole: bool = False  # the only phase of its minibatch
+    slab: SlabPlan | None = None  # where its memory is, if that is one piece
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
     pieces: list[tuple[list[Kept], list[torch.Tensor]]] = field(default_factory=list)  # of its last run
     layout: Layout | None = None  # of its last run, where no other phase moves the memory
 
+    @property
+    def compiled(self) -> tuple[CompiledOperation | None, ...]:
+        """One a signature, None where the program has no call of it."""
+        return self.operations.compiled
+
 
 class OperationRows:
-    """The rows of one compiled operation over all steps of a run: what its backward needs."""
+    """The rows of one compiled operation over all steps of a run: what its backward needs. Buffers are made where
+    somebody asks for them; with a slab they are arrays of it, from number `first` on."""
 
-    __slots__ = ("compiled", "in_place", "kept", "rows", "saved", "scratch", "sizes")
-
-    def __init__(self, run: Run, compiled: CompiledOperation) -> None:
-        pool = run.engine.pool
+    def __init__(
+        self, run: Run, compiled: CompiledOperation, slab: Slab | None = None, first: int = 0
+    ) -> None:
         self.compiled = compiled
         self.rows = 0
-        self.in_place: dict[int, torch.Tensor] = {}  # kept groups that are read where they are, all rows
-        graphs = compiled.graphs
-        kinds = [] if graphs is None else [group_type(graphs, g) for g in compiled.kept_groups]
-        self.kept = [Buffer(pool, kind) for kind in kinds]
-        self.saved = [Buffer(pool, kind) for kind in compiled.saved_types]
-        self.sizes = [len(compiled.layout.groups[g]) for g in compiled.kept_groups]
-        self.scratch = run.engine.scratch_of(compiled)
+        self._engine = run.engine
+        self._slab, self._first = slab, first
+
+    @functools.cached_property
+    def kept(self) -> list[Buffer]:
+        graphs = self.compiled.graphs
+        kinds = [] if graphs is None else [group_type(graphs, g) for g in self.compiled.kept_groups]
+        return self._buffers(kinds, 0)
+
+    @functools.cached_property
+    def saved(self) -> list[Buffer]:
+        return self._buffers(self.compiled.saved_types, len(self.compiled.kept_groups))
+
+    @functools.cached_property
+    def in_place(self) -> dict[int, torch.Tensor]:
+        """Kept groups that are read where they are, all rows."""
+        found: dict[int, torch.Tensor] = {}
+        if self._slab is not None:
+            for position, size in enumerate(self.sizes):
+                if self._first + position in self._slab.plan.inside:
+                    rows = self._slab.tensor(self._first + position)
+                    found[position] = rows if size == 1 else rows.view(self.rows, size, *rows.shape[1:])
+        return found
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Inputs of each kept group."""
+        return [len(self.compiled.layout.groups[g]) for g in self.compiled.kept_groups]
+
+    @functools.cached_property
+    def scratch(self) -> Scratch:
+        """Where a step gathers rows that nobody keeps."""
+        return self._engine.scratch_of(self.compiled)
+
+    def _buffers(self, kinds: Sequence[TensorType], first: int) -> list[Buffer]:
+        found = [Buffer(self._engine.pool, kind) for kind in kinds]
+        if self._slab is not None:
+            for array, buffer in enumerate(found, self._first + first):
+                buffer.lend(functools.partial(self._slab.tensor, array), self._slab.plan.rows[array])
+        return found
 
     def members(self, position: int) -> int:
         """How many inputs the kept group at `position` has."""
@@ -74,5 +117,8 @@ class OperationRows:
         return flat, flat if size == 1 else flat.view(stop - start, size, *tensor.shape[1:])
 
     def release(self) -> None:
-        for buffer in (*self.kept, *self.saved):
-            buffer.release()
+        for name in ("kept", "saved"):
+            for buffer in self.__dict__.pop(name, ()):
+                buffer.release()
+        self.in_place = {}
+        self._slab = None

@@ -72,7 +72,9 @@ class ContentCache(Generic[T]):
         found = self._entries.get(key)
         if found is not None:
             self.hits += 1
-            self._entries.move_to_end(key)
+            self._entries[key] = self._entries.pop(
+                key, found
+            )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
         made = self._entries[key] = make()

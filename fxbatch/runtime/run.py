@@ -10,22 +10,26 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
-from fxbatch.passes.find_needs import Needs, find_needs
+from fxbatch.passes.find_needs import Needs, early_needs, find_needs
 from fxbatch.passes.frontier import count_signatures
 from fxbatch.passes.survey import count_values, spread_outputs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.family import Family, Operands, Template
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.phase import OperationRows, Phase
+from fxbatch.runtime.slab import Slab
+from fxbatch.torch_private import any_autocast, set_grad_enabled
 
 if TYPE_CHECKING:
     from fxbatch.codegen.workspace import Workspace
@@ -62,6 +66,7 @@ class Run:
         self.arenas: list[Buffer] = []
         self.phases: list[Phase] = []
         self.rows_of: dict[CompiledOperation, OperationRows] = {}
+        self.slab: Slab | None = None  # all memory of a run of one phase, where it is one piece
         self.shared: dict[Signature, list[torch.Tensor]] = {}
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
@@ -70,9 +75,7 @@ class Run:
         self._needs = GrowingArray(np.bool_)
         self._type_numbers: dict[SignatureColumns, np.ndarray] = {}
         self.launches = 0
-        self._compiled: dict[
-            tuple[Signature, tuple[tuple[bool, ...], tuple[bool, ...]]], CompiledOperation
-        ] = {}  # found in earlier phases
+        self._operands: Operands = {}  # what shared operands are in this run
         self.native = engine.options.native
         self.lent: Captured | None = None  # whose memory this run is on
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
@@ -93,6 +96,9 @@ class Run:
                 buffer.release()
             for rows in self.rows_of.values():
                 rows.release()
+            if self.slab is not None:
+                self.slab.release()
+        self.slab = None
         self.arenas, self.rows_of, self.lent = [], {}, None
         for phase in self.phases:
             phase.pieces, phase.layout = [], None
@@ -109,13 +115,6 @@ class Run:
         if found is None:
             found = self.type_ids[kind] = len(self.arenas)
             self.arenas.append(Buffer(self.engine.pool, kind))
-        return found
-
-    def shared_of(self, signature: Signature) -> list[torch.Tensor]:
-        """The shared operands of a signature as they are in this run."""
-        found = self.shared.get(signature)
-        if found is None:
-            found = self.shared[signature] = [operand.resolve() for operand in signature.shared]
         return found
 
     # -- running a phase ----------------------------------------------------------------------------
@@ -148,18 +147,23 @@ class Run:
 
         last: whether no phase comes after it.
         """
-        needs, compiled = self._compile(program)
+        template = self._template(program)
+        operations = template.operations
         types = self.type_numbers(program)
-        used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
-        before = np.array([0 if c is None else self.operation_rows(c).rows for c in compiled], dtype=np.int64)
-        known = self.value_row[: program.known]
         whole = last and not self.phases
-        into = None if whole else self._rows.room(known, count_values(program))
-        reuse = whole and not self.grad
-        schedule, plan = self.engine.plan(
-            program, schedule, tuple(compiled), known, used, before, whole=whole, reuse=reuse, into=into
-        )
-        return Phase(program, schedule, plan, needs, compiled, whole)
+        if whole:
+            planned = self.engine.plan(program, schedule, operations, reuse=not self.grad)
+        else:
+            used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
+            rows = [None if c is None else self.operation_rows(c) for c in operations.compiled]
+            before = np.array([0 if r is None else r.rows for r in rows], dtype=np.int64)
+            known = self.value_row[: program.known]
+            into = self._rows.room(known, count_values(program))
+            planned = self.engine.plan(
+                program, schedule, operations, known, used, before, whole=False, into=into
+            )
+        schedule, plan, slab = planned
+        return Phase(program, schedule, plan, template.needs, operations, whole, slab)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
@@ -168,6 +172,20 @@ class Run:
         if graphs is None or not graphs.run(self, phase):
             execute_forward(self, phase)
         self._remember(phase.program, phase.plan, phase.needs)
+
+    def take_slab(self, phase: Phase) -> Slab | None:
+        """All memory of the run's only phase in one piece; None where it isn't planned so."""
+        plan, kinds = phase.slab, phase.operations.memory
+        if plan is None or kinds is None or len(self.arenas) != kinds.arenas:
+            return None
+        slab = self.slab = Slab(self.engine.pool, kinds, plan)
+        for a, arena in enumerate(self.arenas):
+            arena.lend(functools.partial(slab.tensor, a), plan.rows[a])
+        for s, compiled in enumerate(phase.compiled):
+            if compiled is not None:
+                rows = self.rows_of[compiled] = OperationRows(self, compiled, slab, kinds.first[s])
+                rows.rows = plan.counts[s]
+        return slab
 
     def type_numbers(self, program: Program) -> np.ndarray:
         """int64 [program.types]: the number of each type in this run."""
@@ -183,39 +201,57 @@ class Run:
             found = self.rows_of[compiled] = OperationRows(self, compiled)
         return found
 
-    def _compile(self, program: Program) -> tuple[Needs, list[CompiledOperation | None]]:
-        counts = count_signatures(program).tolist()
-        present = [n > 0 for n in counts]
+    def _template(self, program: Program) -> Template:
+        """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
+        family = self.engine.family(program, self.grad)
+        tensors = family.resolve(self._operands)
+        self.shared.update(family.shared(tensors))
+        constants = tuple(s for s in program.constants if self.grad and differentiable_constants(program, s))
+        known_needs = self.value_needs[: program.known] if self.grad else None
+        templates = family.templates(tensors)
+        key = constants, early_needs(program, known_needs)
+        found = templates.get(key)
+        if found is None or not family.settled:
+            found = self._make_template(program, family, constants, known_needs)
+            if family.settled:
+                templates[key] = found
+        return found
+
+    def _make_template(
+        self,
+        program: Program,
+        family: Family,
+        constants: tuple[int, ...],
+        known_needs: np.ndarray | None,
+    ) -> Template:
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
-            if self.grad and present[s] and signature.modes.grad:
-                shared_needs.append(tuple(t.requires_grad for t in self.shared_of(signature)))
+            if self.grad and family.present[s] and signature.modes.grad:
+                shared_needs.append(tuple(t.requires_grad for t in self.shared[signature]))
             else:
                 shared_needs.append((False,) * len(signature.shared))
-        constant_needs = {
-            s: self.grad and bool(differentiable_constants(program, s)) for s in program.constants
-        }
         needs = find_needs(
             program,
             [any(x) for x in shared_needs],
-            constant_needs,
-            known_needs=self.value_needs[: program.known] if self.grad else None,
+            dict.fromkeys(constants, True),
+            known_needs=known_needs,
         )
-        late = self.engine.postponed.choose(program.signatures, counts)
-        compiled: list[CompiledOperation | None] = []
-        for s, signature in enumerate(program.signatures):
-            if not present[s]:
-                compiled.append(None)
-                continue
-            wanted = (needs.inputs[s], shared_needs[s])
-            found = self._compiled.get((signature, wanted))
-            if found is None:
-                found = self.engine.compiled(
-                    signature, wanted, self.shared_of(signature), self.grad, late=s in late
-                )
-                self._compiled[(signature, wanted)] = found
-            compiled.append(found)
-        return needs, compiled
+        postponed = self.engine.postponed
+        late = postponed.choose(program.signatures, count_signatures(program).tolist())
+        family.settled = not late
+        compiled = tuple(
+            self.engine.compiled(
+                signature,
+                (needs.inputs[s], shared_needs[s]),
+                self.shared[signature],
+                self.grad,
+                late=s in late,
+            )
+            if family.present[s]
+            else None
+            for s, signature in enumerate(program.signatures)
+        )
+        return Template(needs, self.engine.operation_set(program, compiled))
 
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
         types = self.type_numbers(program)[program.columns.output_types]
@@ -238,6 +274,8 @@ class Run:
         arena = self.arenas[int(kinds[0])].tensor
         assert arena is not None
         rows = self.value_row[values]
+        if len(rows) == 1:
+            return arena.narrow(0, int(rows[0]), 1).clone()
         if (rows[1:] - rows[:-1] == 1).all():
             return arena[int(rows[0]) : int(rows[0]) + len(rows)].clone()
         return torch.index_select(arena, 0, to_device(rows, arena.device))
@@ -271,20 +309,33 @@ class Run:
 
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
     """The map that takes each of the ids `before` to the id at its place in `after`."""
+    if len(before) == 1:
+        only = int(after[0])
+        return lambda ids: np.full(len(ids), only, dtype=np.int64)
     order = np.argsort(before)
     ordered, mapped = before[order], after[order]
     return lambda ids: mapped[np.searchsorted(ordered, ids)]
 
 
-@contextmanager
-def kernel_modes() -> Iterator[None]:
+class kernel_modes:
     """Kernels run without autograd; casts are in the operation graphs already, so without autocast too."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+
+    __slots__ = ("_grad", "_stack")
+
+    def __enter__(self) -> None:
+        self._stack: ExitStack | None = None
+        self._grad = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        if any_autocast():
+            self._stack = ExitStack()
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    self._stack.enter_context(torch.autocast(device, enabled=False))
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*raised)
+        set_grad_enabled(self._grad)
 
 
 def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:

@@ -162,15 +162,18 @@ def test_finally_blocks_of_waiting_instances_run() -> None:
     assert_clean()
 
 
-def test_buffers_come_back_after_faults() -> None:
-    """A hundred failed calls hold no more memory than one."""
-    made, trees = M.TreeLSTM(), M.trees(0, [5, 9])
+@pytest.mark.parametrize(
+    ("native", "name", "calls"), [(True, "BufferPool.take", 2), (False, "Buffer.reserve", 7)]
+)
+def test_buffers_come_back_after_faults(native: bool, name: str, calls: int) -> None:
+    """A hundred failed calls hold no more memory than one, in one piece or in many."""
+    made, trees = M.with_options(M.TreeLSTM(), native=native), M.trees(0, [5, 9])
     train_step(made, trees)
     engine = type(made).forward.__fxbatch__.engine(made)
     sizes = []
     for k in range(40):
         with (
-            fault("fxbatch.runtime.buffers", "Buffer.reserve", k % 7, RuntimeError("injected")),
+            fault("fxbatch.runtime.buffers", name, k % calls, RuntimeError("injected")),
             pytest.raises(RuntimeError, match="injected"),
         ):
             train_step(made, trees)

@@ -1,0 +1,117 @@
+"""What a family of programs has in common is found once, and found anew where the model changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.decorator import find_autobatched
+from fxbatch.runtime.engine import Engine
+from tests import models as M
+from tests.oracle import check_equal
+
+
+def engine_of(made: nn.Module) -> Engine:
+    auto, owner = find_autobatched(made)
+    return auto.engine(owner)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The signatures whose compiled operations are looked for."""
+    names: list[str] = []
+    found = Engine.compiled
+
+    def counting(self: Engine, signature: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(signature.name)
+        return found(self, signature, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "compiled", counting)
+    return names
+
+
+def test_operations_are_looked_for_once_a_family(compiled: list[str]) -> None:
+    made = M.TreeLSTM()
+    for _ in range(
+        2
+    ):  # a family's programs have the same table of signatures, which grows in the first round
+        made(M.trees(1, [15] * 8)).sum().backward()
+        with torch.no_grad():
+            made(M.trees(1, [15] * 8))
+    assert compiled
+    compiled.clear()
+    for seed in range(2, 6):
+        made(M.trees(seed, [17] * 7)).sum().backward()
+        with torch.no_grad():
+            made(M.trees(seed, [14] * 9))
+    assert not compiled
+    assert len(engine_of(made).families) == 3  # with gradients twice, and without
+
+
+def freeze(made: nn.Module) -> None:
+    next(made.parameters()).requires_grad_(False)
+
+
+def thaw(made: nn.Module) -> None:
+    next(made.parameters()).requires_grad_(True)
+
+
+def replace(made: nn.Module) -> None:
+    linear = next(m for m in made.modules() if isinstance(m, nn.Linear))
+    linear.weight = nn.Parameter(torch.randn_like(linear.weight))
+
+
+def other_memory(made: nn.Module) -> None:
+    for p in made.parameters():
+        p.data = torch.randn_like(p)
+
+
+def other_strides(made: nn.Module) -> None:
+    linear = next(m for m in made.modules() if isinstance(m, nn.Linear))
+    linear.weight.data = torch.randn_like(linear.weight).t().contiguous().t()
+
+
+def step(made: nn.Module) -> None:
+    made.zero_grad()
+    made(M.trees(8, [4, 2])).sum().backward()
+    torch.optim.SGD(made.parameters(), lr=0.1).step()
+
+
+def load(made: nn.Module) -> None:
+    made.load_state_dict({k: torch.randn_like(v) for k, v in made.state_dict().items()})
+
+
+CHANGES: tuple[Callable[[nn.Module], object], ...] = (
+    freeze, step, thaw, replace, other_memory, other_strides, load, nn.Module.double, nn.Module.float, step,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_model_that_changes_between_calls(native: bool) -> None:
+    made = M.with_options(M.TreeLSTM(), native=native)
+    for k, change in enumerate(CHANGES):
+        made.zero_grad()
+        check_equal(made, M.trees(k, [6, 3]))
+        with torch.no_grad():
+            check_equal(made, M.trees(k, [5]), gradients=False)
+        change(made)
+    check_equal(made, M.trees(20, [6, 3]))
+
+
+def test_parameters_that_move_between_planning_and_running() -> None:
+    made, trees = M.TreeLSTM(), M.trees(3, [6, 2])
+    traced = fxbatch.TracedDataset(made, trees)
+    for ready in fxbatch.prefetch(made, [[traced[0], traced[1]]]):
+        old = [p.data for p in made.parameters()]
+        for p in made.parameters():
+            p.data = torch.randn_like(p)
+        for t in old:
+            t.fill_(float("nan"))
+        found = made(ready)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, made(trees))
