@@ -9,6 +9,7 @@ torch.Size([4, 3])
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -25,12 +26,15 @@ class BufferPool:
         # By the type's identity, as types are interned: hashing one takes longer than all the rest of taking.
         self._free: dict[int, tuple[TensorType, list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
+        # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
+        self._given: deque[tuple[TensorType, torch.Tensor]] = deque()
         self.allocated = 0  # fresh allocations so far
         self.reused = 0
 
     def take(self, kind: TensorType, rows: int) -> torch.Tensor:
         """A tensor [at least rows, *shape] with undefined contents."""
         with self._lock:
+            self._sort_in()
             free = self._free_of(kind)
             for i in range(len(free) - 1, -1, -1):  # the last one given is warm in the cache
                 if rows <= free[i].size(0) <= 8 * rows + 64:
@@ -42,8 +46,18 @@ class BufferPool:
             return torch.empty((capacity, *kind.shape), dtype=kind.dtype, device=kind.device)
 
     def give(self, kind: TensorType, tensor: torch.Tensor) -> None:
-        """Take a buffer back; the caller must not use it any more."""
-        with self._lock:
+        """Take a buffer back; the caller must not use it any more. Never waits."""
+        self._given.append((kind, tensor))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Put what came back where it is taken from; the caller has the lock."""
+        while self._given:
+            kind, tensor = self._given.popleft()
             free = self._free_of(kind)
             free.append(tensor)
             if len(free) > _KEPT:
@@ -58,12 +72,14 @@ class BufferPool:
     def clear(self) -> None:
         """Forget all free buffers."""
         with self._lock:
+            self._given.clear()
             self._free.clear()
 
     @property
     def bytes(self) -> int:
         """Bytes held in free buffers."""
         with self._lock:
+            self._sort_in()
             return sum(t.nbytes for _, free in self._free.values() for t in free)
 
 

@@ -136,6 +136,16 @@ def test_a_buffer_that_outgrows_what_it_was_lent() -> None:
     assert pool.bytes == grown.nbytes and buffer.tensor is None
 
 
+def test_a_run_that_ends_while_its_thread_takes_memory() -> None:
+    """A collection of garbage may come anywhere: what it gives back waits for its turn, nobody for it."""
+    pool = BufferPool()
+    tensor = pool.take(ROW, 4)
+    with pool._lock:
+        pool.give(ROW, tensor)
+    assert pool.bytes == tensor.nbytes
+    assert pool.take(ROW, 4) is tensor
+
+
 def test_tensors_of_a_slab() -> None:
     kinds = SlabKinds((ROW, INDEX), 2, (12, 8), ((3, 1), (1,)), (), (), ())
     places = torch.tensor([[0, 36, 0], [64, 16, 0]]).numpy()
