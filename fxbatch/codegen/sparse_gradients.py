@@ -17,11 +17,16 @@ aten = torch.ops.aten
 def embedding_sparse_gradient(
     grad: torch.Tensor, indices: torch.Tensor, rows: int, padding: int
 ) -> torch.Tensor:
-    """The gradient of a table `[rows, width]` as a sparse tensor, uncoalesced, padding left out."""
+    """The gradient of a table `[rows, width]` as a sparse tensor, uncoalesced, padding left out.
+
+    It is the user's, so it shares no memory with what it is made of: a minibatch's rows, which the next one overwrites.
+    """
     flat, values = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
     if padding >= 0:
         keep = flat != padding
         flat, values = flat[keep], values[keep]
+    else:
+        flat, values = flat.clone(), values.clone()
     size = (rows, grad.shape[-1])
     with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.11 warns where nothing was chosen
         return torch.sparse_coo_tensor(flat.unsqueeze(0), values, size)

@@ -149,3 +149,19 @@ def test_only_some_results_and_twice(native: bool) -> None:
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_a_sparse_gradient_is_not_overwritten(native: bool, padding: int | None) -> None:
+    """Its values lay in the minibatch's memory, which the next one writes to."""
+    table = nn.Embedding(9, 4, sparse=True, padding_idx=padding)
+    made = model(lambda self, w: self.a(self.embed(w)), {**parts(), "embed": table}, native=native)
+    made([torch.tensor(i) for i in (1, 5, 2)]).sum().backward()
+    gradient = table.weight.grad
+    assert gradient is not None and gradient.is_sparse
+    before = gradient.to_dense().clone()
+    table.weight.grad = None
+    for k in range(3):
+        (made([torch.tensor(i) for i in (7, 6, 8)]) * (k + 2)).sum().backward()
+    assert torch.equal(gradient.to_dense(), before)
