@@ -75,7 +75,7 @@ def _shared_part(graph: fx.Graph, node: Any) -> fx.Node | None:
     if node.target is aten.reshape.default:
         inner = _shared_part(graph, source)
         return None if inner is None else _reshape(graph, inner, dims[1:])
-    if node.target is aten.permute.default and node.args[1][0] == 0:  # type: ignore[index]
+    if node.target is aten.permute.default and node.args[1][0] == 0:
         inner = _shared_part(graph, source)
         order: Any = node.args[1]
         return None if inner is None else _permute(graph, inner, [d - 1 for d in order[1:]])
@@ -175,9 +175,9 @@ def _turn_after(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     args: list[Any] = []
     for x in node.args:
         if isinstance(x, fx.Node):
-            if x.target is not aten.permute.default or list(x.args[1]) != _TURNED or shape(x) != dims:  # type: ignore[call-overload]
+            if x.target is not aten.permute.default or list(x.args[1]) != _TURNED or shape(x) != dims:
                 return None
-            x = x.args[0]  # type: ignore[assignment]
+            x = x.args[0]
         elif not isinstance(x, (bool, int, float)):
             return None
         args.append(x)
