@@ -98,6 +98,8 @@ class Explanation:
     gathers_indexed: int
     gathers_elided: int
     bytes_gathered: int
+    bytes_read: int = 0  # what would be gathered if no gather were read in place
+    bytes_held: int = 0  # arenas and kept rows, at the peak
     deduplicated: int = 0  # calls that are one with an equal call
     unbatched: list[UnbatchedRow] = field(default_factory=list)
     traced_through: list[dict[str, Any]] = field(default_factory=list)
@@ -149,7 +151,8 @@ class Explanation:
         lines = [
             f"steps {self.steps}, lower bound {self.lower_bound} ({self.ratio:.2f}), phases {self.phases}",
             f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
-            f"({self.bytes_gathered / 1e6:.1f} MB)",
+            f"({self.bytes_gathered / 1e6:.1f} MB, {self.bytes_read / 1e6:.1f} if all were)",
+            f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
         ]
         if self.deduplicated:
             lines += [

@@ -138,7 +138,7 @@ def _record(
 def explain(model: Any, *args: Any, **options: Any) -> Explanation:
     """What batching did to this minibatch, and why: run once, then described. Prints as a table."""
     minibatch = compile_minibatch(model, *args, **options)
-    steps = before = after = indexed = elided = bytes_copied = 0
+    steps = before = after = indexed = elided = bytes_copied = bytes_read = 0
     bound = 0
     unbatched: dict[str, UnbatchedRow] = {}
     for phase in minibatch.phases:
@@ -164,8 +164,9 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         indexed += int((kinds == INDEX).sum())
         elided += int((kinds != INDEX).sum())
         sizes = np.array([t.numel * t.dtype.itemsize for t in phase.plan.arenas], dtype=np.int64)
-        copied = kinds == INDEX
-        bytes_copied += int((sizes[phase.plan.gather_arena] * phase.plan.gather_rows)[copied].sum())
+        read = sizes[phase.plan.gather_arena] * phase.plan.gather_rows
+        bytes_copied += int(read[kinds == INDEX].sum())
+        bytes_read += int(read.sum())
     table = minibatch.engine.table
     return Explanation(
         instances=len(minibatch.recording.results),
@@ -177,6 +178,8 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         gathers_indexed=indexed,
         gathers_elided=elided,
         bytes_gathered=bytes_copied,
+        bytes_read=bytes_read,
+        bytes_held=minibatch.engine.pool.bytes,  # its only run has given everything back
         deduplicated=sum(
             r.before - r.after for r in minibatch.engine.rewrites.records if r.name.startswith("deduplicate")
         ),

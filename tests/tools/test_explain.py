@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+import fxbatch
+from tests.tools import target_model
 from tests.tools.running import BROKEN, TARGET, run
 
 
@@ -23,6 +25,18 @@ def test_json_counts_launches(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["instances"] == 4
     assert found["launches_after"] < found["launches_before"]
     assert found["steps"] >= found["lower_bound"] > 0
+
+
+def test_bytes_that_are_copied_read_and_held(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "explain", TARGET, "--format", "json")
+    found = json.loads(out)
+    assert 0 < found["bytes_gathered"] < found["bytes_read"], "views are read, not copied"
+    minibatch = fxbatch.compile_minibatch(*target_model.minibatch())
+    arenas = minibatch.plan.arenas
+    values = sum(
+        int(n) * t.numel * t.dtype.itemsize for n, t in zip(minibatch.plan.capacity, arenas, strict=True)
+    )
+    assert found["bytes_held"] >= values > 0
 
 
 def test_what_the_forward_raises_is_status_4(capsys: pytest.CaptureFixture[str]) -> None:
