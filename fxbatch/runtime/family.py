@@ -21,9 +21,8 @@ from fxbatch.ir import Layout, Program, SharedOperand, Signature
 from fxbatch.passes.find_needs import Needs
 from fxbatch.passes.plan_arenas import SlotTable, tabulate_slots
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.pointer_table import PointerTable
+from fxbatch.runtime.pointer_table import PointerTable, is_plain
 from fxbatch.runtime.slab import SlabKinds
-from fxbatch.trace.integers import PLAIN_TENSORS
 
 _MOST = 64  # templates of a family: which constants and early values carry gradients
 
@@ -116,5 +115,4 @@ def _type_of(t: torch.Tensor) -> tuple[Any, ...]:
     """All of a shared operand that operations depend on, but for its contents and where it is."""
     if t.layout is not torch.strided:
         return t.requires_grad, t.shape, t.layout, t.dtype, t.device
-    plain = type(t) in PLAIN_TENSORS and not t.is_neg()
-    return t.requires_grad, t.shape, t.stride(), t.dtype, t.device, plain
+    return t.requires_grad, t.shape, t.stride(), t.dtype, t.device, is_plain(t)

@@ -21,8 +21,7 @@ from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.codegen.workspace import Workspace
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns, bytes_of
-from fxbatch.trace.integers import PLAIN_TENSORS
+from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns, bytes_of, is_plain
 
 if TYPE_CHECKING:
     from fxbatch.runtime.gradient_memory import GradientMemory
@@ -188,7 +187,7 @@ def _prepared(
     step: NativeStep, shared: Sequence[torch.Tensor], workspace: Workspace
 ) -> list[torch.Tensor] | None:
     """What a program reads that depends on shared operands alone; None where it can't read them as they are."""
-    if not all(type(t) in PLAIN_TENSORS and not t.is_neg() for t in shared):
+    if not all(map(is_plain, shared)):
         return None
     return step.prepared(shared, workspace)
 

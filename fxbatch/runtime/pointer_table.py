@@ -111,7 +111,7 @@ class PointerTable:
         pointers = []
         for signature in self.native:
             for tensor in run.shared[signature]:
-                if type(tensor) not in PLAIN_TENSORS or tensor.is_neg():
+                if not is_plain(tensor):
                     return None
                 pointers.append(tensor.data_ptr())
         rows = self.rows.copy()
@@ -133,6 +133,11 @@ class PointerTable:
                 for k, found in enumerate(made.places(operation)):
                     rows[place + k, :2] = found
         return Pointers(rows, self.first, held)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's numbers in memory are what it is, so that C can read them."""
+    return type(tensor) in PLAIN_TENSORS and not tensor.is_neg()
 
 
 def arena_columns(slab: Slab) -> np.ndarray:

@@ -221,7 +221,10 @@ def test_a_forked_child_stays_on_one_thread() -> None:
     # In a process of its own: a fork takes along whatever locks other threads of a test worker hold just then.
     code = "from tests.codegen.test_native_threads import fork_and_compare; fork_and_compare()"
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=root, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=root, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def levels() -> list[str]:

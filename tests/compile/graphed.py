@@ -7,6 +7,7 @@ import random
 import torch
 from torch import nn
 
+import fxbatch
 from fxbatch.runtime.cuda_graphs import GraphedPlans
 from fxbatch.runtime.engine import Engine
 from tests.models import Tree, TreeLSTM, random_tree
@@ -31,6 +32,20 @@ def model_of(graphs: GraphedPlans) -> TreeLSTM:
         model([tree_of(0, 0)])
     engine_of(model).cuda_graphs = graphs
     return model
+
+
+class Captured(TreeLSTM):
+    """The same model, its plans captured; for a CUDA device."""
+
+    @fxbatch.autobatch(cuda_graphs=True)
+    def forward(self, tree: Tree) -> torch.Tensor:
+        h, _ = self.encode(tree)
+        return self.out(h)
+
+
+def on_cuda(tree: Tree) -> Tree:
+    """The tree with its words on the device."""
+    return Tree(None if tree.word is None else tree.word.cuda(), [on_cuda(x) for x in tree.children])
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -12,7 +12,7 @@ from torch import nn
 import fxbatch
 from fxbatch.errors import CompileWarning
 from fxbatch.runtime.cuda_graphs import GraphedPlans, reason_against
-from tests.compile.graphed import engine_of, model_of, tree_of
+from tests.compile.graphed import Captured, engine_of, model_of, on_cuda, tree_of
 from tests.models import Tree, TreeLSTM
 
 
@@ -116,16 +116,7 @@ def test_the_cpu_is_left_alone() -> None:
 
 @pytest.mark.gpu
 def test_graphs_on_cuda_equal_the_loop() -> None:
-    class Decorated(TreeLSTM):
-        @fxbatch.autobatch(cuda_graphs=True)
-        def forward(self, tree: Tree) -> torch.Tensor:
-            h, _ = self.encode(tree)
-            return self.out(h)
-
-    def on_cuda(tree: Tree) -> Tree:
-        return Tree(None if tree.word is None else tree.word.cuda(), [on_cuda(x) for x in tree.children])
-
-    model = Decorated().cuda()
+    model = Captured().cuda()
     for words in range(5):
         check(model, [on_cuda(tree_of(1, words)), on_cuda(tree_of(2, words + 50))])
     graphs = engine_of(model).cuda_graphs

@@ -15,7 +15,7 @@ import fxbatch
 from fxbatch.errors import CompileWarning
 from fxbatch.runtime.cuda_graphs import IN_USE, GraphedPlans
 from fxbatch.runtime.devices import count_waits
-from tests.compile.graphed import engine_of, model_of, tree_of
+from tests.compile.graphed import Captured, engine_of, model_of, on_cuda, tree_of
 from tests.models import Tree, TreeLSTM
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -334,16 +334,7 @@ def test_threads_that_train_on_one_plan(model: TreeLSTM, graphs: GraphedPlans) -
 
 @pytest.mark.gpu
 def test_training_on_cuda_equals_one_by_one() -> None:
-    class Decorated(TreeLSTM):
-        @fxbatch.autobatch(cuda_graphs=True)
-        def forward(self, tree: Tree) -> torch.Tensor:
-            h, _ = self.encode(tree)
-            return self.out(h)
-
-    def on_cuda(tree: Tree) -> Tree:
-        return Tree(None if tree.word is None else tree.word.cuda(), [on_cuda(x) for x in tree.children])
-
-    model = Decorated().cuda()
+    model = Captured().cuda()
     for words in range(5):
         batch = [on_cuda(tree) for tree in trees(words)]
         _, grads = step(model, batch, lambda x: x.square().sum())
