@@ -18,17 +18,20 @@ endif
 # A shell's PYTHONPATH or an activated environment must not leak in.
 unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME
 
-.PHONY: help venv demo test test-slow check format bench soak conformance pictures constraints clean
+.PHONY: help venv demo test test-slow package check format bench guard soak conformance pictures constraints clean
 
 help:
 	@echo "make demo         train the Tree-LSTM on the Stanford Sentiment Treebank (ARGS='--epochs 2')"
 	@echo "make test         the test suite (ARGS='tests/data -k tree' for a part)"
 	@echo "make check        format, lint, types, import direction"
+	@echo "make package      build the archives, and install and try them in clean environments"
 	@echo "make bench        benchmarks           make soak         random models, for hours"
+	@echo "make guard        refuse what is slower than another checkout (BASE=../other ARGS='--budget 60')"
 	@echo "make conformance  PyTorch's operators  make pictures     the pictures of README and docs"
 
 # The stamp is written last: an interrupted install is taken up again, a finished one is not repeated.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard fxbatch/trace/*.[ch] fxbatch/passes/*.[ch] fxbatch/codegen/*.[ch])
+# What is compiled is made anew when its source is newer.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt fxbatch/codegen/native_table.py $(wildcard fxbatch/trace/*.[ch] fxbatch/passes/*.py fxbatch/codegen/*.c)
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3.12 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
@@ -40,12 +43,21 @@ venv: $(VENV)/.installed
 demo: venv
 	$(VENV)/bin/fxbatch demo $(ARGS)
 
-# Two workers of one thread each: the suite is many small tensors.
+# Two workers of one thread each: the suite is many small tensors. Faults are injected in processes of their own.
 test: venv
+ifeq ($(ARGS),)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --ignore=tests/trust
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/trust
+else
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+endif
 
 test-slow: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --slow $(ARGS)
+
+# What users install: the archives are built, installed where nothing else of this checkout is, and tried.
+package: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest --slow tests/install $(ARGS)
 
 check: venv
 	$(VENV)/bin/ruff format --check .
@@ -59,6 +71,10 @@ format: venv
 
 bench: venv
 	$(PY) -m benchmarks $(ARGS)
+
+guard: venv
+	@test -n "$(BASE)" || { echo "make guard BASE=path/to/the/other/checkout" >&2; exit 1; }
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.guard $(BASE) $(ARGS)
 
 soak: venv
 	$(PY) -m tests.soak $(ARGS)

@@ -1,24 +1,63 @@
-"""The optional C extensions: without a compiler the project installs and works all the same, in Python."""
+"""What is compiled, and the README as a package index shows it.
 
+The recorder and native programs are C; the passes with hot loops are typed Python, compiled by Cython.
+All of it is optional: without a compiler the project installs and works all the same, in Python, more slowly.
+"""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-_PASSES = (
-    "_loops",
-    "_agenda",
-    "_arenas",
-    "_component",
-    "_deduplicate",
-    "_gradients",
-    "_phases",
-    "_reuse_rows",
-    "_search",
-    "_select",
-    "_survey",
+ROOT = Path(__file__).resolve().parent
+
+
+def readme_for_index() -> str:
+    """README.md with absolute links and pictures: an index has no folders beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository, tag = project["urls"]["Repository"], f"v{project['version']}"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{repository}/raw/{tag}/", text)
+    return re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{repository}/blob/{tag}/", text)
+
+
+# These files are what one reads, and what runs where they are not compiled.
+PASSES = ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
+
+_LOOPS = cythonize(
+    [
+        Extension(f"fxbatch.passes.{name}", [f"fxbatch/passes/{name}.py"], extra_compile_args=["-g0"])
+        for name in PASSES
+    ],
+    build_dir="build",
+    # A pass checks each column that comes from outside, once, and uses no negative index.
+    compiler_directives={
+        "language_level": 3,
+        "boundscheck": False,
+        "wraparound": False,
+        "initializedcheck": False,
+        "cdivision": True,
+    },
 )
+for extension in _LOOPS:
+    extension.optional = True
+
 _NATIVE = ("_native", "_native_blocks", "_native_program", "_native_steps", "_native_threads")
 
+_CODEGEN = Path(__file__).parent / "fxbatch" / "codegen"
+_HEADER = _CODEGEN / "_native_operations.h"
+_MADE = runpy.run_path(str(_CODEGEN / "native_table.py"))["header"]()
+if not _HEADER.exists() or _HEADER.read_text() != _MADE:
+    _HEADER.write_text(_MADE)
+
 setup(
+    long_description=readme_for_index(),
+    long_description_content_type="text/markdown",
     ext_modules=[
+        *_LOOPS,
         Extension(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
@@ -29,15 +68,12 @@ setup(
             optional=True,
         ),
         Extension(
-            "fxbatch.passes._loops",
-            [f"fxbatch/passes/{name}.c" for name in _PASSES],
-            depends=[f"fxbatch/passes/{name}.h" for name in ("_arenas", "_arrays", "_gradients", "_search")],
-            optional=True,
-        ),
-        Extension(
             "fxbatch.codegen._native",
             [f"fxbatch/codegen/{name}.c" for name in _NATIVE],
-            depends=[f"fxbatch/codegen/{name}.h" for name in ("_native", "_native_loops", "_native_steps")],
+            depends=[
+                f"fxbatch/codegen/{name}.h"
+                for name in ("_native", "_native_loops", "_native_operations", "_native_steps")
+            ],
             # Loops are vectorised: comparisons become blends, and the square root an instruction.
             extra_compile_args=[
                 "-O3",
@@ -48,5 +84,5 @@ setup(
             ],
             optional=True,
         ),
-    ]
+    ],
 )

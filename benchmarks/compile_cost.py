@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from benchmarks.kernel_cost import Cell, graphs_of, native
-from fxbatch.codegen.compile_graph import CompiledGraph, CompileOptions, compile_graph
-from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.inductor import CompiledGraph, CompileOptions, compile_graph
+from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
 from fxbatch.torch_private import compile_guarded
 
 PRODUCTS, KERNEL, NATIVE = "products alone", "kernel", "native"
@@ -62,22 +62,19 @@ def products_alone(name: str, cell: Cell, n: int) -> Callable[[], object]:
 
 @torch.no_grad()
 def measure(
-    name: str, ways: dict[str, Kernel | CompiledGraph], cell: Cell, n: int, rounds: int
+    name: str, graph: fx.GraphModule, ways: dict[str, Kernel | CompiledGraph], cell: Cell, n: int, rounds: int
 ) -> dict[str, float]:
     """Median microseconds of CPU time a call of each way, interleaved."""
     shared = [p.detach() for p in cell.parameters()]
     compiled = ways[DIRECT]
     assert isinstance(compiled, CompiledGraph)
-    width = len(compiled.sizes)
-    samples, _ = compiled._samples(n, shared)
-    returning = name == "parameters"
-    outs: list[torch.Tensor | None] = [None] * width if returning else list(samples[:width])
-    ins, workspace = samples[0 if returning else width :], Workspace()
-    given = [compiled._allocate(i, n) if x is None else x for i, x in enumerate(outs)]
-    inputs = ins[: len(ins) - len(shared)]
+    inputs = [form.filled(n, seed) for seed, form in enumerate(compiled.ins)]
+    given = [form.empty(n) for form in compiled.outs]
+    outs: list[torch.Tensor | None] = [None if compiled.returning else x for x in given]
+    ins, workspace = [*inputs, *shared], Workspace()
     calls: dict[str, Callable[[], object]] = {
         PRODUCTS: products_alone(name, cell, n),
-        NATIVE: native(compiled.graph, compiled.kernel, n, inputs, shared, given),
+        NATIVE: native(graph, compiled.kernel, n, inputs, shared, given),
     }
     for way, run in ways.items():
         calls[way] = lambda run=run: run(n, ins, outs, workspace)  # type: ignore[misc]  # bound now
@@ -112,7 +109,7 @@ def main() -> None:
         assert module is not None
         print(f"{name}, hidden {options.hidden}, us a launch")
         ways = ways_of(module, cell, returning=name == "parameters")
-        table = {n: measure(name, ways, cell, n, options.rounds) for n in options.rows}
+        table = {n: measure(name, module, ways, cell, n, options.rounds) for n in options.rows}
         print(f"  {'rows':24s}" + "".join(f"{n:>10d}" for n in table))
         for way in (PRODUCTS, KERNEL, NATIVE, DIRECT, WRAPPER, GUARDED):
             print(f"  {way:24s}" + "".join(f"{column[way]:10.1f}" for column in table.values()), flush=True)

@@ -19,11 +19,11 @@ import torch
 from torch import fx, nn
 
 from fxbatch import ir
-from fxbatch.codegen.contract import OperationGraphs
-from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.build_operation import build_operation
+from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_steps import make_step
-from fxbatch.codegen.operation import build_operation
+from fxbatch.codegen.operation_graphs import OperationGraphs
 
 
 class Cell(nn.Module):

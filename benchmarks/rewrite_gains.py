@@ -39,8 +39,6 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("without deduplicate", {"deduplicate": False}),
     ("deduplicate=True", {"deduplicate": True}),
     ("without fuse", {"fuse": False}),
-    ("split", {"split": True}),
-    ('memory="recompute"', {"memory": "recompute"}),
 )
 
 # Ways to order the rows of a step; None is the default, which decides for each family of programs.

@@ -24,12 +24,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fxbatch.ir import Program
-from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
 from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.eliminate_dead import eliminate_dead
+from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
-from fxbatch.passes.lower_bound import lower_bound
-from fxbatch.passes.policies import CANDIDATES, POLICIES
+from fxbatch.passes.schedule import POLICIES, lower_bound
+from fxbatch.passes.select import eliminate_dead
 from tests.passes.fusion_models import Functions
 from tests.programs import (
     bilstm_program,
@@ -82,7 +81,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     }
     for name, program in workloads().items():
         bound = lower_bound(program)
-        for policy in CANDIDATES:
+        for policy in ("depth", "agenda", "lookahead"):
             seconds = best_seconds(POLICIES[policy], program, repeats)
             steps = len(POLICIES[policy](program))
             rows.append(_row(name, policy, program, seconds, steps=steps, ratio=steps / bound))

@@ -40,27 +40,27 @@ from examples import (
 )
 from fxbatch.inspection import compile_minibatch
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_lookahead import signature_components
-from fxbatch.passes.lower_bound import lower_bound, own_chains
-from fxbatch.passes.policies import CANDIDATES, POLICIES
-from fxbatch.passes.search_steps import Component, cut_component
-from tests.passes.reference import best_steps
+from fxbatch.passes.schedule import POLICIES, lower_bound
+from fxbatch.passes.signature_graph import survey
+from tests.passes.reference import best_steps, sources
 from tests.programs import lattice_program
+
+BATCHING = ("depth", "agenda", "lookahead")
 
 
 def example_models(n: int) -> dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]]:
     """A decorated callable of each example, and its arguments for n instances."""
 
     def loss(example: Any, **size: int) -> tuple[Any, tuple[Any, ...]]:
-        model, instances = example.example(**size)
+        model, instances = example.minibatch(**size)
         return model.loss, (instances,)
 
     def forward(example: Any, **size: int) -> tuple[Any, tuple[Any, ...]]:
-        model, instances = example.example(**size)
+        model, instances = example.minibatch(**size)
         return model, (instances,)
 
     def translate() -> tuple[Any, tuple[Any, ...]]:
-        model, pairs = seq2seq.example(pairs=n)
+        model, pairs = seq2seq.minibatch(pairs=n)
         return model, ([pair.source for pair in pairs], [pair.target for pair in pairs])
 
     return {
@@ -99,39 +99,29 @@ def phases(data: Path | None, n: int) -> Iterator[tuple[str, list[Program]]]:
 
 def best_known(program: Program, states: int) -> tuple[int, bool]:
     """Steps of the best schedule; whether that is proven, or only that none has fewer."""
-    _, length = own_chains(program)
+    found = survey(program)
     total, exact = 0, True
-    for part in signature_components(program):
+    for part in found.graph.parts:
         if len(part) == 1:
-            total += int(length[part[0]])
+            total += int(found.longest[part[0]])
             continue
-        component = cut_component(program, np.array(part))
-        steps, proven = best_steps(component.sig.tolist(), _parents(component), states)
+        calls = np.flatnonzero(np.isin(program.sig, part))
+        steps, proven = steps_of(program, calls, states)
         if not proven:
-            steps = max([steps, *_steps_of_pairs(component, program.instance[component.calls], states)])
+            largest = np.argsort(-np.bincount(program.instance[calls]), kind="stable")[:4].tolist()
+            for pair in itertools.combinations(largest, 2):  # with all others it can't be fewer
+                mine = calls[np.isin(program.instance[calls], pair)]
+                steps = max(steps, steps_of(program, mine, 5 * states)[0])
         total, exact = total + steps, exact and proven
     return total, exact
 
 
-def _parents(component: Component) -> list[list[int]]:
-    """For each call, the calls that it reads."""
-    parents: list[list[int]] = [[] for _ in component.calls]
-    source = np.repeat(np.arange(len(component.calls)), np.diff(component.offsets))
-    for before, reader in zip(source.tolist(), component.readers.tolist(), strict=True):
-        parents[reader].append(before)
-    return parents
-
-
-def _steps_of_pairs(component: Component, instance: np.ndarray, states: int) -> list[int]:
-    """Steps that pairs of the largest instances need by themselves: with all others it can't be fewer."""
-    largest = np.argsort(-np.bincount(instance), kind="stable")[:4].tolist()
-    parents, sig, found = _parents(component), component.sig.tolist(), []
-    for pair in itertools.combinations(largest, 2):
-        calls = np.flatnonzero(np.isin(instance, pair)).tolist()
-        number = {c: n for n, c in enumerate(calls)}
-        inside = [[number[p] for p in parents[c] if p in number] for c in calls]
-        found.append(best_steps([sig[c] for c in calls], inside, 5 * states)[0])
-    return found
+def steps_of(program: Program, calls: np.ndarray, states: int) -> tuple[int, bool]:
+    """Steps of the best schedule of these calls alone, and whether that is proven."""
+    number = {c: n for n, c in enumerate(calls.tolist())}
+    before = sources(program)
+    parents = [[number[p] for p in before[c] if p in number] for c in number]
+    return best_steps(program.sig[calls].tolist(), parents, states)
 
 
 def main() -> None:
@@ -142,19 +132,19 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     table = Table(title=f"steps / lower bound, {options.instances} instances")
-    names = ("calls", "phases", "bound", *CANDIDATES, "ratio", "best of all", "lookahead / best")
+    names = ("calls", "phases", "bound", *BATCHING, "ratio", "best of all", "lookahead / best")
     table.add_column("workload")
     for column in names:
         table.add_column(column, justify="right")
     for name, programs in phases(options.data, options.instances):
         bound = sum(map(lower_bound, programs))
-        steps = {policy: sum(len(POLICIES[policy](p)) for p in programs) for policy in CANDIDATES}
+        steps = {policy: sum(len(POLICIES[policy](p)) for p in programs) for policy in BATCHING}
         ours = steps["lookahead"]
         found = [best_known(p, options.states) for p in programs] if ours > bound else [(bound, True)]
         best, exact = sum(n for n, _ in found), all(proven for _, proven in found)
         table.add_row(
             name, str(sum(map(len, programs))), str(len(programs)), str(bound),
-            *(str(steps[policy]) for policy in CANDIDATES), f"{ours / bound:.3f}",
+            *(str(steps[policy]) for policy in BATCHING), f"{ours / bound:.3f}",
             str(best) if exact else f"at least {best}", f"{'' if exact else 'at most '}{ours / best:.3f}",
         )  # fmt: skip
     Console(width=150).print(table)

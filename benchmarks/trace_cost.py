@@ -2,7 +2,7 @@
 
 python -m benchmarks.trace_cost --leaves 19 --trees 64             # a minibatch like those of SST
 python -m benchmarks.trace_cost --leaves 128 --trees 1024          # and as cached traces
-python -m benchmarks.trace_cost --python                           # without the C extensions
+python -m benchmarks.trace_cost --python                           # without the recorder in C
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxbatch.passes.native import Native
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch
@@ -153,11 +152,10 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--trees", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--python", action="store_true", help="without the C extensions")
+    parser.add_argument("--python", action="store_true", help="without the recorder in C")
     options = parser.parse_args()
     if options.python:
         use_extension(False)
-        Native.loops = None
     found = measure(options.leaves, options.trees, options.repeats)
     parts = ", ".join(f"{name} {found[name]:.2f}" for name in NAMES)
     cold, warm = found["record"] + found["plan"], found["merge"] + found["plan merged"]

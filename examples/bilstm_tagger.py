@@ -4,7 +4,7 @@ In: a sentence, as a list of word ids (tensors without dimensions). Out: scores 
 Two layers of 256 a direction over embeddings of 200, as in Neubig et al. 2017, figure 2; trained on the UD
 English Web Treebank (universal part-of-speech tags).
 
-    model, sentences = example()
+    model, sentences = minibatch()
     scores = model(sentences)            # a list of sentences in, a list of lists of scores out
     model.loss(sentences).sum().backward()
 """
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.conllu import Sentence as Tagged
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
@@ -92,7 +92,7 @@ def build(words: int, tags: int, *, embedding: int = 200, hidden: int = 256, lay
     return Tagger(words, tags, embedding=embedding, hidden=hidden, layers=layers)
 
 
-def example(*, sentences: int = 8, hidden: int = 16, seed: int = 0) -> tuple[Tagger, list[Sentence]]:
+def minibatch(*, sentences: int = 8, hidden: int = 16, seed: int = 0) -> tuple[Tagger, list[Sentence]]:
     """A small model and random sentences of 1 to 9 words."""
     torch.manual_seed(seed)
     lengths = [int(n) for n in torch.randint(1, 10, (sentences,))]
@@ -124,7 +124,7 @@ def accuracy(model: Tagger, sentences: Sequence[Sentence], batch_size: int) -> f
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on EWT; the accuracy on its dev sentences after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.bilstm_tagger", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
     parser.add_argument("--epochs", type=positive, default=3)
     parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")

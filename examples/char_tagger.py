@@ -6,7 +6,7 @@ The tagger of Neubig et al. 2017, table 1 ("BiLSTM w/ char"); WikiNER, tested on
 training, vectors are dropped out, and a share of the frequent words is spelled out as well: rare words alone are
 too few to learn spelling from.
 
-    model, sentences = example()
+    model, sentences = minibatch()
     scores = model(sentences)            # a list of sentences in, a list of lists of scores out
     model.loss(sentences).sum().backward()
 """
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.ner import Sentence as Tagged
 from fxbatch.data.ner import entities, read_ner
 from fxbatch.data.paths import file_in, find_data
@@ -169,7 +169,7 @@ def spell_out(sentence: Sentence, share: float, chance: random.Random) -> Senten
     return Sentence(words, sentence.tags)
 
 
-def example(*, sentences: int = 8, hidden: int = 8, seed: int = 0) -> tuple[CharTagger, list[Sentence]]:
+def minibatch(*, sentences: int = 8, hidden: int = 8, seed: int = 0) -> tuple[CharTagger, list[Sentence]]:
     """A small model and random sentences of 1 to 7 words, a third of them spelled out."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -200,7 +200,7 @@ def evaluate(model: CharTagger, part: Part, names: Sequence[str], batch_size: in
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on WikiNER; entity F1 on Wikigold after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.char_tagger", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ner/")
     parser.add_argument("--epochs", type=positive, default=3)
     parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")

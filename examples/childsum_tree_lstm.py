@@ -4,7 +4,7 @@ In: a dependency tree; a node has any number of children. Out: scores of the rel
 head, from the word and everything below it (Tai et al. 2015, equations 2 to 8). UD English Web Treebank;
 accuracy.
 
-    model, trees = example()
+    model, trees = minibatch()
     scores = model(trees)                # a list of trees in, a list of lists of scores out
     model.loss(trees).sum().backward()
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 from fxbatch.data.conllu import Sentence, read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -120,7 +120,7 @@ def build(words: int, labels: int, *, embedding: int = 100, hidden: int = 150) -
     return ChildSumTreeLSTM(words, labels, embedding=embedding, hidden=hidden)
 
 
-def example(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[ChildSumTreeLSTM, list[Node]]:
+def minibatch(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[ChildSumTreeLSTM, list[Node]]:
     """A small model and random trees of 1 to 9 nodes."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -165,7 +165,7 @@ def accuracy(model: ChildSumTreeLSTM, trees: Sequence[Node], batch_size: int) ->
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on EWT; the accuracy on its dev sentences after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.childsum_tree_lstm", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
     parser.add_argument("--epochs", type=positive, default=3)
     parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fxbatch_examples.train_sentiment import FORMAT, load_checkpoint, save_checkpoint
 from torch import nn
 
-from examples.train_sentiment import FORMAT, load_checkpoint, save_checkpoint
 from fxbatch.errors import DataError
 
 # Options that a training may be gone on with other values of.

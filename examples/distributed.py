@@ -73,6 +73,12 @@ def random_trees(count: int, seed: int = 0) -> list[Tree]:
     return [grow(rng.randrange(1, 25)) for _ in range(count)]
 
 
+def minibatch(trees: int = 8, seed: int = 0) -> tuple[TreeLSTM, list[Tree]]:
+    """The undistributed model and random trees."""
+    torch.manual_seed(seed)
+    return TreeLSTM(), random_trees(trees, seed)
+
+
 def train(steps: int, batch_size: int = 16, accumulate: int = 2) -> float:
     """Train on this rank's share; the last loss."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -3,7 +3,7 @@
 In: a sentence, as word ids from <start> to <end>. Out: the negative log likelihood of its words.
 No padding and no buckets: sentences of all lengths share their steps. UD English Web Treebank; perplexity.
 
-    model, sentences = example()
+    model, sentences = minibatch()
     losses = model(sentences)            # a list of sentences in, [sentences] out
     losses.sum().backward()
 """
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -65,7 +65,7 @@ def build(words: int, *, hidden: int = 200, layers: int = 1) -> LanguageModel:
     return LanguageModel(words, hidden=hidden, layers=layers)
 
 
-def example(*, sentences: int = 8, hidden: int = 8, seed: int = 0) -> tuple[LanguageModel, list[Sentence]]:
+def minibatch(*, sentences: int = 8, hidden: int = 8, seed: int = 0) -> tuple[LanguageModel, list[Sentence]]:
     """A small model and random sentences of 2 to 9 ids."""
     torch.manual_seed(seed)
     lengths = [int(n) for n in torch.randint(2, 10, (sentences,))]
@@ -83,7 +83,7 @@ def perplexity(model: LanguageModel, sentences: Sequence[Sentence], batch_size: 
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on the sentences of EWT; dev perplexity after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.language_model", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds ud_ewt/")
     parser.add_argument("--epochs", type=positive, default=3)
     parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")

@@ -5,7 +5,7 @@ A cell for each word runs from its first to its last character and enters the ch
 gates (Zhang & Yang 2018, equations 10 to 15). Which words cross differs from string to string. The task: find
 the word boundaries in strings without spaces, where words overlap.
 
-    model, strings = example()
+    model, strings = minibatch()
     scores = model(strings)              # a list of strings in, a list of lists of scores out
     model.loss(strings).sum().backward()
 """
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def draw_string(chance: random.Random, lexicon: Sequence[str], longest: int, dev
     return String(characters.unbind(), crossing, torch.tensor(tags, device=device).unbind())
 
 
-def example(*, strings: int = 6, hidden: int = 8, seed: int = 0) -> tuple[LatticeLSTM, list[String]]:
+def minibatch(*, strings: int = 6, hidden: int = 8, seed: int = 0) -> tuple[LatticeLSTM, list[String]]:
     """A small model and random strings of 2 to 4 words."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -178,7 +178,7 @@ def accuracy(model: LatticeLSTM, strings: Sequence[String]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn strings; the share of right tags after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.lattice_lstm", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="not used: the strings are drawn")
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--limit", type=positive, default=3200, help="strings an epoch")

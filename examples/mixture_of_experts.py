@@ -4,7 +4,7 @@ In: a vector. Out: a prediction. A gate scores the experts and the forward takes
 `int(...argmax())`; only that expert runs, and inputs of one expert are batched together (Shazeer et al. 2017;
 with one expert an input, Fedus et al. 2021). The task: a function with another rule in each quadrant.
 
-    model, points = example()
+    model, points = minibatch()
     predictions = model(points)          # a list of vectors in, [points, 1] out
 """
 
@@ -16,11 +16,11 @@ import random
 from collections.abc import Sequence
 
 import torch
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 
 
 class MixtureOfExperts(nn.Module):
@@ -55,7 +55,7 @@ def build(*, experts: int = 8, hidden: int = 64, layers: int = 2) -> MixtureOfEx
     return MixtureOfExperts(2, 1, experts=experts, hidden=hidden, layers=layers)
 
 
-def example(*, points: int = 16, hidden: int = 8, seed: int = 0) -> tuple[MixtureOfExperts, list[Tensor]]:
+def minibatch(*, points: int = 16, hidden: int = 8, seed: int = 0) -> tuple[MixtureOfExperts, list[Tensor]]:
     """A small model and random points."""
     torch.manual_seed(seed)
     return build(experts=4, hidden=hidden), list(torch.randn(points, 2).unbind())
@@ -71,7 +71,7 @@ def target(points: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Fit the function; mean squared error on fresh points after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.mixture_of_experts", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="not used: the points are drawn")
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--limit", type=positive, default=8192, help="points to train on")

@@ -5,7 +5,7 @@ Out: the score of "yes". Each function of the program is a small network from at
 map or an answer, put together as the program says (Andreas et al. 2016). Pictures are drawn; the answers come
 from executing the program.
 
-    model, questions = example()
+    model, questions = minibatch()
     scores = model(questions)            # a list of questions in, [questions] out
 """
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 
 KINDS = ("red", "green", "blue", "square", "circle", "triangle")
 SHIFTS = ("left_of", "right_of", "above", "below")
@@ -165,7 +165,7 @@ def draw_question(chance: random.Random, depth: int = 3, device: str = "cpu") ->
     )
 
 
-def example(*, questions: int = 8, hidden: int = 8, seed: int = 0) -> tuple[ModuleNetwork, list[Question]]:
+def minibatch(*, questions: int = 8, hidden: int = 8, seed: int = 0) -> tuple[ModuleNetwork, list[Question]]:
     """A small model and random questions."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -181,7 +181,7 @@ def accuracy(model: ModuleNetwork, questions: Sequence[Question]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn questions; the share of right answers after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.module_networks", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="not used: pictures and questions are drawn")
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--limit", type=positive, default=12800, help="questions an epoch")

@@ -5,7 +5,7 @@ messages from its neighbours, as many as it has, and a GRU updates it: a gated g
 message passing as in Gilmer et al. 2017). Molecules differ in everything: atoms, bonds, neighbours. ESOL
 (solubility) or a QM9 target; root mean squared error.
 
-    model, molecules = example()
+    model, molecules = minibatch()
     predictions = model(molecules)       # a list of molecules in, [molecules, targets] out
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 from fxbatch.data.molecules import read_molecules
 from fxbatch.data.paths import find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -113,7 +113,9 @@ def build(atoms: int, bonds: int, targets: int, *, hidden: int = 64, rounds: int
     return MoleculeNetwork(atoms, bonds, targets, hidden=hidden, rounds=rounds)
 
 
-def example(*, molecules: int = 6, hidden: int = 8, seed: int = 0) -> tuple[MoleculeNetwork, list[Molecule]]:
+def minibatch(
+    *, molecules: int = 6, hidden: int = 8, seed: int = 0
+) -> tuple[MoleculeNetwork, list[Molecule]]:
     """A small model and random molecules of 1 to 8 atoms: trees, some with a ring."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -130,7 +132,7 @@ def example(*, molecules: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Mole
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on 90 % of the molecules; root mean squared error on the rest after each epoch."""
-    parser = argparse.ArgumentParser(prog="python -m examples.molecules", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="folder that holds molecules/")
     parser.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
     parser.add_argument("--epochs", type=positive, default=20)

@@ -5,7 +5,7 @@ Arc-hybrid transitions over BiLSTM vectors, trained with a dynamic oracle and ex
 Goldberg 2016 (the parser of Neubig et al. 2017, table 1); UD English Web Treebank. Each action depends on the
 scores before it, so the loop asks for values; all parsers of a minibatch advance together.
 
-    model, sentences = example()
+    model, sentences = minibatch()
     parses = model(sentences)            # [Parse(heads=[2, 0, 2], relations=[1, 0, 3]), ...]
     model.loss(sentences).sum().backward()
 """
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import add_checkpoint, device, keep, positive, resume, run
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary
@@ -268,7 +268,7 @@ def build(words: int, tags: int, relations: int, *, hidden: int = 125, embedding
     return Parser(words, tags, relations, hidden=hidden, embedding=embedding)
 
 
-def example(*, sentences: int = 4, hidden: int = 8, seed: int = 0) -> tuple[Parser, list[Sentence]]:
+def minibatch(*, sentences: int = 4, hidden: int = 8, seed: int = 0) -> tuple[Parser, list[Sentence]]:
     """A small model and random sentences of 2 to 7 words, each a chain of arcs."""
     torch.manual_seed(seed)
     lengths = [int(n) for n in torch.randint(2, 8, (sentences,))]
@@ -299,7 +299,7 @@ def attachment(model: Parser, sentences: Sequence[Sentence], batch_size: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     """Train on the projective sentences of EWT; attachment scores on all dev sentences after each epoch."""
-    options = argparse.ArgumentParser(prog="python -m examples.parser", description=main.__doc__)
+    options = argparse.ArgumentParser(description=main.__doc__)
     options.add_argument("--data", help="folder that holds ud_ewt/")
     options.add_argument("--epochs", type=positive, default=3)
     options.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")

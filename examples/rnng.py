@@ -6,7 +6,7 @@ and of an LSTM over the words; a closed phrase is composed by a BiLSTM over its 
 The stack is a linked list of LSTM states, so popping is dropping a reference. Trees are drawn from a small
 grammar whose verbs agree with their subjects: what lies between must be looked through.
 
-    model, trees = example()
+    model, trees = minibatch()
     losses = model(trees)                # a list of trees in, [trees] out
     losses.sum().backward()
 """
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 
 PHRASES = ("S", "NP", "VP", "PP")
 WORDS = (
@@ -163,7 +163,7 @@ def draw_noun_phrase(chance: random.Random, plural: bool, longer: float) -> Phra
     return Phrase(1, (phrase, Phrase(3, (WORDS.index(chance.choice(("near", "with"))), inner))))
 
 
-def example(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Grammar, list[Phrase]]:
+def minibatch(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Grammar, list[Phrase]]:
     """A small model and trees from the grammar."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -172,7 +172,7 @@ def example(*, trees: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Grammar,
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on drawn trees; perplexity an action on fresh trees after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(prog="python -m examples.rnng", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="not used: the trees are drawn")
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--limit", type=positive, default=3200, help="trees an epoch")

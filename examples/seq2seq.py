@@ -4,7 +4,7 @@ In: a sequence of letters, as ids. Out: its translation: the letters in reverse 
 front. Decoding ends when the model says so, so how long it runs differs from sequence to sequence and depends
 on values. Attention as in Luong et al. 2015 (dot product).
 
-    model, pairs = example()
+    model, pairs = minibatch()
     losses = model([p.source for p in pairs], [p.target for p in pairs])    # [pairs]
     outputs = model.greedy([p.source for p in pairs])                       # [[3, 1, 2], ...]
     outputs = model.beam([p.source for p in pairs])                         # [Hypothesis(...), ...]
@@ -17,21 +17,21 @@ import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.command import device, positive, run
 from rich.progress import track
 from torch import Tensor, nn
 
 import fxbatch
-from examples.command import device, positive, run
 
 END = 0  # the id that starts and ends an output
 State = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Ids (tensors without dimensions) of a source, and of a target that ends with END."""
 
     source: Sequence[Tensor]
@@ -153,7 +153,7 @@ def draw_pair(chance: random.Random, letters: int, longest: int, device: str = "
     return Pair(*tensors)
 
 
-def example(*, pairs: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Translator, list[Pair]]:
+def minibatch(*, pairs: int = 6, hidden: int = 8, seed: int = 0) -> tuple[Translator, list[Pair]]:
     """A small model and random pairs of 1 to 6 letters."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -172,7 +172,7 @@ def evaluate(model: Translator, pairs: Sequence[Pair]) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     """Train on drawn pairs; the share of exact translations after each epoch, greedy and beam."""
-    parser = argparse.ArgumentParser(prog="python -m examples.seq2seq", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", help="not used: the pairs are drawn")
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--limit", type=positive, default=6400, help="pairs an epoch")

@@ -9,17 +9,25 @@ model(trees)
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from fxbatch.decorator import autobatch, disabled
 from fxbatch.errors import (
     BatchCoupledError,
     BlockTypeError,
+    CheckWarning,
     CompileWarning,
     DataError,
+    DifferenceError,
     FxbatchError,
     GradientError,
     InPlaceError,
     InstanceError,
+    InternalWarning,
     MinibatchError,
+    MissingDataError,
     OptionError,
     ResultError,
     StaleTraceError,
@@ -31,13 +39,30 @@ from fxbatch.inspection import Minibatch, compile_minibatch, explain
 from fxbatch.trace.operations import operation
 from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
 
+
+class _CallablePackage(ModuleType):
+    """`fxbatch.trace` is the function, and the package of that name: `import fxbatch.trace.modules` works too."""
+
+    def __call__(self, model: Any, *args: Any) -> Any:
+        return _trace(model, *args)
+
+
+_trace = trace
+_package = sys.modules["fxbatch.trace"]
+_package.__class__ = _CallablePackage
+_package.__doc__ = trace.__doc__
+globals()["trace"] = _package  # type checkers go on seeing the function
+
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchCoupledError",
     "BlockTypeError",
+    "CheckWarning",
     "CompileWarning",
+    "InternalWarning",
     "DataError",
+    "DifferenceError",
     "Explanation",
     "FxbatchError",
     "GradientError",
@@ -45,6 +70,7 @@ __all__ = [
     "InstanceError",
     "Minibatch",
     "MinibatchError",
+    "MissingDataError",
     "OptionError",
     "ResultError",
     "StaleTraceError",

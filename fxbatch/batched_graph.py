@@ -1,6 +1,6 @@
 """The batched graph: few nodes, each a batch of calls, pass-throughs, a gather or a cat.
 
-Comes in: a Program and its Schedule, by `passes/batch_calls.py`. Goes out: a BatchedGraph, which the
+Comes in: a Program and its Schedule, by `passes/fold.py`. Goes out: a BatchedGraph, which the
 rewrites of `passes/` take and give, which prints, and from which `codegen/unrolled.py` emits code.
 
     graph = batch_calls(program, schedule)

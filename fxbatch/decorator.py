@@ -12,21 +12,33 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from fxbatch.errors import MinibatchError, StaleTraceError
+from fxbatch.checking import Call, Prepared, checked, run_ready_watched, run_watched, warn_once
+from fxbatch.errors import MinibatchError, OptionError, StaleTraceError
+from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.torch_private import eval_frame_off, eval_frame_on, hide_from_dynamo
+from fxbatch.runtime.watchers import hidden_modes
+from fxbatch.signature import bodies
+from fxbatch.torch_private import (
+    dispatch_mode_count,
+    eval_frame_off,
+    eval_frame_on,
+    hide_from_dynamo,
+    inside_functorch,
+    memory_is_real,
+)
 from fxbatch.trace.known_model import known_model
-from fxbatch.trace.state import ThreadModes, current_recorder
+from fxbatch.trace.state import RecordedUnder, ThreadModes, current_recorder
 from fxbatch.trace.traces import merge
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,59 +65,90 @@ def disabled() -> Iterator[None]:
 
 
 class Autobatched:
-    """What `@autobatch` knows of one decorated function: its options, and an Engine a module."""
+    """What `@autobatch` knows of one decorated function: its options, and an Engine a module.
+
+    Its callables take the owner first: the object that a method is called on, None for a function.
+    """
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
         self.options = options
         self.signature = inspect.signature(fn)
+        parameters = list(self.signature.parameters.values())
         names = list(self.signature.parameters)
-        self.is_method = bool(names) and (names[0] == "self" or _defined_in_a_class(fn))
         unknown = [name for name in options.shared if name not in names]
         if unknown:
             raise MinibatchError(
                 f"shared={unknown[0]!r}: {fn.__qualname__} has no such argument; it has {', '.join(names)}"
             )
-        self._names = [
-            p.name
-            for p in self.signature.parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ][1 if self.is_method else 0 :]
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._positional = [p.name for p in positional]
+        first = self._positional[0] if self._positional else ""
+        self._always_owned = first == "self"
+        self._never_owned = not first or first in options.shared
+        self._in_a_class = _defined_in_a_class(fn)
         self._own = _Engines()
         self._lock = threading.Lock()
+
+    def split_owner(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The object that a method is called on, or None, and the other arguments.
+
+        A first argument called `self` is one, and so is a module, whatever the name of the argument; in a
+        function that was defined in a class, whatever is no minibatch (else it is a static method).
+        """
+        if self._always_owned:
+            if not args:
+                raise MinibatchError(f"{self.fn.__qualname__} is a method: call it on an object")
+            return args[0], args[1:]
+        if args and not self._never_owned:
+            first = args[0]
+            if isinstance(first, torch.nn.Module) or (self._in_a_class and not is_minibatch(first)):
+                return first, args[1:]
+        return None, args
+
+    def names(self, owner: Any) -> list[str]:
+        """Names of the positional arguments, without that of the owner."""
+        return self._positional if owner is None else self._positional[1:]
 
     def engine(self, owner: Any) -> Engine:
         """The engine of a module (or of the function itself)."""
         with self._lock:
             engines = self._own
-            if owner is not None:
+            if isinstance(getattr(owner, "__dict__", None), dict):  # a class has none that can be written
                 engines = owner.__dict__.setdefault("_fxbatch_engines", _Engines())
             found = engines.get(self)
             if found is None:
                 root = owner if isinstance(owner, torch.nn.Module) else None
                 found = engines[self] = Engine(self.options, root)
+                found.table.forward = self.fn
             return found
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Instance]]:
-        """The owner (self, or None) and the arguments of each instance."""
-        owner = None
-        if self.is_method:
-            if not args:
-                raise MinibatchError(f"{self.fn.__qualname__} is a method: call it on an object")
-            owner, args = args[0], args[1:]
-        if len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple)) and not self.options.shared:
-            head = () if owner is None else (owner,)  # what most calls are, as what follows does it
-            return owner, [((*head, item), {}) for item in args[0]]
-        bound = self._bind(owner, args, kwargs)
-        lengths: dict[str, int] = {}
-        columns: list[tuple[str, str, Any]] = []
-        for name, value, place in bound:
-            if name in self.options.shared:
-                columns.append((place, name, None if value is None else _Same(value)))
-                continue
-            items = _instances_of(self.fn, name, value)
-            lengths[name] = len(items)
-            columns.append((place, name, items))
+    def arguments_of(self, owner: Any, item: Any) -> tuple[Any, ...]:
+        """The arguments of one instance of a data set: a tuple's items where several are required."""
+        names = self.names(owner)
+        required = [
+            name
+            for name in names
+            if name not in self.options.shared
+            and self.signature.parameters[name].default is inspect.Parameter.empty
+        ]
+        return tuple(item) if len(required) > 1 and isinstance(item, (tuple, list)) else (item,)
+
+    def split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
+        """The arguments of each instance."""
+        head = () if owner is None else (owner,)
+        if len(args) == 1 and not kwargs and type(args[0]) in (list, tuple) and self._takes_one(owner):
+            return [((*head, item), {}) for item in args[0]]  # what most calls are, as what follows does it
+        self._check_arguments(head, args, kwargs)
+        names = self.names(owner)
+        positional = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate(args)]
+        columns = [self._column(name, value) for name, value in positional]
+        named = {name: self._column(name, value) for name, value in kwargs.items()}
+        lengths = {
+            name: len(column)
+            for name, column in [*zip([n for n, _ in positional], columns), *named.items()]
+            if not isinstance(column, _Same)
+        }
         if not lengths:
             raise MinibatchError(
                 f"{self.fn.__qualname__} takes a minibatch: at least one argument with an item an instance"
@@ -113,34 +156,77 @@ class Autobatched:
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise MinibatchError(f"{self.fn.__qualname__}: arguments of different lengths: {listed}")
-        count = next(iter(lengths.values()))
-        head = () if owner is None else (owner,)
-        instances: list[Instance] = []
-        for i in range(count):
-            positional = [_item(items, i) for place, _, items in columns if place == "positional"]
-            named = {name: _item(items, i) for place, name, items in columns if place == "named"}
-            instances.append(((*head, *positional), named))
-        return owner, instances
-
-    def _bind(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        names = self._names
-        named = [
-            (names[i] if i < len(names) else f"argument {i}", a, "positional") for i, a in enumerate(args)
+        return [
+            ((*head, *[column[i] for column in columns]), {name: column[i] for name, column in named.items()})
+            for i in range(next(iter(lengths.values())))
         ]
-        return named + [(name, value, "named") for name, value in kwargs.items()]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 + self.is_method and not kwargs and is_traced(args[-1]):
-            return self._call_traced(args[0] if self.is_method else None, args[-1])
-        owner, instances = self.split(args, kwargs)
-        if _switch.disabled or current_recorder() is not None:
+    def _takes_one(self, owner: Any) -> bool:
+        """Whether the minibatch alone is all that a call has to give."""
+        names = self.names(owner)
+        others = [
+            p
+            for name, p in self.signature.parameters.items()
+            if name in names[1:] or p.kind is p.KEYWORD_ONLY
+        ]
+        return (
+            bool(names)
+            and names[0] not in self.options.shared
+            and not any(p.default is p.empty for p in others)
+        )
+
+    def _check_arguments(self, head: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """MinibatchError where the forward does not take these arguments."""
+        try:
+            self.signature.bind(*head, *args, **kwargs)
+        except TypeError as error:
+            columns = len(args) == 1 and type(args[0]) in (list, tuple) and len(args[0]) > 1
+            hint = "; a batch of columns, as DataLoader makes it, is given as *batch" if columns else ""
+            raise MinibatchError(f"{self.fn.__qualname__}{self.signature}: {error}{hint}") from None
+
+    def _column(self, name: str, value: Any) -> Sequence[Any] | _Same:
+        """An argument as its items, one an instance; None, and what is shared, is the same for all."""
+        if value is None or name in self.options.shared:
+            return _Same(value)
+        return instances_of(value, f"{self.fn.__qualname__}: {name}", name)
+
+    def __call__(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs and is_traced(args[0]):
+            return self._call_traced(owner, args[0])
+        if _undecorated() and self._is_super(owner):
+            return self.fn(owner, *args, **kwargs)  # for the instance at hand
+        instances = self.split(owner, args, kwargs)
+        if _undecorated():
             return self.one_by_one(instances)
-        return self.engine(owner).call(self.fn, instances, self.options.out)
+        engine = self.engine(owner)
+        if self._is_checked(engine):
+            return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
+        return engine.call(self.fn, instances, self.options.out)
+
+    def _is_super(self, owner: Any) -> bool:
+        """Whether a decorated method of a derived class, which stands for this one on `owner`, is among the callers.
+
+        `super().forward(x)` is then called for one instance, as undecorated code would.
+        """
+        codes = set()
+        for cls in type(owner).__mro__:
+            found = getattr(cls.__dict__.get(self.fn.__name__), "__fxbatch__", None)
+            if found is not None and found.fn is self.fn:
+                break
+            if found is not None:
+                codes.add(found.fn.__code__)
+        frame = sys._getframe(2) if codes else None
+        while frame is not None:
+            code = frame.f_code
+            if code in codes and frame.f_locals.get(code.co_varnames[0]) is owner:
+                return True
+            frame = frame.f_back
+        return False
 
     def _call_traced(self, owner: Any, batch: Any) -> Any:
         """A minibatch of traces, traced instances, or a ready one."""
         engine = self.engine(owner)
-        if _switch.disabled or current_recorder() is not None:
+        if _undecorated():
             return self.one_by_one([self._again(owner, item) for item in traced_items(batch)])
         if not isinstance(batch, ReadyMinibatch):
             ready = self.ready(engine, owner, batch)
@@ -148,19 +234,49 @@ class Autobatched:
             ready = self.ready(engine, owner, batch.instances)
         else:
             ready = batch
+        if self._is_checked(engine):
+            if any(item.args is None for item in ready.instances):
+                warn_once(engine, self.fn.__qualname__, "bare traces know no instances: not compared")
+                return engine.run_ready(ready, self.options.out)
+            again = [self._again(owner, item) for item in ready.instances]
+            return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
         return engine.run_ready(ready, self.options.out)
 
-    def ready(self, engine: Engine, owner: Any, batch: Any) -> ReadyMinibatch:
+    def _is_checked(self, engine: Engine) -> bool:
+        """Whether this minibatch is the one in N."""
+        if not self.options.check or inside_functorch():
+            return False
+        engine.calls += 1
+        return (engine.calls - 1) % self.options.check == 0
+
+    def _checked(
+        self,
+        engine: Engine,
+        owner: Any,
+        instances: Sequence[Instance],
+        batched: Callable[[], tuple[Any, Callable[[], Prepared]]],
+    ) -> Any:
+        def undecorated(instances: Sequence[Instance]) -> Any:
+            with disabled():
+                return self.one_by_one(instances)
+
+        return checked(Call(engine, self.fn.__qualname__, owner, instances, batched, undecorated))
+
+    def ready(self, engine: Engine, owner: Any, batch: Any, *, ahead: bool = False) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""
         items = traced_items(batch)
         root = owner if isinstance(owner, torch.nn.Module) else None
         now = known_model(engine.table, root).fingerprint
-        traces = [x.trace for x in items if x.trace is not None and x.fresh(now)]
+        under = RecordedUnder.now()
+        traces = [x.trace for x in items if x.trace is not None and x.fresh(now, under)]
         if len(traces) == len(items):
-            return ReadyMinibatch.of(engine, items, merge(traces, engine.table, root))
+            return ReadyMinibatch.of(engine, items, merge(traces, engine.table_for_recording(), root))
         run = engine.execution()
         return ReadyMinibatch.of(
-            engine, items, engine.record(self.fn, [self._again(owner, x) for x in items], run), run
+            engine,
+            items,
+            engine.record(self.fn, [self._again(owner, x) for x in items], run, ahead=ahead),
+            run,
         )
 
     def _again(self, owner: Any, item: TracedInstance) -> Instance:
@@ -170,15 +286,29 @@ class Autobatched:
                 "a trace does not fit the model as it is now, or is to be run undecorated, and does not know "
                 "its instance: use fxbatch.TracedDataset, which keeps both"
             )
-        head = (owner,) if self.is_method else ()
+        head = () if owner is None else (owner,)
         return ((*head, *item.args), dict(item.shared))
 
     def one_by_one(self, instances: Sequence[Instance]) -> Any:
         """The undecorated forward in a loop, results put together as the decorated call does."""
-        results = [self.fn(*args, **kwargs) for args, kwargs in instances]
+        results = [self._alone(args, kwargs) for args, kwargs in instances]
         if self.options.out == "stack":
             return stack_real(results)
         return nest(results) if self.options.out == "nested" else results
+
+    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.fn(*args, **kwargs)
+        except Exception as error:
+            if not self.options.return_exceptions:
+                raise
+            return error
+
+
+def _undecorated() -> bool:
+    """Whether decorated callables are plain loops here: by the user's wish, inside another decorated callable or an
+    operation of it, and where nothing is computed for real (fake tensors, traced graphs)."""
+    return bool(_switch.disabled or bodies.running or current_recorder() is not None or not memory_is_real())
 
 
 def _defined_in_a_class(fn: Callable[..., Any]) -> bool:
@@ -201,32 +331,88 @@ class _Engines(dict[Autobatched, Engine]):
 
 
 class _Same:
-    """An argument given once for all instances."""
+    """An argument given once: the same item for each instance."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-
-def _item(items: Any, i: int) -> Any:
-    if items is None:
-        return None
-    return items.value if isinstance(items, _Same) else items[i]
+    def __getitem__(self, i: int) -> Any:
+        return self.value
 
 
-def _instances_of(fn: Callable[..., Any], name: str, value: Any) -> Sequence[Any]:
-    if isinstance(value, (list, tuple)):
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0:
-            raise MinibatchError(
-                f"{fn.__qualname__}: {name} has no dimensions; its first dimension is the instances"
-            )
-        return value.unbind(0)
-    raise MinibatchError(
-        f"{fn.__qualname__}: {name} takes a list or tuple with one item an instance, or a tensor whose first "
-        f"dimension is the instances, got {type(value).__name__}; for an argument given once for all: "
-        f'@fxbatch.autobatch(shared=("{name}",))'
-    )
+class BoundAutobatched:
+    """What `autobatch(model.forward)` gives: the decorated method of one object.
+
+    Copying and pickling the object copies this with it, bound to the copy.
+    """
+
+    def __init__(self, owner: Any, function: Callable[..., Any], options: Options) -> None:
+        self.__self__ = owner
+        self.__func__ = decorate(function, options)
+        functools.update_wrapper(self, self.__func__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        state = self.__func__.__fxbatch__
+        found = getattr(type(self.__self__), state.fn.__name__, None)  # a name that pickle finds again
+        function = found if getattr(found, "__fxbatch__", None) is not None else state.fn
+        return (BoundAutobatched, (self.__self__, function, state.options))
+
+
+def decorate(function: Any, options: Options) -> Any:
+    """The function, method, static or class method that takes minibatches; OptionError for what can't."""
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(decorate(function.__func__, options))
+    _check_decorated(function)
+    if inspect.ismethod(function) or isinstance(function, BoundAutobatched):
+        return BoundAutobatched(function.__self__, function.__func__, options)
+    if hasattr(function, "__fxbatch__"):  # decorated already: these options instead
+        function = function.__fxbatch__.fn
+    state = Autobatched(function, options)
+
+    @functools.wraps(function)
+    def batched(*args: Any, **kwargs: Any) -> Any:
+        frames, modes = eval_frame_off(), ThreadModes()
+        try:
+            owner, given = state.split_owner(args)
+            if dispatch_mode_count() and memory_is_real():
+                with hidden_modes():
+                    return state(owner, given, kwargs)
+            return state(owner, given, kwargs)
+        except BaseException:
+            modes.restore()  # an interrupt may have struck between a mode's change and its `with`
+            raise
+        finally:
+            eval_frame_on(frames)
+
+    hide_from_dynamo(batched)
+    batched.__fxbatch__ = state  # type: ignore[attr-defined]  # found by trace, explain, ...
+    return batched
+
+
+def _check_decorated(function: Any) -> None:
+    """OptionError, which says where `@autobatch` belongs, for what is no function of one instance."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if isinstance(function, type):
+        raise OptionError(f"@fxbatch.autobatch on the class {name}: put it on its `def forward(self, ...)`")
+    if isinstance(function, torch.nn.Module):
+        raise OptionError(
+            f"autobatch of a module ({name}): write model.forward = fxbatch.autobatch(model.forward), or put "
+            "@fxbatch.autobatch on `def forward` of its class"
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise OptionError(
+            f"@fxbatch.autobatch on the async function {name}: write it without async and await; instances "
+            "that branch on values wait for each other without"
+        )
+    if inspect.isgeneratorfunction(function):
+        raise OptionError(
+            f"@fxbatch.autobatch on the generator {name}: collect what it yields in a list, and return that"
+        )
+    if not callable(function):
+        raise OptionError(f"@fxbatch.autobatch takes a function, got {name}; options go by name")
 
 
 @overload
@@ -234,61 +420,129 @@ def autobatch(fn: F) -> F: ...
 
 
 @overload
-def autobatch(**options: Any) -> Callable[[F], F]: ...
+def autobatch(
+    *,
+    schedule: Literal["lookahead", "agenda", "depth", "fold", "none"] = "lookahead",
+    mode: Literal["looped", "unrolled"] = "looped",
+    backward: Literal["compiled", "autograd"] = "compiled",
+    out: Literal["stack", "list", "nested"] = "stack",
+    shared: str | Sequence[str] = (),
+    deduplicate: bool | Literal["auto"] = "auto",
+    fuse: bool = True,
+    return_exceptions: bool = False,
+    verify: bool = False,
+    compile: bool | str | Callable[..., Any] = False,
+    compile_options: Mapping[str, Any] | None = None,
+    native: bool = True,
+    check: int = 0,
+    check_gradients: bool = False,
+) -> Callable[[F], F]: ...
 
 
-def autobatch(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+def autobatch(
+    fn: Callable[..., Any] | None = None,
+    *,
+    schedule: str = "lookahead",
+    mode: str = "looped",
+    backward: str = "compiled",
+    out: str = "stack",
+    shared: str | Sequence[str] = (),
+    deduplicate: bool | str = "auto",
+    fuse: bool = True,
+    return_exceptions: bool = False,
+    verify: bool = False,
+    compile: bool | str | Callable[..., Any] = False,
+    compile_options: Mapping[str, Any] | None = None,
+    native: bool = True,
+    check: int = 0,
+    check_gradients: bool = False,
+    **unknown: Any,
+) -> Any:
     """Make a callable that is written for ONE instance take a minibatch of instances.
 
-    Bare (`@autobatch`) or with options (`@autobatch(schedule="depth")`). Each argument of a call is then a
-    list or tuple with one item an instance, or a tensor whose first dimension is the instances; arguments
-    named in `shared` are given once for all. The result has the structure of one instance's result, its
-    tensors stacked on a new first dimension (`out="stack"`), or is a list (`"list"`), or holds jagged nested
-    tensors (`"nested"`). See `fxbatch.runtime.options.Options` for all options.
+    Bare (`@autobatch`) or with options (`@autobatch(schedule="depth")`), on a function, or on the forward or
+    any other method of a class; `model.forward = autobatch(model.forward)` decorates that of one object. Each
+    argument of a call is then a minibatch: a list, tuple or other container with one item an instance, or a
+    tensor whose first dimension is the instances (`fxbatch.instances`). None is None for all instances. The
+    result has the structure of one instance's result.
 
     Values and gradients equal those of the undecorated callable, one instance at a time.
+
+    What goes in and comes out:
+        shared: names of arguments that are given once for all instances.
+        out: "stack": tensors are stacked on a new first dimension. "list": a list with a result an instance.
+            "nested": jagged nested tensors, where sizes differ.
+        return_exceptions: give the exception of an instance in its place in the results (with out="list")
+            instead of raising it.
+
+    How it is batched:
+        schedule: the policy that puts calls into steps: "lookahead" (fewest steps), "agenda" (DyNet's),
+            "depth", "fold" (depth, as Fold carries values along), "none" (one call a step).
+        deduplicate: equal calls on equal inputs are one call, across instances. "auto": where a minibatch has
+            many calls and enough of them are equal.
+        fuse: whether calls that always occur together become one operation.
+
+    How it runs:
+        backward: "compiled" (graphs of each operation's gradients, made once), or "autograd" (torch's own:
+            double backward, forward-mode derivatives).
+        mode: "looped" (one module walks the plan of each minibatch), or "unrolled" (an fx.GraphModule for each
+            structure).
+        native: on the CPU, run steps in C where their kernels have native programs.
+        compile: operation graphs through torch.compile: True ("inductor"), the name of a backend, a backend,
+            or "auto" (Inductor, for graphs without a native program).
+        compile_options: passed on to torch.compile: `mode`, `options`, Inductor's settings by name,
+            `recompile_limit`.
+        check: N: the first minibatch, and then one in N, is also run undecorated, on copies, and compared; a difference
+            is an error. check_gradients: compare gradients too.
+        verify: check every form after every rewrite (slow, for debugging).
 
     Raises OptionError, MinibatchError, ResultError, TraceError.
     Source: Looks et al. 2017 section 2; Neubig et al. 2017 section 3.
     """
-    checked = Options.of(**options)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        state = Autobatched(function, checked)
-
-        @functools.wraps(function)
-        def batched(*args: Any, **kwargs: Any) -> Any:
-            frames, modes = eval_frame_off(), ThreadModes()
-            try:
-                return state(args, kwargs)
-            except BaseException:
-                modes.restore()  # an interrupt may have struck between a mode's change and its `with`
-                raise
-            finally:
-                eval_frame_on(frames)
-
-        hide_from_dynamo(batched)
-        batched.__fxbatch__ = state  # type: ignore[attr-defined]  # found by trace, explain, ...
-        return batched
-
-    return decorate if fn is None else decorate(fn)
+    options = Options.of(
+        schedule=schedule,
+        mode=mode,
+        backward=backward,
+        out=out,
+        shared=shared,
+        deduplicate=deduplicate,
+        fuse=fuse,
+        return_exceptions=return_exceptions,
+        verify=verify,
+        compile=compile,
+        compile_options=dict(compile_options or {}),
+        native=native,
+        check=check,
+        check_gradients=check_gradients,
+        **unknown,
+    )
+    return (lambda function: decorate(function, options)) if fn is None else decorate(fn, options)
 
 
 def find_autobatched(target: Any) -> tuple[Autobatched, Any]:
     """The decorated callable behind a module, a bound method or a function, and its owner."""
     if isinstance(target, torch.nn.Module):
-        fn = getattr(type(target).forward, "__fxbatch__", None)
-        if fn is not None:
-            return fn, target
-        for name in dir(type(target)):
-            fn = getattr(getattr(type(target), name, None), "__fxbatch__", None)
+        own = [x for x in vars(target).values() if isinstance(x, BoundAutobatched)]
+        names = ["forward", *dir(type(target))]
+        for x in [target.forward, *own, *[getattr(type(target), name, None) for name in names]]:
+            fn = getattr(x, "__fxbatch__", None)
             if fn is not None:
                 return fn, target
-        return Autobatched(type(target).forward, Options()), target
+        return _undecorated_one(type(target).forward, target), target
     owner = getattr(target, "__self__", None)
     fn = getattr(target, "__fxbatch__", None)
     if fn is not None:
         return fn, owner
     if callable(target):
-        return Autobatched(getattr(target, "__func__", target), Options()), owner
-    raise MinibatchError(f"{target!r} is no module and no function")
+        return _undecorated_one(getattr(target, "__func__", target), owner), owner
+    raise MinibatchError(
+        f"expected a decorated module, method or function, got {type(target).__name__}: the model comes first"
+    )
+
+
+def _undecorated_one(fn: Callable[..., Any], owner: Any) -> Autobatched:
+    """What `autobatch(fn)` would make: for an owner that has an engine of such a one already, that one."""
+    known: _Engines = getattr(owner, "__dict__", {}).get("_fxbatch_engines", _Engines())
+    plain = Options()
+    found = next((a for a in list(known) if a.fn is fn and a.options == plain), None)
+    return found or Autobatched(fn, plain)

@@ -55,13 +55,43 @@ class GradientError(FxbatchError, RuntimeError):
     """A gradient that the chosen backward can't give (double backward under `compiled`)."""
 
 
+class DifferenceError(FxbatchError):
+    """What `autobatch(check=N)` found: batched is not what the undecorated loop gives. `instance` is its index in the
+    minibatch, `operation` the first one that differs, None and "" where that can't be told."""
+
+    def __init__(self, message: str, instance: int | None = None, operation: str = "") -> None:
+        super().__init__(message)
+        self.instance = instance
+        self.operation = operation
+
+
 class DataError(FxbatchError, ValueError):
     """A data file is malformed or missing; the message gives file and line."""
+
+
+class MissingDataError(DataError):
+    """A data set is in none of the folders that were searched."""
 
 
 class BlockTypeError(FxbatchError, TypeError):
     """Two blocks are composed whose types disagree."""
 
 
+class BlockValueError(BlockTypeError, ValueError):
+    """Blocks are wired as no composition can be (a cycle, an input read twice), or made with a value out of range."""
+
+
+class UnorderedRecordError(BlockTypeError, RuntimeError):
+    """A Record of a plain dict, whose blocks have no order, is given a tuple."""
+
+
 class CompileWarning(UserWarning):
     """An operation graph runs uncompiled although `compile=` asked for more; the message says why."""
+
+
+class InternalWarning(UserWarning):
+    """A mistake inside fxbatch made an operation run call by call: right, but slow; `verify=True` raises it."""
+
+
+class CheckWarning(UserWarning):
+    """`autobatch(check=N)` could not compare something: it depends on random numbers, or the loop doesn't repeat it."""

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.trace.statistics import Statistics
+
+NARROW = 110  # columns; below, the table has fewer
 
 
 @dataclass
@@ -138,22 +140,43 @@ class Explanation:
             data["lines"] = dict(self.statistics.lines)
         return {**data, "ratio": self.ratio, "advice": self.advice}
 
-    def __rich__(self) -> RenderableType:
-        table = Table(title=f"{self.instances} instances: {self.launches_before} launches one by one, "
-                      f"{self.launches_after} batched")  # fmt: skip
-        for name in ("operation", "signature", "calls", "launches", "largest", "why an operation", "line"):
-            table.add_column(name, justify="right" if name in ("calls", "launches", "largest") else "left")
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._table(narrow=options.max_width < NARROW)
+        yield Text("\n".join(self._lines(narrow=options.max_width < NARROW)))
+
+    def _table(self, *, narrow: bool) -> Table:
+        """A row a signature. Where it is narrow, the line stands below the operation, and the rules below all."""
+        title = f"{self.instances} instances: {self.launches_before} launches one by one, {self.launches_after} batched"
+        table = Table(title=title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
+        table.add_column("operation\nline" if narrow else "operation", overflow="fold")
+        table.add_column("signature", ratio=1 if narrow else None, overflow="fold")
+        for name in ("calls", "launches", "largest"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in () if narrow else ("why an operation", "line"):
+            table.add_column(name, overflow="fold")
         for row in self.operations:
-            table.add_row(
-                row.operation, row.signature, str(row.calls), str(row.launches), str(row.largest), row.rule,
-                row.location,
-            )  # fmt: skip
+            name, rest = row.operation, [row.rule, row.location]
+            if narrow:
+                name, rest = f"{name}\n{row.location}", []
+            cells = [name, row.signature, str(row.calls), str(row.launches), str(row.largest), *rest]
+            table.add_row(*map(Text, cells))
+        return table
+
+    def _lines(self, *, narrow: bool) -> list[str]:
+        """What stands below the table."""
+        why: dict[str, list[str]] = {}
+        for row in self.operations:
+            why.setdefault(row.rule, []).append(row.operation)
         lines = [
             f"steps {self.steps}, lower bound {self.lower_bound} ({self.ratio:.2f}), phases {self.phases}",
             f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
             f"({self.bytes_gathered / 1e6:.1f} MB, {self.bytes_read / 1e6:.1f} if all were)",
             f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
         ]
+        if narrow:
+            lines += [
+                f"why an operation: {', '.join(dict.fromkeys(names))}: {rule}" for rule, names in why.items()
+            ]
         if self.deduplicated:
             lines += [
                 f"deduplicated: {self.deduplicated} calls were equal to others, and are not in the table"
@@ -169,7 +192,7 @@ class Explanation:
             lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
         lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
         lines += [f"would help: {line}" for line in self.advice]
-        return Group(table, Text("\n".join(lines)))
+        return lines
 
     def __str__(self) -> str:
         console = Console(width=140, no_color=True, highlight=False)

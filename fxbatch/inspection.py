@@ -21,9 +21,9 @@ from fxbatch.decorator import find_autobatched
 from fxbatch.errors import TraceError
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.lower_bound import longest_chains
-from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.passes.fold import batch_calls
+from fxbatch.passes.plan import is_constant
+from fxbatch.passes.schedule import longest_chains
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.function import take_results
@@ -104,7 +104,12 @@ def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
     model: a module with a decorated forward (or other method), or a decorated function; args: as for a
     decorated call. options override those of the decorator.
     """
-    engine, recording, run, program, found = _record(model, args, options)
+    return _compiled(model, args, options, live=False)
+
+
+def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool) -> Minibatch:
+    """live: with what the model has learnt and built until now, and not anew."""
+    engine, recording, run, program, found = _record(model, args, options, live=live)
     values = found.values
     rewritten, schedule = program, engine.schedule(program)
     if len(program):
@@ -122,13 +127,18 @@ def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
 
 
 def _record(
-    model: Any, args: Sequence[Any], options: dict[str, Any]
+    model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool
 ) -> tuple[Engine, Recording, Run, Program, Results]:
     autobatched, owner = find_autobatched(model)
     chosen = Options.of(**{**dataclasses.asdict(autobatched.options), **options})
-    given = tuple(args) if owner is None or not autobatched.is_method else (owner, *args)
-    owner, instances = autobatched.split(given, {})
-    engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
+    given = tuple(args)
+    if owner is None:
+        owner, given = autobatched.split_owner(given)
+    instances = autobatched.split(owner, given, {})
+    if live:
+        engine = autobatched.engine(owner)
+    else:
+        engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
     run = Run(engine, grad=torch.is_grad_enabled())
     recording = engine.record(autobatched.fn, instances, run)
     found = Results(recording.results)
@@ -136,8 +146,12 @@ def _record(
 
 
 def explain(model: Any, *args: Any, **options: Any) -> Explanation:
-    """What batching did to this minibatch, and why: run once, then described. Prints as a table."""
-    minibatch = compile_minibatch(model, *args, **options)
+    """What batching did to this minibatch, and why: run once, then described. Prints as a table.
+
+    It is run with what the model has learnt and built in the minibatches before; with other options than the
+    decorator's, anew.
+    """
+    minibatch = _compiled(model, args, options, live=not options)
     steps = before = after = indexed = elided = bytes_copied = bytes_read = 0
     bound = 0
     unbatched: dict[str, UnbatchedRow] = {}

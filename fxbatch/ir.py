@@ -29,6 +29,7 @@ from fxbatch.signature import (
     Slot,
     Template,
     TensorType,
+    kept_by_signatures,
     tensor_type,
 )
 
@@ -72,9 +73,12 @@ class SignatureColumns:
     output_types: np.ndarray  # int32 [all outputs]: index into `types`
     constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
     random: np.ndarray  # bool [signatures]
+    graphs: dict[bytes, Any] = field(
+        default_factory=dict, repr=False
+    )  # passes/signature_graph.py keeps them here
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_signatures(64)
 def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     """The columns of these signatures."""
     types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))

@@ -8,14 +8,17 @@ signature.run([x], [weight])                    # the per-instance body
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from fxbatch.torch_private import TreeSpec, reparametrized, tree_flatten, tree_unflatten
 
+T = TypeVar("T")
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -152,6 +155,21 @@ class Operation:
     method: str | None = None  # for `module`: the method that is called, None for forward
 
 
+class Readings(Protocol):
+    """What a body reads besides its tensors, as it was (`trace/body_reads.py`)."""
+
+    def reinstated(self) -> AbstractContextManager[None]:
+        """Everything outside the body's own modules as it was."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frozen:
+    """What a signature's body is made of, as it was when it was recorded: its graphs may be built much later."""
+
+    module: torch.nn.Module | None
+    reads: Readings
+
+
 @dataclass(frozen=True, eq=False)
 class Signature:
     """Calls of EQUAL signatures may be batched. Interned by a SignatureTable; compared by identity here.
@@ -169,6 +187,7 @@ class Signature:
     shared_names: tuple[str, ...] = ()  # for kind `module`: names that shared[:k] are substituted for
     location: str = ""  # the user's line that first made it: "model.py:31"
     reason: str = ""  # why it can't be batched, "" if nothing is known against it
+    frozen: Frozen | None = None  # of user code: its modules and what it reads, as they were
 
     @property
     def name(self) -> str:
@@ -193,12 +212,60 @@ class Signature:
             return list(op.target(*inputs, *shared))
         assert self.arguments is not None, f"{op.name} has no body"
         args, kwargs = self.arguments.fill(input=inputs, shared=shared)
-        if op.kind == "module":
-            state = dict(zip(self.shared_names, shared, strict=False))
-            result = _functional(op.target, op.method, state, args, kwargs)
-        else:
-            result = op.target(*args, **kwargs)
+        bodies.running += 1
+        try:
+            with self.frozen.reads.reinstated() if self.frozen is not None else nullcontext():
+                if op.kind == "module":
+                    state = dict(zip(self.shared_names, shared, strict=False))
+                    module = op.target if self.frozen is None else self.frozen.module or op.target
+                    result = _functional(module, op.method, state, args, kwargs)
+                else:
+                    result = op.target(*args, **kwargs)
+        finally:
+            bodies.running -= 1
         return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+
+def kept_by_signatures(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Like `functools.lru_cache`, for functions of a tuple of signatures (and of more, all hashable).
+
+    What they gave is kept by the first of the signatures, `size` results each, and goes with it: a cache of the
+    process would hold the operations of models that nobody has any more, with their parameters.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        lock, name = threading.Lock(), f"_{function.__name__}_kept"
+
+        @functools.wraps(function)
+        def kept(signatures: tuple[Signature, ...], *rest: Any) -> T:
+            if not signatures:
+                return function(signatures, *rest)
+            table: dict[Any, T] = signatures[0].__dict__.setdefault(name, {})
+            key = (signatures, *rest)
+            with lock:
+                found = table.pop(key, None)
+                if found is not None:
+                    table[key] = found  # to the end
+                    return found
+            made = function(signatures, *rest)
+            with lock:
+                table[key] = made
+                while len(table) > size:
+                    del table[next(iter(table))]
+            return made
+
+        return kept
+
+    return decorate
+
+
+class _Bodies(threading.local):
+    """Whether this thread runs the body of an operation: decorated callables in it are plain code then."""
+
+    running = 0
+
+
+bodies = _Bodies()
 
 
 def _functional(

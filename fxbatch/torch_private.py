@@ -33,6 +33,9 @@ from torch._decomp import core_aten_decompositions
 # Checked against 2.11.0 and 2.13.0: where torch.func's transforms wrap tensors (_wrap_tensor_for_grad, _add_batch_dim).
 from torch._functorch import eager_transforms as functorch_transforms
 from torch._functorch import vmap as functorch_vmap
+
+# Checked against 2.11.0 and 2.13.0: operators that take functions, as cond and while_loop are.
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -47,6 +50,9 @@ from torch.fx.graph_module import _loader
 # Checked against 2.11.0 and 2.13.0: the base class of BatchNorm and InstanceNorm.
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 
+# Checked against 2.11.0 and 2.13.0: whether hooks are registered on all modules.
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+
 # Checked against 2.11.0 and 2.13.0: what torch.func.functional_call calls (_functional_call), and does around it.
 from torch.nn.utils import stateless
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
@@ -56,7 +62,7 @@ from torch.overrides import _is_torch_function_mode_enabled as function_modes_en
 from torch.overrides import handle_torch_function
 
 # Checked against 2.11.0 and 2.13.0.
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -70,19 +76,15 @@ def backward_keeps_graph() -> bool:
 def compile_symbolic(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
-    dynamic: Sequence[Sequence[bool | None]],
+    dynamic: Sequence[Sequence[bool]],
     rows: int,
     patches: Mapping[str, Any],
-    decompositions: Mapping[Any, Callable[..., Any]],
-    any_rows: int = 0,
-) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool], str]:
+) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
     """`function(n, *tensors)` through Inductor for any number of rows n, without Dynamo and its guards.
 
-    dynamic: per tensor and dimension, if it is as long as n; None: compiled as `any_rows` long, whatever it is.
-    rows: n in `tensors`. patches: Inductor's options. decompositions: taken before Inductor's own. Returns (run, fits,
-    file): `run([n, *tensors])` empties the list it is given; `fits(n)` says whether what was compiled assumes
-    nothing that isn't so for n; file: the emitted wrapper, "" if unknown.
-    Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
+    dynamic: per tensor and dimension, if it is as long as n. rows: n in `tensors`. patches: Inductor's options.
+    Returns (run, fits): `run([n, *tensors])` empties the list it is given; `fits(n)` says whether what was compiled
+    assumes nothing that isn't so for n. Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
     """
     import torch._inductor.config
     from torch._dispatch.python import enable_python_dispatcher
@@ -96,11 +98,6 @@ def compile_symbolic(
     mode = FakeTensorMode(shape_env=env)
     fakes = []
     for tensor, flags in zip(tensors, dynamic, strict=True):
-        if None in flags:
-            with mode:
-                lengths = [any_rows if x is None else d for x, d in zip(flags, tensor.shape, strict=True)]
-                fakes.append(torch.empty(lengths, dtype=tensor.dtype, device=tensor.device))
-            continue
         sizes = [DimDynamic.DUCK if flag else DimDynamic.STATIC for flag in flags]
         context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))  # type: ignore[var-annotated]
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
@@ -108,8 +105,7 @@ def compile_symbolic(
     n: Any = found[0] if found else rows
     inner = torch._inductor.config.patch(**{"size_asserts": False, **patches})
     with torch.no_grad(), mode, enable_python_dispatcher(), tracing(TracingContext(mode)), inner:
-        table = {**select_decomp_table(), **decompositions}
-        module = make_fx(function, decomposition_table=table)(n, *fakes)
+        module = make_fx(function, decomposition_table=select_decomp_table())(n, *fakes)
         compiled: Any = compile_fx_inner(module, [n, *fakes])
     symbol = n.node.expr if isinstance(n, torch.SymInt) else None
 
@@ -118,8 +114,7 @@ def compile_symbolic(
             return count == rows
         return all(guard.expr.xreplace({symbol: count}) == True for guard in env.guards)  # noqa: E712 sympy's
 
-    file = getattr(getattr(compiled.current_callable, "__func__", None), "__code__", None)
-    return compiled.current_callable, fits, "" if file is None else str(file.co_filename)
+    return compiled.current_callable, fits
 
 
 def inductor_mode_options(name: str | None) -> dict[str, Any]:
@@ -162,6 +157,30 @@ def let_dynamo_read_torch() -> None:
     trace_rules.get_torch_obj_rule_map()
 
 
+@functools.cache
+def dynamo_questions() -> tuple[tuple[Any, str, Callable[..., Any], Any], ...]:
+    """What a compiled function asks when it is called: (module, name, function, the answer for "run as plain Python").
+
+    Which frames to compile; whether none was, which fullgraph=True takes for an error. What a version doesn't ask is
+    left out. Checked: 2.13.0.
+    """
+    from torch._dynamo import eval_frame
+
+    answers = {"_callback_from_stance": None, "set_fullgraph_compiled_frame_count": 0}
+    return tuple(
+        (eval_frame, name, getattr(eval_frame, name), answer)
+        for name, answer in answers.items()
+        if hasattr(eval_frame, name)
+    )
+
+
+def inline_compiled_functions() -> contextlib.AbstractContextManager[Any]:
+    """Within it, make_fx traces through compiled functions, which refuse that otherwise. Checked: 2.11.0, 2.13.0."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+
+
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
 
@@ -172,7 +191,8 @@ def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     that are to be left alone go between `eval_frame_off()` and `eval_frame_on`. Checked: 2.11.0, 2.13.0.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph that meets it breaks
-    function._torchdynamo_disable_msg = "fxbatch batches this call itself"  # type: ignore[attr-defined]
+    why = "fxbatch batches this call itself; to export it: strict=False"
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]  # as above
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, skip)  # its own frame isn't looked at
@@ -280,6 +300,17 @@ def forget_traces() -> Iterator[None]:
             FakeTensorMode.cache_clear()
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """A tensor's storage, None where it has none: wrapped by vmap or another transform, sparse, opaque.
+
+    Checked: 2.11.0, 2.13.0.
+    """
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many hold a storage, the object given included. Checked against torch 2.11 and 2.13."""
     return int(torch._C._storage_Use_Count(storage._cdata))
@@ -288,6 +319,67 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def profiler_enabled() -> bool:
+    """Whether one of torch's profilers is on. Checked: 2.11.0, 2.13.0."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def dispatch_mode_count() -> int:
+    """How many torch dispatch modes this thread is in. Checked: 2.11.0, 2.13.0."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def pop_dispatch_modes() -> list[Any]:
+    """Leave this thread's dispatch modes; innermost first. Checked: 2.11.0, 2.13.0."""
+    return [_pop_mode() for _ in range(dispatch_mode_count())]
+
+
+def push_dispatch_modes(modes: Sequence[Any]) -> None:
+    """Enter what `pop_dispatch_modes` gave again. Checked: 2.11.0, 2.13.0."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Without the hooks for every module by which FlopCounterMode and its like note where they are.
+
+    They only look on; hooks that do more make modules run call by call. Checked: 2.11.0, 2.13.0.
+    """
+    tables = (
+        torch.nn.modules.module._global_forward_pre_hooks,
+        torch.nn.modules.module._global_forward_hooks,
+    )
+    taken = []
+    for table in tables:
+        for key, hook in list(table.items()):
+            tracker = type(getattr(hook, "__self__", None))
+            if tracker.__module__.startswith("torch.") and tracker.__name__ in (
+                "ModuleTracker",
+                "ModTracker",
+            ):
+                taken.append((table, key, table.pop(key)))
+    try:
+        yield
+    finally:
+        for table, key, hook in taken:
+            table[key] = hook
+
+
+def memory_is_real() -> bool:
+    """Whether calls compute numbers in memory here: no fake or functional tensors, no graph that is traced.
+
+    The modes of FakeTensorMode, make_fx (PROXY) and functionalization are asked for by their places on the stack;
+    other dispatch modes (counters of operations, say) only watch. Checked: 2.11.0, 2.13.0.
+    """
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
+        return False
+    if not torch._C._len_torch_dispatch_stack():
+        return True
+    kinds = torch._C._TorchDispatchModeKey
+    return all(torch._C._get_dispatch_mode(k) is None for k in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
 
 
 def is_pytree_node(kind: type) -> bool:
@@ -347,17 +439,20 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
+    "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",
     "find_backend", "forget_traces", "inductor_cache_counts", "let_dynamo_read_torch", "product_address",
     "thread_addresses", "while_loop", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "function_mode_count", "function_modes",
     "function_modes_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
-    "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
+    "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
     "swap_function_modes", "TreeSpec", "backward_keeps_graph", "decompositions_without_vmap_rule",
-    "direct_call", "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node",
+    "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
+    "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "warning_handler", "warning_handler_address", "mode_addresses",
+    "warning_handler", "without_module_trackers", "warning_handler_address",
+    "memory_is_real", "mode_addresses", "storage_of", "storage_uses",
 ]  # fmt: skip
 
 
@@ -406,6 +501,48 @@ def mode_addresses() -> tuple[int, int, int, int]:
         return excluded, _autocast_keys(), grad, dtype
     except (OSError, AttributeError):
         return 0, 0, 0, 0
+
+
+@functools.cache
+def resizable_place() -> tuple[int, int, int]:
+    """Offsets that lead from a tensor's Python object to its implementation, from that to its storage, and in the
+    storage to the byte that says whether it may be resized, for hot paths: storages whose memory somebody else has
+    too (numpy, another process) may not. Found by comparing memory before and after `numpy()`, which sets the byte,
+    and tried on other tensors; (-1, -1, -1) where it isn't found. Checked: 2.13.0, Linux.
+    """
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()._cdata
+    to_impl = _place_of(tensor._cdata, id(tensor), torch.Tensor.__basicsize__)
+    to_storage = _place_of(storage, tensor._cdata, 48)
+    before = ctypes.string_at(storage, 72)
+    tensor.numpy()
+    after = ctypes.string_at(storage, 72)
+    changed = [i for i in range(72) if before[i] != after[i]]
+    if (
+        to_impl < 0
+        or to_storage < 0
+        or len(changed) != 1
+        or (before[changed[0]], after[changed[0]]) != (1, 0)
+    ):
+        return -1, -1, -1
+    found = to_impl, to_storage, changed[0]
+    lent = torch.frombuffer(bytearray(8), dtype=torch.float32)
+    tried = [torch.zeros(3), torch.ones(2)[0], tensor, lent, lent[1]]
+    same = all(_byte_at(t, found) == t.untyped_storage().resizable() for t in tried)
+    return found if same else (-1, -1, -1)
+
+
+def _place_of(pointer: int, start: int, size: int) -> int:
+    """Where a pointer lies in memory, in bytes from its start; -1: nowhere."""
+    words = [int.from_bytes(ctypes.string_at(start + i, 8), "little") for i in range(0, size - 7, 8)]
+    return 8 * words.index(pointer) if pointer in words else -1
+
+
+def _byte_at(t: torch.Tensor, place: tuple[int, int, int]) -> int:
+    implementation = ctypes.c_uint64.from_address(id(t) + place[0]).value
+    return ctypes.c_uint8.from_address(
+        ctypes.c_uint64.from_address(implementation + place[1]).value + place[2]
+    ).value
 
 
 def _autocast_keys() -> int:

@@ -19,12 +19,13 @@ import torch
 from torch.utils.data import Dataset
 
 from fxbatch.decorator import Autobatched, find_autobatched
-from fxbatch.errors import MinibatchError
+from fxbatch.errors import MinibatchError, OptionError
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance
 from fxbatch.trace.known_model import known_model
 from fxbatch.trace.lazy import LazyBatch
+from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.traces import Trace, trace_instance
 
 
@@ -39,9 +40,11 @@ def trace(model: Any, *args: Any) -> Trace:
 
 def _trace(autobatched: Autobatched, owner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
     engine = autobatched.engine(owner)
-    given = (owner, *args) if autobatched.is_method else tuple(args)
+    given = tuple(args) if owner is None else (owner, *args)
     root = owner if isinstance(owner, torch.nn.Module) else None
-    return trace_instance(autobatched.fn, given, kwargs, engine.table, engine.execution(), root)
+    return trace_instance(
+        autobatched.fn, given, kwargs, engine.table_for_recording(), engine.execution(), root
+    )
 
 
 class TracedDataset(Dataset[TracedInstance]):
@@ -61,8 +64,6 @@ class TracedDataset(Dataset[TracedInstance]):
         wanted = set(autobatched.options.shared)
         if set(shared) != wanted:
             raise MinibatchError(f"shared arguments {sorted(wanted)} are needed, got {sorted(shared)}")
-        own = list(autobatched.signature.parameters)[1 if autobatched.is_method else 0 :]
-        self._several = len([name for name in own if name not in wanted]) > 1
 
     def __len__(self) -> int:
         return len(self.data)
@@ -73,7 +74,7 @@ class TracedDataset(Dataset[TracedInstance]):
         if not 0 <= index < len(self.data):
             raise IndexError(f"instance {index} of {len(self.data)}")
         found = self._traces.get(index)
-        if found is None or not found.fresh(self._fingerprint()):
+        if found is None or not found.fresh(self._fingerprint(), RecordedUnder.now()):
             found = self._traces[index] = self._make(self.data[index])
         return found
 
@@ -83,8 +84,8 @@ class TracedDataset(Dataset[TracedInstance]):
         return known_model(autobatched.engine(owner).table, root).fingerprint
 
     def _make(self, item: Any) -> TracedInstance:
-        args = tuple(item) if self._several else (item,)
         autobatched, owner = find_autobatched(self.model)
+        args = autobatched.arguments_of(owner, item)
         return TracedInstance.of(args, self.shared, lambda: _trace(autobatched, owner, args, self.shared))
 
 
@@ -93,6 +94,10 @@ def collate(model: Any) -> Callable[[Sequence[TracedInstance]], list[TracedInsta
 
     What it returns goes to the decorated model, or to `prefetch`.
     """
+    if isinstance(model, (list, tuple)):
+        raise MinibatchError(
+            "fxbatch.collate takes the model: DataLoader(..., collate_fn=fxbatch.collate(model))"
+        )
     find_autobatched(model)
     return _Collate()
 
@@ -119,10 +124,11 @@ _END = object()
 
 def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[ReadyMinibatch]:
     """Minibatches of traced instances as ready minibatches: merged, scheduled and planned in a thread,
-    `ahead` of the one in use. Call the decorated model with each. Exceptions of `batches` come out here."""
+    `ahead` of the one in use. Call the decorated model with each. Exceptions of `batches` come out here. A loop that is
+    left early doesn't wait for `batches`: what it gives after that is dropped."""
     autobatched, owner = find_autobatched(model)
     engine = autobatched.engine(owner)
-    grad = torch.is_grad_enabled()
+    under = RecordedUnder.now()
     waiting: queue.Queue[Any] = queue.Queue(maxsize=max(ahead, 1))
     stop = threading.Event()
 
@@ -132,13 +138,22 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
                 waiting.put(item, timeout=0.1)
                 return
 
+    asking = threading.Event()  # the thread waits for the source, which may take as long as it likes
+    source: list[Iterator[Any]] = []
+
+    def ask() -> Any:
+        asking.set()
+        try:
+            source[:] = source or [iter(batches)]
+            return next(source[0], _END)
+        finally:
+            asking.clear()
+
     def work() -> None:
         try:
-            with torch.set_grad_enabled(grad):
-                for batch in batches:
-                    put(autobatched.ready(engine, owner, batch))
-                    if stop.is_set():
-                        return
+            with under.entered():
+                while not stop.is_set() and (batch := ask()) is not _END and not stop.is_set():
+                    put(autobatched.ready(engine, owner, batch, ahead=True))
             put(_END)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             put(_Failure(error))
@@ -152,7 +167,8 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
             yield item
     finally:
         stop.set()
-        thread.join()
+        while thread.is_alive() and not asking.is_set():
+            thread.join(0.01)
 
 
 @contextlib.contextmanager
@@ -167,8 +183,11 @@ def lazy(model: Any = None, **options: Any) -> Iterator[LazyBatch]:
     model: a module (or several in a list) whose parameters and submodules take part, or None.
     """
     roots = [] if model is None else list(model) if isinstance(model, (list, tuple)) else [model]
-    engine = _lazy_engine(roots, Options.of(**options))
-    with LazyBatch(engine.table, engine.lasting(), roots) as batch:
+    chosen = Options.of(**options)
+    if chosen.check:
+        raise OptionError("check: a lazy block has no instances to run again; a decorated callable has")
+    engine = _lazy_engine(roots, chosen)
+    with LazyBatch(engine.table_for_recording(), engine.lasting(), roots) as batch:
         yield batch
 
 

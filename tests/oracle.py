@@ -15,7 +15,7 @@ import torch
 import fxbatch
 from fxbatch.torch_private import tree_flatten
 
-FACTOR = 4.0  # the batched error may be this many times eager's own error ...
+FACTOR = 4.0  # the batched error may be this many times eager's own error (up to half of the digits) ...
 ULPS = 16.0  # ... plus this many units in the last place of the largest value
 
 
@@ -101,8 +101,14 @@ def compare(
     eager: Sequence[torch.Tensor | None],
     exact: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raise AssertionError where `batched` is further from `exact` than eager's own error allows."""
+    """Raise AssertionError where `batched` is further from `exact` than eager's own error allows.
+
+    Of eager's own error counts what half of the digits of the largest number of all are: one that can't repeat
+    itself, or goes another way in float64, buys nothing.
+    """
     assert len(batched) == len(eager) == len(exact), f"{len(batched)} tensors, eager has {len(eager)}"
+    largest = max((_largest(e) for e in eager if e is not None), default=0.0)
+    coarsest = max(_coarsest(e) for e in [*eager, None])
     for i, (b, e, x) in enumerate(zip(batched, eager, exact, strict=True)):
         if e is None or b is None:
             rest = b if e is None else e
@@ -121,16 +127,48 @@ def compare(
         own = (e.to(x.dtype) - x)[finite].abs().max().item() if finite.any() else 0.0
         error = (b.to(x.dtype) - x)[finite].abs().max().item() if finite.any() else 0.0
         scale = x[finite].abs().max().item() if finite.any() else 0.0
+        cap = max(largest, scale) * max(coarsest, torch.finfo(b.dtype).eps) ** 0.5
+        assert own <= cap, f"tensor {i}: eager is {own:.3g} from float64, more than {cap:.3g}: no oracle"
         allowed = FACTOR * own + ULPS * torch.finfo(b.dtype).eps * max(scale, 1e-30)
         assert error <= allowed, (
             f"tensor {i}: error {error:.3g}, allowed {allowed:.3g} (eager's own: {own:.3g})"
         )
 
 
+def compare_in_autocast(
+    batched: Sequence[torch.Tensor | None], eager: Sequence[torch.Tensor | None], dtype: torch.dtype
+) -> None:
+    """As `compare`, where numbers were rounded to a coarser type on the way, in an order that may differ."""
+    assert [None if t is None else t.dtype for t in batched] == [
+        None if t is None else t.dtype for t in eager
+    ]
+    wide = [None if t is None else t.double() if t.is_floating_point() else t for t in eager]
+    for i, (b, e) in enumerate(zip(batched, wide, strict=True)):
+        if b is None or e is None or not b.is_floating_point() or not b.numel():
+            compare([b], [e], [e])
+            continue
+        error, allowed = (b.double() - e).abs().max(), FACTOR * torch.finfo(dtype).eps * e.abs().max()
+        assert error <= allowed, f"tensor {i}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _largest(t: torch.Tensor) -> float:
+    if not t.numel() or not (t.is_floating_point() or t.is_complex()):
+        return 0.0
+    return t[torch.isfinite(t)].abs().max().item() if torch.isfinite(t).any() else 0.0
+
+
+def _coarsest(t: torch.Tensor | None) -> float:
+    """The unit in the last place of a tensor's type, or of what autocast computes in."""
+    if t is None:
+        return torch.finfo(torch.get_autocast_dtype("cpu")).eps if torch.is_autocast_enabled("cpu") else 0.0
+    return torch.finfo(t.dtype).eps if t.is_floating_point() or t.is_complex() else 0.0
+
+
 def check_equal(
     model: Callable[..., Any], *args: Any, gradients: bool = True, model64: Callable[..., Any] | None = None
 ) -> None:
-    """The decorated call equals the undecorated loop, values and gradients, with float64 as referee."""
+    """The decorated call equals the undecorated loop, values and gradients, with float64 as referee. The loop runs
+    twice: one that doesn't repeat itself is no oracle."""
     memo: dict[int, Any] = {}
     if model64 is None:
         module = getattr(model, "__self__", None)
@@ -143,7 +181,12 @@ def check_equal(
     args64 = to_double(list(args), memo)
     with fxbatch.disabled():
         eager = run(model, args, gradients=gradients)
+        again = run(model, args, gradients=gradients)
         exact = run(model64, args64, gradients=gradients)
+    try:
+        compare(again, eager, exact)
+    except AssertionError as error:
+        raise AssertionError(f"the loop doesn't repeat itself: {error}") from None
     compare(run(model, args, gradients=gradients), eager, exact)
     compare(run(model, args, gradients=gradients), eager, exact)  # and again, with everything cached
 

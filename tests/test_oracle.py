@@ -9,21 +9,18 @@ import torch
 
 import fxbatch
 from tests import models as M
-from tests.oracle import check_equal
+from tests.oracle import check_equal, compare, compare_in_autocast
 
 WAYS = [
     {},
     {"schedule": "depth"},
     {"schedule": "fold"},
     {"schedule": "lookahead"},
-    {"schedule": "best"},
     {"schedule": "none"},
     {"backward": "autograd"},
     {"mode": "unrolled"},
     {"deduplicate": True},
     {"fuse": False},
-    {"split": True},
-    {"memory": "recompute"},
 ]
 
 
@@ -134,3 +131,54 @@ def test_dropout_gradient_fits_its_draw() -> None:
     for i, xi in enumerate(x):
         expected = ((out[i] != 0).float() * 2) @ model.linear.weight
         torch.testing.assert_close(xi.grad, expected)
+
+
+# The oracle itself, on wrong data
+
+
+def test_a_wrong_value_is_found() -> None:
+    exact = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    eager = exact.float()
+    compare([eager.clone(), None], [eager, None], [exact, None])
+    for wrong in (
+        eager + 1e-5,
+        eager * 1.00001,
+        eager.double(),
+        eager[:8],
+        torch.full((9,), torch.nan),
+        None,
+    ):
+        with pytest.raises(AssertionError):
+            compare([wrong], [eager], [exact])
+
+
+def test_a_wrong_value_in_autocast_is_found() -> None:
+    eager = torch.linspace(-1, 1, 9)
+    compare_in_autocast([eager * 1.01, None], [eager, None], torch.bfloat16)
+    for wrong in (eager * 1.1, eager.bfloat16(), eager[:8], None):
+        with pytest.raises((AssertionError, RuntimeError)):
+            compare_in_autocast([wrong], [eager], torch.bfloat16)
+
+
+def test_the_own_error_of_the_loop_is_capped() -> None:
+    """A loop that is far from float64 allowed a batched result that is 16 times as large."""
+    eager = torch.tensor([1.0, 2.0])
+    with pytest.raises(AssertionError, match="no oracle"):
+        compare([16 * eager], [eager], [eager.double() * 5])
+
+
+class Counter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.seen = 0
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.linear(x) / self.seen
+
+
+def test_a_loop_that_does_not_repeat_itself_is_no_oracle() -> None:
+    with pytest.raises(AssertionError, match=r"the loop doesn't repeat itself: tensor 0"):
+        check_equal(Counter(), [torch.randn(4) for _ in range(8)])

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Slot, Template, tensor_type
-from fxbatch.passes.batch_by_agenda import batch_by_agenda
-from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import batch_by_agenda
 from fxbatch.text import ParseError, parse_program, parse_type, print_plan, print_schedule
 from fxbatch.verify import verify_program
 from tests.programs import F4, ProgramBuilder, programs, tree_lstm_program

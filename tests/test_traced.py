@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +92,62 @@ def test_prefetch_raises_what_the_loader_raises() -> None:
     with pytest.raises(RuntimeError, match="no more data"):
         for ready in fxbatch.prefetch(model, broken()):
             model(ready)
+
+
+def test_leaving_a_prefetch_loop_does_not_wait_for_the_source() -> None:
+    """The source waits for the loop to be left: a loop that waited for the source would hang."""
+    model, asked, left, waited = M.TreeLSTM(), threading.Event(), threading.Event(), []
+    batch = [fxbatch.TracedDataset(model, M.trees(1, [2]))[0]]
+
+    def source() -> Iterator[Any]:
+        yield batch
+        asked.set()
+        waited.append(left.wait(30))
+        yield batch
+
+    for ready in fxbatch.prefetch(model, source()):
+        torch.testing.assert_close(model(ready), model(batch))
+        assert asked.wait(30)
+        break
+    left.set()
+    for thread in threading.enumerate():
+        if thread.name == "fxbatch-prefetch":
+            thread.join(30)
+    assert waited == [True]
+
+
+def test_recordings_under_way_keep_their_table_when_it_is_full() -> None:
+    """A second thread begins new tables while the first one records; so does a call inside another's trace."""
+    go_on, began = threading.Event(), threading.Event()
+
+    class Slow(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor, wait: bool) -> torch.Tensor:
+            y = self.linear(x)
+            if wait:
+                began.set()
+                assert go_on.wait(30)
+            return torch.tanh(y) * x[: y.shape[0]]
+
+    model, xs = Slow(), [torch.randn(4) for _ in range(3)]
+    engine = model.forward.__func__.__fxbatch__.engine(model)
+    engine.table.limit = 1
+    with fxbatch.disabled():
+        expected = model(xs, [False] * 3)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(model(xs, [False, True, False])))
+    thread.start()
+    assert began.wait(30)
+    for _ in range(2):
+        torch.testing.assert_close(model(xs, [False] * 3), expected)
+    assert engine.table.limit == 1 and not len(engine.table) > 8
+    go_on.set()
+    thread.join()
+    torch.testing.assert_close(found[0], expected)
 
 
 def test_random_instances_are_not_frozen() -> None:

@@ -14,9 +14,9 @@ from hypothesis import given
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.errors import VerifyError
 from fxbatch.ir import INDEX, Layout, Plan, Program, Schedule
-from fxbatch.passes.batch_by_agenda import batch_by_agenda
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.fold import batch_calls
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import batch_by_agenda
 from fxbatch.verify import verify_batched_graph, verify_plan, verify_program, verify_schedule
 from tests.programs import programs, tree_lstm_program
 

@@ -6,9 +6,11 @@ examples:
   fxbatch check model.py:minibatch --format json
   fxbatch check model.py:minibatch && echo equal
 
-The loop in float64 is the referee: a batched tensor may be at most 4 times as far from it as the loop's own,
-plus 16 units in the last place. Random operations can't be compared: such a model is checked in eval().
-Exit status 0: equal. 1: different; the first operation and instance that differ are told.
+Batched and loop run twice in a row, each on its own copy of model and instances. The loop in float64 is the
+referee: a batched tensor may be at most 4 times as far from it as the loop's own, which counts up to half of the
+digits of its type, plus 16 units in the last place. What the loop gives otherwise when it runs again from the same
+state can't be compared: that is told, and is not equal. Random operations are compared in eval().
+Exit status 0: equal. 1: different, with the first operation and instance that differ; or not comparable.
 """
 
 from __future__ import annotations
@@ -17,20 +19,53 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import fxbatch
+from fxbatch.checking import (
+    Key,
+    Material,
+    Outcome,
+    RandomState,
+    coarsest_of,
+    double_by_default,
+    first_difference,
+    judge,
+    name_of,
+    outcome_of,
+    parameter_users,
+)
+from fxbatch.runtime.run import Run
 from fxbatch.viz.describe import SCHEMA_VERSION
 
-from .compare import Comparison, compare
 from .errors import CommandError, Status
 from .forms import add_option_argument, compile_model, parse_options, user_errors
-from .locate_difference import first_difference, parameter_users
 from .run_target import Runnable
 from .target import add_target_arguments, load_target
 from .terminal import notices, output
 
 SHOWN = 10  # differences in the text
+ROUNDS = 2  # the second time everything is cached
+
+
+@dataclass
+class Comparison:
+    """What was compared; `differences` is empty where batched equals the loop."""
+
+    values: int = 0
+    gradients: int = 0
+    referee: str = "float64"
+    worst: float = 0.0  # largest error as a share of what is allowed
+    differences: list[str] = field(default_factory=list)
+    instances: list[int] = field(default_factory=list)  # that differ
+    parameters: list[str] = field(default_factory=list)  # whose gradients differ
+    unrepeatable: list[str] = field(default_factory=list)  # what the loop gives otherwise from the same state
+    changing: str = ""  # what the loop gives otherwise the second time, on the same module
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences and not self.unrepeatable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     model, instances = load_target(options.target, options.arg)
     overrides = parse_options(options.option)
-    minibatch = compile_model(options.target, model, instances, overrides)
     target = Runnable.of(model, overrides)
+    with user_errors(options.target):
+        material = _copied(target, instances)
+    minibatch = compile_model(options.target, model, instances, overrides)
     if target.module is not None and _is_random(minibatch):
         names = list(
             dict.fromkeys(o.signature.name for o in minibatch.operations if o.signature.operation.random)
         )
         notices().print(f"random operations ({', '.join(names)}): compared in eval()", soft_wrap=True)
-        target.module.eval()
+        for module in (target.module, material.owner):
+            module.eval()
         minibatch = compile_model(options.target, model, instances, overrides)
         if _is_random(minibatch):
             raise CommandError(
@@ -61,36 +99,112 @@ def run(options: argparse.Namespace) -> int:
                 status=Status.MODEL,
             )
     with user_errors(options.target):
-        found = compare(target, instances, seed=options.seed)
-        place = _first(target, minibatch, instances, found, overrides, options) if found.differences else ""
+        coarsest = coarsest_of([o.signature for o in minibatch.operations])
+        found = compare(target, material, seed=options.seed, coarsest=coarsest)
+        place = _first(target, material, minibatch, found, options) if found.differences else ""
     _report(options, found, place, len(instances))
-    return Status.DIFFERENCE if found.differences else Status.OK
+    return Status.OK if found.equal else Status.DIFFERENCE
+
+
+def _copied(target: Runnable, instances: Sequence[Any]) -> Material:
+    """Model and instances as they are before anything has run."""
+    try:
+        return Material.of(target.owner, list(instances)).copy()
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise CommandError(
+            f"model and instances can't be copied, so nothing can be run twice ({type(error).__name__}: {error})",
+            hint="give what can't be copied a __deepcopy__",
+            status=Status.MODEL,
+        ) from error
 
 
 def _is_random(minibatch: fxbatch.Minibatch) -> bool:
     return any(o.signature.operation.random for o in minibatch.operations)
 
 
+def compare(target: Runnable, material: Material, *, seed: int = 0, coarsest: float = 0.0) -> Comparison:
+    """Values and gradients of the minibatch, against the loop."""
+    found = Comparison()
+    batched = _run(target, material.copy(), True, seed)
+    loop = _run(target, material.copy(), False, seed)
+    again = _run(target, material.copy(), False, seed)
+    exact: Sequence[Outcome | None] = _exact(target, material, seed, found) or [None] * ROUNDS
+    for n in range(ROUNDS):
+        varying = judge(again[n], loop[n], exact[n], coarsest=coarsest).differences
+        judgement = judge(batched[n], loop[n], exact[n], coarsest=coarsest)
+        found.worst = max(found.worst, judgement.worst)
+        found.unrepeatable += [_line(n, key, d.message) for key, d in varying.items()]
+        for key, judged in judgement.differences.items():
+            if key not in varying:
+                found.differences.append(_line(n, key, judged.message))
+                _note_place(found, key)
+    changing = judge(loop[1], loop[0], exact[0], coarsest=coarsest).differences
+    found.changing = next((name_of(key) for key in changing), "")
+    found.values = sum(map(len, loop[0].results))
+    found.gradients = sum(g is not None for g in loop[0].gradients.values())
+    return found
+
+
+def _line(n: int, key: Key, message: str) -> str:
+    what = f"gradient of {key}" if isinstance(key, str) else name_of(key)
+    return f"{what}{', the second time' if n else ''}: {message}"
+
+
+def _note_place(found: Comparison, key: Key) -> None:
+    if isinstance(key, str):
+        if key not in found.parameters:
+            found.parameters.append(key)
+    elif key[0] not in found.instances:
+        found.instances.append(key[0])
+
+
+def _run(target: Runnable, material: Material, batched: bool, seed: int) -> list[Outcome]:
+    """What the minibatch gives, run ROUNDS times in a row from here."""
+    runnable, count = Runnable(target.decorated, material.owner), len(material.instances)
+    outcomes = []
+    for n in range(ROUNDS):
+        RandomState.seed(seed + n)
+        results = runnable.batched(material.instances) if batched else runnable.one_by_one(material.instances)
+        outcomes.append(outcome_of(results, count, out="list", wanted=material.wanted, seed=seed))
+    return outcomes
+
+
+def _exact(target: Runnable, material: Material, seed: int, found: Comparison) -> list[Outcome] | None:
+    """The loop in float64; None, with the reason in `found.referee`, where it can't run so."""
+    if target.owner is None:
+        found.referee = "the loop itself: the model is a function, whose tensors have no float64 copy"
+        return None
+    try:
+        with double_by_default():
+            return _run(target, material.copy(double=True), False, seed)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        line = " ".join(str(error).split())
+        found.referee = f"the loop itself: no float64 run ({type(error).__name__}: {line[:120]})"
+        return None
+
+
 def _first(
     target: Runnable,
+    material: Material,
     minibatch: fxbatch.Minibatch,
-    instances: Sequence[Any],
     found: Comparison,
-    overrides: dict[str, Any],
     options: argparse.Namespace,
 ) -> str:
     """Which operation of which instance differs first, as far as that can be told."""
-    place = first_difference(minibatch)
+    prepared = [(phase.program, phase.schedule) for phase in minibatch.phases]
+    place = first_difference(Run(minibatch.engine, grad=False), prepared)
     if place is not None:
         return str(place)
     if found.instances:
         return f"instance {found.instances[0]}; every call agrees, so its result is put together wrongly"
-    users = []
-    if found.parameters and target.module is not None:
-        users = list(parameter_users(minibatch, found.parameters[0], target.module))
+    users: Sequence[str] = []
+    if found.parameters and target.module is not None and not found.parameters[0].startswith("input "):
+        signatures = [o.signature for o in minibatch.operations]
+        users = parameter_users(signatures, found.parameters[0], target.module)
     culprit = f"; {found.parameters[0]} is read by {', '.join(users)}" if users else ""
-    for i, instance in enumerate(instances):
-        if compare(target, [instance], seed=options.seed).differences:
+    for i, instance in enumerate(material.instances):
+        alone = Material.of(material.owner, [instance])
+        if compare(target, alone, seed=options.seed).differences:
             return f"instance {i} alone differs too, in gradients{culprit}"
     return f"in gradients of the whole minibatch only: each instance alone agrees{culprit}"
 
@@ -101,7 +215,7 @@ def _report(options: argparse.Namespace, found: Comparison, place: str, instance
             "schema": "fxbatch",
             "version": SCHEMA_VERSION,
             "form": "check",
-            "equal": not found.differences,
+            "equal": found.equal,
             "instances": instances,
             "values": found.values,
             "gradients": found.gradients,
@@ -109,6 +223,8 @@ def _report(options: argparse.Namespace, found: Comparison, place: str, instance
             "worst": found.worst,
             "first": place,
             "differences": found.differences,
+            "unrepeatable": found.unrepeatable,
+            "changing": found.changing,
         }
         sys.stdout.write(json.dumps(data) + "\n")
         return
@@ -116,15 +232,27 @@ def _report(options: argparse.Namespace, found: Comparison, place: str, instance
     what = (
         f"{instances} instances, {found.values} values, {found.gradients} gradients; referee: {found.referee}"
     )
-    if not found.differences:
+    if found.differences:
+        console.print(f"[bold red]different[/]: {what}", soft_wrap=True)
+        console.print(f"first: {place}", soft_wrap=True, markup=False)
+        _print_some(found.differences, "differences")
+    elif not found.unrepeatable:
         console.print(
             f"[bold green]equal[/]: {what}; largest error {found.worst:.0%} of what is allowed",
             soft_wrap=True,
         )
-        return
-    console.print(f"[bold red]different[/]: {what}", soft_wrap=True)
-    console.print(f"first: {place}", soft_wrap=True, markup=False)
-    for line in found.differences[:SHOWN]:
+    if found.unrepeatable:
+        headline = "[bold red]not comparable[/]: the loop gives something else when it runs again from the same state"
+        console.print(headline if found.differences else f"{headline}; {what}", soft_wrap=True)
+        _print_some(found.unrepeatable, "such results and gradients")
+    elif found.changing:
+        text = f"the loop gives something else when the same model runs again ({found.changing}): "
+        console.print(text + "compared from the same state each time", soft_wrap=True, markup=False)
+
+
+def _print_some(lines: Sequence[str], what: str) -> None:
+    console = output()
+    for line in lines[:SHOWN]:
         console.print(f"  {line}", soft_wrap=True, markup=False)
-    if len(found.differences) > SHOWN:
-        console.print(f"  ... {len(found.differences)} differences in all")
+    if len(lines) > SHOWN:
+        console.print(f"  ... {len(lines)} {what} in all")

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -38,6 +40,7 @@ from .demo_measure import compare_losses, first_minibatch
 from .errors import CommandError, Status
 from .terminal import notices, output
 
+CHECKPOINT = Path("checkpoints/demo.pt")
 SAVE_EVERY = 30.0  # seconds between checkpoints within an epoch
 Splits = dict[str, list[Tree[torch.Tensor, torch.Tensor]]]
 
@@ -66,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--checkpoint",
         type=Path,
-        default=Path("checkpoints/demo.pt"),
+        default=CHECKPOINT,
         metavar="FILE",
-        help="where it is written (default: %(default)s)",
+        help="where it is written (default: %(default)s in the current folder)",
     )
     add("--resume", action="store_true", help="go on from the checkpoint")
     add(
@@ -113,7 +116,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     device = _device(options.device)
-    stored = load_checkpoint(options.checkpoint) if options.resume else None
+    checkpoint = _checked_place(options.checkpoint)
+    stored = _stored(checkpoint) if options.resume else None
     splits, vocabulary, treebank = load_splits(options.data, options.limit, device)
     settings = _settings(options, stored, treebank)
 
@@ -136,15 +140,43 @@ def _run(options: argparse.Namespace) -> int:
                 f"{options.checkpoint}: can't be resumed: {reason}", status=Status.DATA
             ) from error
         output().print(f"resumed at epoch {trainer.epoch + 1}, tree {trainer.position}")
-    finished = train(trainer, splits["dev"], options.checkpoint)
+    finished = train(trainer, splits["dev"], checkpoint)
     if not finished:
-        notices().print(f"stopped; `fxbatch demo --resume` goes on from {options.checkpoint}", soft_wrap=True)
+        again = "" if options.checkpoint == CHECKPOINT else f" --checkpoint {shlex.quote(str(checkpoint))}"
+        notices().print(f"stopped; `fxbatch demo --resume{again}` goes on from {checkpoint}", soft_wrap=True)
         return Status.INTERRUPTED
     if trainer.history:
         trainer.restore_best()
         fine, binary = accuracy(trainer.model, splits["test"])
         output().print(f"test  accuracy {fine:.1%} (five classes), {binary:.1%} (negative or positive)")
     return Status.OK if agree else Status.DIFFERENCE
+
+
+def _checked_place(path: Path) -> Path:
+    """The whole path of the checkpoint; an error now, not after the first epoch, where it can't be written."""
+    path = path.resolve()
+    if path.is_dir():
+        raise CommandError(
+            f"--checkpoint {path} is a folder", hint=f"for example: --checkpoint {path / 'demo.pt'}"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise CommandError(f"--checkpoint: {path.parent} can't be written", hint="--checkpoint FILE")
+    return path
+
+
+def _stored(checkpoint: Path) -> dict[str, Any]:
+    if not checkpoint.exists():
+        raise CommandError(
+            f"--resume: there is no {checkpoint}",
+            hint="leave out --resume to begin, or name the file: --checkpoint FILE",
+            status=Status.DATA,
+        )
+    return load_checkpoint(checkpoint)
 
 
 def _device(name: str) -> torch.device:

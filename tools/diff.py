@@ -19,7 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from fxbatch.ir import BROADCAST, INDEX, VIEW
-from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.schedule import lower_bound
 from fxbatch.viz.describe import SCHEMA_VERSION
 from fxbatch.viz.draw_schedule import draw_schedules
 from fxbatch.viz.picture import SignatureKey, is_constant

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE",
         help=f"{', '.join(ALL_STAGES[:-1])} or `operation NAME` (default: merged)",
     )
-    parser.add_argument("--instance", type=int, default=0, metavar="N", help="of which instance the trace is")
+    parser.add_argument(
+        "--instance", type=int, metavar="N", help="of which instance the trace is (default: 0)"
+    )
     parser.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write here instead of standard output"
@@ -76,13 +78,17 @@ def run(options: argparse.Namespace) -> int:
     stage, name = _stage(options.stage)
     if options.format == "png" and options.output is None and sys.stdout.isatty():
         raise CommandError("a PNG is no text for a terminal", hint="give -o FILE")
+    if options.instance is not None and stage != "trace":
+        raise CommandError(
+            f"--instance is of --stage trace; {stage} has all instances", hint="--stage trace --instance N"
+        )
     forms = forms_of(compile_target(options), options.target, options.phase)
     if stage in ("code", "operation"):
         text = _text_stage(forms, stage, name, options.format)
         write(text, options.output, language="python" if options.format == "text" else "")
         return 0
     if stage == "trace":
-        form: Form = program_of_instance(forms.merged, options.instance)
+        form: Form = program_of_instance(forms.merged, options.instance or 0)
     else:
         form = forms.schedule if stage == "schedule" else forms.stage(stage)
     if options.format == "png":

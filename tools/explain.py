@@ -17,8 +17,9 @@ from fxbatch.viz.describe import SCHEMA_VERSION
 
 from .errors import CommandError, Status
 from .forms import add_option_argument, parse_options, user_errors
+from .run_target import model_arguments
 from .target import add_target_arguments, load_target
-from .terminal import output
+from .terminal import doing, output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +32,10 @@ def run(options: argparse.Namespace) -> int:
     model, instances = load_target(options.target, options.arg)
     if not len(instances):
         raise CommandError(f"{options.target} returned no instances", status=Status.MODEL)
-    with user_errors(options.target):
-        explanation = fxbatch.explain(model, list(instances), **parse_options(options.option))
+    with user_errors(options.target), doing(f"{len(instances)} instances: recording, batching, running"):
+        explanation = fxbatch.explain(
+            model, *model_arguments(model, instances), **parse_options(options.option)
+        )
     if options.format == "json":
         head = {"schema": "fxbatch", "version": SCHEMA_VERSION, "form": "explanation"}
         sys.stdout.write(json.dumps({**head, **explanation.to_dict()}) + "\n")

@@ -20,21 +20,18 @@ import numpy as np
 import fxbatch
 from fxbatch.errors import FxbatchError
 from fxbatch.ir import Plan, Program, Schedule
-from fxbatch.passes.batch_by_depth import batch_by_depth
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.deduplicate_large import deduplicate_large
-from fxbatch.passes.insert_cats import insert_cats
-from fxbatch.passes.insert_gathers import insert_gathers
-from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
-from fxbatch.passes.select_calls import select_calls
+from fxbatch.passes.deduplicate import deduplicate, deduplicate_large
+from fxbatch.passes.fold import batch_calls, insert_cats, insert_gathers, insert_pass_throughs
+from fxbatch.passes.schedule import batch_by_depth
+from fxbatch.passes.select import select_calls
 from fxbatch.runtime.options import deduplication
 from fxbatch.viz.draw_form import Form
 
 from .errors import CommandError, Status
+from .run_target import model_arguments
 from .target import _failed as describe_failure
 from .target import add_target_arguments, load_target
-from .terminal import notices
+from .terminal import doing, notices
 
 STAGES = ("merged", "deduplicated", "fused", "pass-through", "batched", "gathered", "plan")
 
@@ -83,7 +80,7 @@ def add_minibatch_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_option_argument(parser: argparse.ArgumentParser) -> None:
+def add_option_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--option",
         action="append",
@@ -119,8 +116,8 @@ def compile_model(
     """`compile_minibatch`; what the user's forward raises ends the command with its line."""
     if not len(instances):
         raise CommandError(f"{target} returned no instances", status=Status.MODEL)
-    with user_errors(target):
-        return fxbatch.compile_minibatch(model, list(instances), **overrides)
+    with user_errors(target), doing(f"{len(instances)} instances: recording, batching, running"):
+        return fxbatch.compile_minibatch(model, *model_arguments(model, instances), **overrides)
 
 
 class user_errors:

@@ -22,6 +22,8 @@ from .errors import STATUS_TEXT, CommandError, Status
 from .registry import COMMANDS, Command
 from .terminal import notices
 
+LONGEST = 1_000  # characters of an error: half a screen of 80 columns
+
 _EXAMPLES = """\
 examples:
   fxbatch demo                          train a Tree-LSTM, and see what batching does for it
@@ -133,7 +135,8 @@ def _describe(error: Exception) -> tuple[str, str, Status]:
     """(message, hint, status) of an error that no command expected."""
     errors = importlib.import_module("fxbatch.errors")  # late: it imports torch
     if isinstance(error, errors.DataError):
-        return str(error), "`fxbatch data list` shows what is where", Status.DATA
+        missing = isinstance(error, errors.MissingDataError)
+        return str(error), "`fxbatch data list` shows what is where" if missing else "", Status.DATA
     if isinstance(error, errors.OptionError):
         return str(error), "", Status.USAGE
     if isinstance(error, errors.FxbatchError):
@@ -150,6 +153,8 @@ def _report(error: Exception, message: str, hint: str, status: Status, show_trac
         traceback.print_exception(error)
     console = notices()
     line = " ".join(message.split())
+    if len(line) > LONGEST:
+        line = f"{line[:LONGEST]} ... ({len(line):,} characters; --traceback shows them)"
     console.print(Text.assemble(("fxbatch: ", "bold red"), line), soft_wrap=True)
     if hint:
         console.print(Text.assemble(("hint: ", "bold"), hint), soft_wrap=True)

@@ -26,10 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxbatch.viz.describe import SCHEMA_VERSION
 
+from .bench_target import step
 from .dump import checked_folder
 from .errors import CommandError, Status
 from .forms import add_option_argument, parse_options, user_errors
-from .run_target import Runnable, tensors_of
+from .run_target import Runnable
 from .stopwatch import Stopwatch
 from .target import add_target_arguments, load_target
 from .terminal import output
@@ -76,13 +77,13 @@ def measure(
     target: Runnable, instances: Sequence[Any], repeat: int, *, backward: bool
 ) -> tuple[Stopwatch, float]:
     """The stopwatch after `repeat` minibatches, and their seconds from outside. Warmed up before."""
-    _step(target, instances, backward)
-    _step(target, instances, backward)
+    step(target, instances, backward=backward)
+    step(target, instances, backward=backward)
     watch = Stopwatch(_device(target))
     with watch.instrumented():
         start = watch.now()
         for _ in range(repeat):
-            _step(target, instances, backward)
+            step(target, instances, backward=backward)
         seconds = watch.now() - start
     return watch, seconds
 
@@ -97,7 +98,7 @@ def write_trace(target: Runnable, instances: Sequence[Any], file: Path, *, backw
         profile(activities=activities, acc_events=True) as profiler,  # torch 2.11 warns without
         watch.instrumented(),
     ):
-        _step(target, instances, backward)
+        step(target, instances, backward=backward)
     profiler.export_chrome_trace(str(file))
 
 
@@ -105,19 +106,6 @@ def _device(target: Runnable) -> torch.device:
     module = target.module
     first = next(module.parameters(), None) if module is not None else None
     return first.device if first is not None else torch.device("cpu")
-
-
-def _step(target: Runnable, instances: Sequence[Any], backward: bool) -> None:
-    if not backward:
-        with torch.no_grad():
-            target.batched(instances)
-        return
-    results = target.batched(instances)
-    losses = [t for result in results for t in tensors_of(result) if t.requires_grad]
-    if losses:
-        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
-    if target.module is not None:
-        target.module.zero_grad(set_to_none=True)
 
 
 def _data(watch: Stopwatch, repeat: int, seconds: float, instances: int) -> dict[str, Any]:

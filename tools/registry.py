@@ -31,7 +31,9 @@ class Command:
 COMMANDS = (
     Command("demo", "train the Tree-LSTM of Tai et al. on the Stanford Sentiment Treebank", "demo"),
     Command("data", "find and download the data sets of the examples", "data"),
-    Command("bench", "measure fxbatch against what a user would do instead, with a report", "bench"),
+    Command(
+        "bench", "measure your own model against its loop; or fxbatch against what a user would do", "bench"
+    ),
     Command("dump", "print a stage of a minibatch: trace, graphs, plan, code", "dump"),
     Command("draw", "draw a minibatch: one HTML page with all stages, or SVG and PNG", "draw"),
     Command("explain", "tell why each thing is an operation, what batched and what would help", "explain"),

@@ -24,12 +24,21 @@ from typing import Any
 
 from .errors import CommandError, Status
 
+# Folders of the package, found without importing it, and of the command.
+_PACKAGE = importlib.util.find_spec("fxbatch")
+OURS = (
+    [Path(p).resolve() for p in (*(_PACKAGE.submodule_search_locations or ()), Path(__file__).parent)]
+    if _PACKAGE
+    else []
+)
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_target_arguments(parser: argparse._ActionsContainer, *, optional: bool = False) -> None:
     """The arguments `target` and `--arg`, for each command that looks at a model."""
     parser.add_argument(
         "target",
         metavar="TARGET",
+        nargs="?" if optional else None,
         help="package.module:function or path/to/file.py:function; the function returns (model, instances)",
     )
     parser.add_argument(
@@ -160,19 +169,22 @@ def _checked(result: Any, target: str) -> tuple[Any, Sequence[Any]]:
     except TypeError as error:
         kind = type(instances).__name__
         raise CommandError(
-            f"{target} returned instances of type {kind}, expected a list", status=Status.MODEL
+            f"{target} returned instances of type {kind}, expected a list",
+            hint="for one instance: return model, [instance]",
+            status=Status.MODEL,
         ) from error
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file belongs to the package or to the command: no line to send a user to."""
+    return any(file.resolve().is_relative_to(folder) for folder in OURS)
 
 
 def _failed(error: BaseException, doing: str) -> CommandError:
     """The user's code raised: the message with the last line of it that is no library's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and f.filename.endswith(".py")]
-    theirs = [
-        f
-        for f in own
-        if Path(f.filename).resolve() != Path(__file__).resolve() and "importlib" not in f.filename
-    ]
+    theirs = [f for f in own if not _is_ours(Path(f.filename)) and "importlib" not in f.filename]
     where = f" ({os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({os.path.relpath(error.filename)}:{error.lineno})"

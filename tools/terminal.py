@@ -10,10 +10,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 PIPE_WIDTH = 140
+T = TypeVar("T")
 
 
 def _width(stream: object) -> int | None:
@@ -31,3 +43,21 @@ def output() -> Console:
 def notices() -> Console:
     """The console of standard error: progress, warnings, errors."""
     return Console(file=sys.stderr, width=_width(sys.stderr), highlight=False, emoji=False)
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """A line with a clock, on a terminal and while it takes: `with doing("64 instances"): ...`."""
+    console = notices()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def counted(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items, with a bar on a terminal."""
+    console = notices()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield from progress.track(items, total=total, description=what)

@@ -28,13 +28,10 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("schedule=depth", {"schedule": "depth"}),
     ("schedule=agenda", {"schedule": "agenda"}),
     ("schedule=lookahead", {"schedule": "lookahead"}),
-    ("schedule=best", {"schedule": "best"}),
     ("schedule=fold (pass-throughs)", {"schedule": "fold"}),
     ("deduplicate", {"deduplicate": not DEFAULTS.deduplicate}),
     ("fuse", {"fuse": not DEFAULTS.fuse}),
-    ("split", {"split": not DEFAULTS.split}),
     ("native", {"native": not DEFAULTS.native}),
-    ("memory=recompute", {"memory": "recompute"}),
     ("backward=autograd", {"backward": "autograd"}),
 )
 SLOW_CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (

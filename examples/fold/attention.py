@@ -3,7 +3,7 @@
 In: pairs (sequence of (value, marker), target): add the two values whose marker is 1, in a sequence of any
 length. Out: (squared error, prediction). Source of model and task: Raffel and Ellis 2016.
 
-    python -m examples.fold.attention --length 20 --epochs 8
+    python examples/fold/attention.py --length 20 --epochs 8
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import console, fit
+from torch import nn
 
 import fxbatch.blocks as fb
-
-from .training import console, fit
 
 
 class Layers:
@@ -76,6 +76,12 @@ def adding_task(count: int, length: int, seed: int) -> list[Any]:
         sequence = [(v, float(i in marked)) for i, v in enumerate(values)]
         instances.append((sequence, [values[marked[0]] + values[marked[1]]]))
     return instances
+
+
+def minibatch(instances: int = 8, length: int = 10, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    """A model and sequences of the adding task."""
+    torch.manual_seed(seed)
+    return fb.compile(build(Layers())), adding_task(instances, length, seed)
 
 
 def main(argv: Sequence[str] | None = None) -> float:

@@ -3,7 +3,7 @@
 In: an expression, `{"op": "+", "left": ..., "right": ...}` down to digits 0-9; the answer is its value modulo 10.
 Out: (loss, logits of the answer). After the calculator of Fold's examples.
 
-    python -m examples.fold.calculator --epochs 10
+    python examples/fold/calculator.py --epochs 10
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import accuracy, console, fit
+from torch import nn
 
 import fxbatch.blocks as fb
-
-from .training import accuracy, console, fit
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
@@ -80,6 +80,13 @@ def random_expression(draw: random.Random, depth: int) -> Any:
         return draw.randrange(10)
     left, right = (random_expression(draw, depth - 1) for _ in range(2))
     return {"op": draw.choice(list(OPERATIONS)), "left": left, "right": right}
+
+
+def minibatch(instances: int = 8, depth: int = 2, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    """A model and random expressions."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    return fb.compile(build(Layers())), [random_expression(draw, depth) for _ in range(instances)]
 
 
 def main(argv: Sequence[str] | None = None) -> float:

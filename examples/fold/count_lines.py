@@ -3,7 +3,7 @@
 Lines between the marks `# [blocks` ... `# blocks]` and `# [plain` ... `# plain]`, without blank lines, comments
 and docstrings.
 
-    python -m examples.fold.count_lines
+    python examples/fold/count_lines.py
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
+from fxbatch_examples.fold.training import console
 from rich.table import Table
 
-from .training import console
-
 EXAMPLES = (
-    "text_pipeline", "attention", "tree_lstm", "weave", "calculator", "fizzbuzz", "language_id",
+    "text_pipeline", "text2vec", "attention", "tree_lstm", "weave", "calculator", "fizzbuzz", "language_id",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 In: an integer. Out: (loss, logits). Trained on 101 to 1023, tested on 1 to 100. After Fold's examples.
 
-    python -m examples.fold.fizzbuzz --epochs 60
+    python examples/fold/fizzbuzz.py --epochs 60
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import accuracy, console, fit
+from torch import nn
 
 import fxbatch.blocks as fb
-
-from .training import accuracy, console, fit
 
 BITS = 10
 
@@ -56,6 +56,12 @@ def plain(layers: Layers, i: int) -> tuple[torch.Tensor, torch.Tensor]:
 def fizzbuzz(i: int) -> int:
     """0 for a number, 1 for fizz, 2 for buzz, 3 for fizzbuzz."""
     return (i % 3 == 0) + 2 * (i % 5 == 0)
+
+
+def minibatch(instances: int = 20, seed: int = 0) -> tuple[nn.Module, list[int]]:
+    """A model and the first numbers."""
+    torch.manual_seed(seed)
+    return fb.compile(build(Layers())), list(range(1, instances + 1))
 
 
 def main(argv: Sequence[str] | None = None) -> float:

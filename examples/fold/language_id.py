@@ -3,7 +3,7 @@
 In: pairs (word, language). Out: (loss, logits). A GRU over letters, read in both directions. After Fold's
 examples; the words are the everyday ones below.
 
-    python -m examples.fold.language_id --epochs 20
+    python examples/fold/language_id.py --epochs 20
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import accuracy, console, fit
 from torch import nn
 
 import fxbatch.blocks as fb
-
-from .training import accuracy, console, fit
 
 WORDS = {
     "english": """one two three four five six seven eight nine ten monday tuesday wednesday thursday friday saturday
@@ -106,6 +105,12 @@ def read_words(seed: int = 0) -> tuple[list[tuple[str, str]], list[tuple[str, st
     random.Random(seed).shuffle(pairs)
     held = len(pairs) // 6
     return pairs[held:], pairs[:held]
+
+
+def minibatch(instances: int = 8, seed: int = 0) -> tuple[nn.Module, list[tuple[str, str]]]:
+    """A model and the first training words with their languages."""
+    torch.manual_seed(seed)
+    return fb.compile(build(Layers())), read_words(seed)[0][:instances]
 
 
 def main(argv: Sequence[str] | None = None) -> float:

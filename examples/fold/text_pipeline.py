@@ -3,7 +3,7 @@
 In: pairs (sentence, label 0-4) of the Stanford Sentiment Treebank. Out: (loss, logits).
 Words that training has not seen are looked up in the last row of the table.
 
-    python -m examples.fold.text_pipeline --sentences 600 --epochs 3
+    python examples/fold/text_pipeline.py --sentences 600 --epochs 3
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import accuracy, console, fit
 from torch import nn
 
 import fxbatch.blocks as fb
+from fxbatch.data.generated import generate_treebank
 from fxbatch.data.paths import find_data
 from fxbatch.data.sst import read_sst
-
-from .training import accuracy, console, fit
 
 CLASSES = 5
 
@@ -87,6 +87,16 @@ def read_vectors(path: Path, words: Sequence[str], size: int) -> torch.Tensor:
             if word in number and len(numbers) == size:
                 table[number[word]] = torch.tensor([float(n) for n in numbers])
     return table
+
+
+def minibatch(instances: int = 8, seed: int = 0) -> tuple[nn.Module, list[tuple[str, int]]]:
+    """A model and sentences of the generated treebank."""
+    torch.manual_seed(seed)
+    pairs = [
+        (" ".join(leaf.word or "" for leaf in t.leaves()), t.label) for t in generate_treebank(seed)["train"]
+    ]
+    words = list(dict.fromkeys(word for sentence, _ in pairs for word in sentence.split()))
+    return fb.compile(build(Layers(words))), pairs[:instances]
 
 
 def main(argv: Sequence[str] | None = None) -> float:

@@ -2,7 +2,7 @@
 
 In: trees of the Stanford Sentiment Treebank. Out: (loss summed over the tree's nodes, logits of the root).
 
-    python -m examples.fold.tree_lstm --trees 400 --epochs 3
+    python examples/fold/tree_lstm.py --trees 400 --epochs 3
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fxbatch_examples.fold.training import accuracy, console, fit
 from torch import nn
 
 import fxbatch.blocks as fb
+from fxbatch.data.generated import generate_treebank
 from fxbatch.data.paths import find_data
 from fxbatch.data.sst import Tree, read_sst
-
-from .training import accuracy, console, fit
 
 CLASSES = 5
 State = tuple[torch.Tensor, torch.Tensor]
@@ -111,6 +111,14 @@ def plain(layers: Layers, tree: Tree[int, str]) -> tuple[torch.Tensor, torch.Ten
 
 
 # plain]
+
+
+def minibatch(instances: int = 8, seed: int = 0) -> tuple[nn.Module, list[Tree[int, str]]]:
+    """A model and trees of the generated treebank."""
+    torch.manual_seed(seed)
+    trees = generate_treebank(seed)["train"]
+    words = list(dict.fromkeys(leaf.word or "" for tree in trees for leaf in tree.leaves()))
+    return fb.compile(build(Layers(words))), trees[:instances]
 
 
 def main(argv: Sequence[str] | None = None) -> float:

@@ -8,7 +8,7 @@ vectors, a number. Out: (squared error, prediction). With a for atoms and p for 
 
 all f being fully connected layers with relu. Source: Kearnes et al. 2016.
 
-    python -m examples.fold.weave --molecules 300 --epochs 8
+    python examples/fold/weave.py --molecules 300 --epochs 8
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fxbatch_examples.fold.training import console, fit
 from torch import nn
 
 import fxbatch.blocks as fb
 from fxbatch.data.molecules import Molecule, read_molecules
 from fxbatch.data.paths import find_data
-
-from .training import console, fit
 
 ELEMENTS = (6, 7, 8, 9, 15, 16, 17, 35, 53)
 ATOM = len(ELEMENTS) + 4  # one of the elements or another, aromatic, charge, hydrogens
@@ -161,6 +160,16 @@ def read_instances(name: str, limit: int, target: int, folder: Path | None = Non
     values = [float(m.targets[target]) for m in chosen]
     mean, deviation = statistics.mean(values), statistics.pstdev(values)
     return [(features(m), [(v - mean) / deviation]) for m, v in zip(chosen, values, strict=True)]
+
+
+def minibatch(instances: int = 4, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    """A model and molecules with random features of 1 to 5 atoms."""
+    torch.manual_seed(seed)
+    drawn: list[Any] = []
+    for number in range(instances):
+        n = 1 + number % 5
+        drawn.append(((torch.rand(n, ATOM).tolist(), torch.rand(n, n, PAIR).tolist()), [float(number)]))
+    return fb.compile(build(Layers(2))), drawn
 
 
 def main(argv: Sequence[str] | None = None) -> float:

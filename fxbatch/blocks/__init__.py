@@ -9,18 +9,22 @@ In: blocks, composed. Out: `compile(block)`, an nn.Module over minibatches of Py
 Source: Looks et al. 2017, section 3; the names are those of TensorFlow Fold's `td`.
 """
 
-from fxbatch.blocks.block import Block, Output, Typed
+from fxbatch.blocks.block import (
+    Block,
+    Composition,
+    GetItem,
+    Identity,
+    Output,
+    Pipe,
+    convert_to_block,
+)
 from fxbatch.blocks.compiler import CompiledBlock, compile
-from fxbatch.blocks.composition import AllOf, Composition, Pipe
 from fxbatch.blocks.control import ForwardDeclaration, Metric, OneOf, Optional
-from fxbatch.blocks.convert import convert_to_block
 from fxbatch.blocks.fractal import FractalNet
-from fxbatch.blocks.function import Function
-from fxbatch.blocks.layer import Layer, ScopedLayer
+from fxbatch.blocks.function import Function, Layer, ScopedLayer
 from fxbatch.blocks.layers import FC, Embedding
 from fxbatch.blocks.leaves import (
     FromTensor,
-    Identity,
     InputTransform,
     OneHot,
     OneHotFromList,
@@ -30,10 +34,12 @@ from fxbatch.blocks.leaves import (
     Void,
     Zeros,
 )
-from fxbatch.blocks.records import Record
+from fxbatch.blocks.records import AllOf, Record
 from fxbatch.blocks.reductions import Max, Mean, Min, Sum
 from fxbatch.blocks.sequences import RNN, Broadcast, Fold, Map, NGrams, Reduce, Zip, ZipWith
-from fxbatch.blocks.tuples import Concat, GetItem, Length, Nth, Slice
+from fxbatch.blocks.training import build_optimizer_from_params, epochs, group_by_batches, parse_spec
+from fxbatch.blocks.tuples import Concat, Length, Nth, Slice
+from fxbatch.blocks.typed import Typed
 from fxbatch.blocks.types import (
     BroadcastSequenceType,
     PyObjectType,
@@ -45,12 +51,13 @@ from fxbatch.blocks.types import (
     canonicalize_type,
     convert_to_type,
 )
-from fxbatch.errors import BlockTypeError
+from fxbatch.errors import BlockTypeError, BlockValueError, UnorderedRecordError
 
 __all__ = [
     "AllOf",
     "Block",
     "BlockTypeError",
+    "BlockValueError",
     "Broadcast",
     "BroadcastSequenceType",
     "CompiledBlock",
@@ -95,14 +102,19 @@ __all__ = [
     "TensorType",
     "TupleType",
     "Typed",
+    "UnorderedRecordError",
     "Vector",
     "Void",
     "VoidType",
     "Zeros",
     "Zip",
     "ZipWith",
+    "build_optimizer_from_params",
     "canonicalize_type",
     "compile",
     "convert_to_block",
     "convert_to_type",
+    "epochs",
+    "group_by_batches",
+    "parse_spec",
 ]

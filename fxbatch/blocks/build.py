@@ -12,28 +12,38 @@ object itself. So each block says once what it does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from fxbatch.blocks.types import ResultType, TensorType, TupleType
-from fxbatch.errors import BlockTypeError
-
-if TYPE_CHECKING:
-    from fxbatch.blocks.block import Block
-    from fxbatch.blocks.control import ForwardDeclaration
+from fxbatch.blocks.typed import Typed
+from fxbatch.blocks.types import ResultType, TupleType
 
 Run = Callable[[Any], Any]
+ToArray = Callable[[Any], np.ndarray]
 
 
 class Builder:
     """What blocks are built over. This one is eager: a handle is the tensor itself."""
 
-    def tensor(self, block: Block, convert: Callable[[Any], torch.Tensor]) -> Run:
-        """From a Python object to the handle of the tensor that `convert` makes of it."""
+    def tensor(
+        self, block: Typed, convert: Callable[[Any], torch.Tensor], array: ToArray | None = None
+    ) -> Run:
+        """From a Python object to the handle of the tensor that `convert` makes of it.
+
+        array: the same as an array, for objects that are no tensors; it costs no operation of PyTorch.
+        """
         return convert
 
-    def scalar(self, block: Block, dtype: torch.dtype, convert: Callable[[Any], torch.Tensor]) -> Run:
+    def scalar(
+        self,
+        block: Typed,
+        dtype: torch.dtype,
+        convert: Callable[[Any], torch.Tensor],
+        array: ToArray | None = None,
+    ) -> Run:
         """From a Python number (or what else `convert` takes) to the handle of a tensor without dimensions."""
         return convert
 
@@ -42,23 +52,23 @@ class Builder:
         return lambda x: get()
 
     def call(
-        self, block: Block, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType
+        self, block: Typed, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType
     ) -> Run:
         """From the handles of a nest of tensors to those of `fn` of them; a tuple is splat into arguments."""
         nested = isinstance(output_type, TupleType)
         if isinstance(input_type, TupleType):
             if nested:
-                return lambda x: _tuples(fn(*x))
+                return lambda x: as_tuples(fn(*x))
             return lambda x: fn(*x)
-        return (lambda x: _tuples(fn(x))) if nested else fn
+        return (lambda x: as_tuples(fn(x))) if nested else fn
 
-    def recursive(self, declaration: ForwardDeclaration) -> Run:
-        """The function of a declared block, looked up when it first runs: it may hold itself."""
+    def recursive(self, declaration: Typed, build: Callable[[Builder], Run]) -> Run:
+        """The function of a declared block, built when it first runs: it may hold itself."""
         made: list[Run] = []
 
         def run(x: Any) -> Any:
             if not made:
-                made.append(declaration.target.runnable(self))
+                made.append(build(self))
             return made[0](x)
 
         return run
@@ -67,13 +77,14 @@ class Builder:
 EAGER = Builder()
 
 
-def _tuples(x: Any) -> Any:
-    return tuple(_tuples(y) for y in x) if isinstance(x, (tuple, list)) else x
+def as_tuples(x: Any) -> Any:
+    """A nest with its lists as tuples."""
+    return tuple([as_tuples(y) for y in x]) if isinstance(x, (tuple, list)) else x
 
 
-def walk(root: Any) -> Iterator[Any]:
+def walk(root: nn.Module) -> Iterator[nn.Module]:
     """All modules of an expression, each once, through forward declarations too."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, nn.Module] = {}
     pending = [root]
     while pending:
         top = pending.pop()
@@ -83,19 +94,5 @@ def walk(root: Any) -> Iterator[Any]:
             seen[id(module)] = module
             yield module
             target = getattr(module, "resolved", None)
-            if target is not None and id(target) not in seen:
+            if isinstance(target, nn.Module) and id(target) not in seen:
                 pending.append(target)
-
-
-def metrics_of(root: Block) -> dict[str, TensorType]:
-    """The metrics in an expression: name -> type of one value. BlockTypeError when two types share a name."""
-    from fxbatch.blocks.control import Metric
-
-    found: dict[str, TensorType] = {}
-    for module in walk(root):
-        if isinstance(module, Metric):
-            t = module.value_type
-            known = found.setdefault(module.metric_name, t)
-            if known != t:
-                raise BlockTypeError(f"metric {module.metric_name!r} has values of {known!r} and of {t!r}")
-    return found

@@ -13,49 +13,39 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxbatch.blocks.block import Block, Typed, collected, collecting_metrics, stack_metric
-from fxbatch.blocks.build import Run, metrics_of, walk
-from fxbatch.blocks.convert import convert_to_block
-from fxbatch.blocks.infer import complain, give
+from fxbatch.blocks.block import (
+    Block,
+    collected,
+    collecting_metrics,
+    convert_to_block,
+    metrics_of,
+    resolve,
+    stack_metric,
+)
+from fxbatch.blocks.build import Run, walk
 from fxbatch.blocks.record_builder import RecordBuilder, Tape
-from fxbatch.blocks.types import PyObjectType, ResultType, TensorType, TupleType, VoidType
+from fxbatch.blocks.typed import complain
+from fxbatch.blocks.types import ResultType, TensorType, TupleType, VoidType
 from fxbatch.decorator import autobatch
 from fxbatch.runtime.function import take_results
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.ready import is_traced
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import current_recorder
 
 
-def resolve(root: Block) -> None:
-    """Settle all types of an expression: its input is a Python object when nothing says otherwise.
-
-    BlockTypeError names the first block whose type stays unknown, or a declaration that was never resolved.
-    """
-    if root.input_type is None:
-        give(root, "input", PyObjectType(), root)
-    blocks = [m for m in walk(root) if isinstance(m, Typed)]
-    for block in blocks:
-        block.infer_types()
-        if hasattr(block, "declaration"):
-            declaration: Any = block.declaration
-            _ = declaration.target  # raises when it was never resolved
-    for block in blocks:
-        for side in ("input", "output"):
-            if block.type_at(side) is None:
-                raise complain(
-                    block, f"the {side} type is unknown: nothing around it implies it; call set_{side}_type()"
-                )
-
-
 class CompiledBlock(nn.Module):
     """A block over minibatches. Make it with `fb.compile`; `forward(instances)` takes a list of Python objects.
+
+    Any other iterable of them is taken as well: a range, a generator, an array.
 
     `root` is the block, with its parameters. `forward` gives the root's output with tensors stacked on a new
     first dimension (`out="stack"`); with metrics in the block, `(output, metrics)`, and with
@@ -106,7 +96,7 @@ class CompiledBlock(nn.Module):
     def call_with_metrics(self, instances: Any) -> Any:
         """`forward` of a block with metrics."""
         batched = type(self).forward.__fxbatch__  # type: ignore[attr-defined]  # made by compile
-        engine, (_, split) = batched.engine(self), batched.split((self, instances), {})
+        engine, split = batched.engine(self), batched.split(self, (instances,), {})
         run = engine.execution()
         recording = engine.record(batched.fn, split, run)
         outputs = [r[0] for r in recording.results]
@@ -188,7 +178,7 @@ class _PerThread(threading.local):
             return self.made
         if self.table is not recorder.table:
             self.table, self.runs = recorder.table, {}
-        key = (recorder.generation, recorder.modes(), _state_of(compiled))
+        key = (recorder.modes(), _state_of(compiled))
         made = self.runs.get(key)
         if made is None:
             if len(self.runs) > 16:
@@ -250,6 +240,8 @@ def _class_of(options: Options) -> type[CompiledBlock]:
 
     @functools.wraps(batched)
     def forward(self: CompiledBlock, instances: Any) -> Any:
+        if current_recorder() is None:
+            instances = _listed(instances)
         if isinstance(instances, (list, tuple)) and not instances and options.out == "stack":
             return self.empty()
         if self.has_metrics and current_recorder() is None:
@@ -257,6 +249,14 @@ def _class_of(options: Options) -> type[CompiledBlock]:
         return batched(self, instances)
 
     return type("CompiledBlock", (CompiledBlock,), {"forward": forward, "__module__": __name__})
+
+
+def _listed(instances: Any) -> Any:
+    """The instances of a range, a generator, an array, ... as a list; other minibatches are taken as they are."""
+    taken = (list, tuple, torch.Tensor, str, bytes, Mapping)
+    if isinstance(instances, taken) or is_traced(instances) or not isinstance(instances, Iterable):
+        return instances
+    return list(instances)
 
 
 def _rebuild(options: Options) -> CompiledBlock:

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxbatch.blocks.block import Block, Typed, collected
+from fxbatch.blocks.block import Block, collected, convert_to_block
 from fxbatch.blocks.build import Builder, Run
-from fxbatch.blocks.convert import convert_to_block
-from fxbatch.blocks.infer import complain, give, link
 from fxbatch.blocks.leaves import InputTransform, Zeros
-from fxbatch.blocks.records import named_items
+from fxbatch.blocks.records import is_pairs, key_name, named_items
 from fxbatch.blocks.show import call_text, expression, value_text
-from fxbatch.blocks.types import PyObjectType, TensorType, TupleType, VoidType
+from fxbatch.blocks.typed import Typed, complain, give, give_nothing, link
+from fxbatch.blocks.types import PyObjectType, ResultType, TensorType, TupleType, VoidType
 from fxbatch.errors import BlockTypeError
 
 
@@ -32,9 +31,9 @@ class OneOf(Block):
     Type: a -> b, where all cases take a (with a `pre_block`, what that gives) and all give b.
 
     key_fn: a Python function of the input, or a block from it to a Python object. case_blocks: a dict, a list of
-    (key, block) pairs, or a tuple of blocks with keys 0, 1, ... (-1 is the last). pre_block: applied to the input
-    before the cases, after the key is taken. ValueError when there are no cases, KeyError at run time for a key
-    that is no case.
+    (key, block) pairs, or a tuple of blocks with keys 0, 1, ... (-1 is the last); other keys are anything hashable:
+    types, tuples, None. pre_block: applied to the input before the cases, after the key is taken. ValueError when
+    there are no cases, KeyError at run time for a key that is no case.
 
     >>> shape = OneOf(GetItem("kind"), {"one": Record({"x": Scalar()}) >> GetItem(0), "none": Zeros([])})
     >>> shape.eval({"kind": "one", "x": 3}), shape.eval({"kind": "none"})
@@ -46,19 +45,20 @@ class OneOf(Block):
         items = named_items(case_blocks, "OneOf")
         if not items:
             raise ValueError("OneOf: there are no case blocks")
-        self.by_position = not isinstance(case_blocks, dict) and [k for k, _ in items] == list(
-            range(len(items))
-        )
-        block = isinstance(key_fn, Block) or not callable(key_fn)
-        self.key = self.watch(convert_to_block(key_fn) if block else InputTransform(key_fn))
-        give(self.key, "output", PyObjectType(), self)
-        self.pre_block: Block | None = None
-        if pre_block is not None:
-            self.pre_block = self.watch(convert_to_block(pre_block))
+        self.by_position = not isinstance(case_blocks, dict) and not is_pairs(case_blocks)
         self.keys = [k for k, _ in items]
+        try:
+            distinct = len(dict.fromkeys(self.keys))
+        except TypeError as e:
+            raise BlockTypeError(f"OneOf: the keys {self.keys!r} are not all hashable: {e}") from None
+        if distinct != len(items):
+            raise BlockTypeError(f"OneOf: the keys {self.keys!r} are not distinct")
+        block = isinstance(key_fn, Block) or not callable(key_fn)
         parts = [convert_to_block(b) for _, b in items]
-        self.part_names = [self.adopt(str(k), p) for k, p in zip(self.keys, parts, strict=True)]
-        self.infer_types()
+        pre = None if pre_block is None else convert_to_block(pre_block)
+        self.key = self.watch(convert_to_block(key_fn) if block else InputTransform(key_fn))
+        self.pre_block: Block | None = None if pre is None else self.watch(pre)
+        self.part_names = [self.adopt(key_name(k), p) for k, p in zip(self.keys, parts, strict=True)]
 
     @property
     def parts(self) -> list[Block]:
@@ -66,18 +66,16 @@ class OneOf(Block):
         return [self._modules[n] for n in self.part_names]  # type: ignore[misc]  # adopted blocks
 
     def infer_types(self) -> None:
-        if not hasattr(self, "part_names"):
-            return
-        pre, cases = self.pre_block, self.parts
+        pre = self.pre_block
         source: tuple[Block, Any] = (self, "input")
+        give(self.key, "output", PyObjectType(), self)
         link(self, "input", self.key, "input")
         if pre is not None:
             link(self, "input", pre, "input")
             source = (pre, "output")
-        for _ in range(2):  # the second round: what a later case implies reaches the earlier ones
-            for case in cases:
-                link(*source, case, "input")
-                link(case, "output", self, "output")
+        for case in self.parts:
+            link(*source, case, "input")
+            link(case, "output", self, "output")
 
     def expression(self) -> str:
         if self.by_position:
@@ -126,19 +124,17 @@ class Optional(Block):
 
     def __init__(self, some_case: Any, none_case: Any = None, name: str | None = None) -> None:
         super().__init__(input_type=PyObjectType(), name=name)
-        self.some_case = self.watch(convert_to_block(some_case))
-        self.none_case = self.watch(Zeros() if none_case is None else convert_to_block(none_case))
-        self.infer_types()
+        some, none = (
+            convert_to_block(some_case),
+            Zeros() if none_case is None else convert_to_block(none_case),
+        )
+        self.some_case, self.none_case = self.watch(some), self.watch(none)
 
     def infer_types(self) -> None:
-        if "none_case" not in self._modules:
-            return
-        if self.none_case.input_type is None:
-            give(self.none_case, "input", VoidType(), self)
-        for _ in range(2):
-            for case in (self.some_case, self.none_case):
-                link(self, "input", case, "input")
-                link(case, "output", self, "output")
+        give_nothing(self, self.none_case, "the block for None")
+        link(self, "input", self.some_case, "input")
+        for case in (self.some_case, self.none_case):
+            link(case, "output", self, "output")
 
     def expression(self) -> str:
         none = None if isinstance(self.none_case, Zeros) else self.none_case
@@ -190,10 +186,9 @@ class ForwardDeclaration(Typed):
         self._target = (target,)
 
     def infer_types(self) -> None:
-        target = getattr(self, "_target", ())
-        if target:
-            link(target[0], "input", self, "input")
-            link(target[0], "output", self, "output")
+        if self._target:
+            link(self._target[0], "input", self, "input")
+            link(self._target[0], "output", self, "output")
 
     def expression(self) -> str:
         return self.name or f"ForwardDeclaration({self.input_type}, {self.output_type})"
@@ -222,9 +217,11 @@ class Reference(Block):
         return self.declaration.resolved
 
     def infer_types(self) -> None:
-        if hasattr(self, "_declaration"):
-            link(self.declaration, "input", self, "input")
-            link(self.declaration, "output", self, "output")
+        link(self.declaration, "input", self, "input")
+        link(self.declaration, "output", self, "output")
+
+    def check(self) -> None:
+        _ = self.declaration.target  # raises when it was never resolved
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         self.declaration._apply(fn, recurse=False)
@@ -234,7 +231,12 @@ class Reference(Block):
         return f"{self.declaration.name or 'forward'}()"
 
     def build(self, to: Builder) -> Run:
-        return to.recursive(self.declaration)
+        return to.recursive(self.declaration, lambda to: self.declaration.target.runnable(to))
+
+
+@convert_to_block.register
+def _(declaration: ForwardDeclaration, input_type: ResultType | None = None) -> Block:
+    raise BlockTypeError(f"{declaration!r} is no block: a use of it is, call it{_at(declaration)}")
 
 
 class Metric(Block):
@@ -272,6 +274,9 @@ class Metric(Block):
         if not isinstance(t, TensorType):
             raise complain(self, "the input type is unknown: compose it, or call set_input_type()")
         return t
+
+    def metric(self) -> tuple[str, TensorType]:
+        return self.metric_name, self.value_type
 
     def expression(self) -> str:
         return call_text("Metric", self.metric_name)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxbatch.blocks.infer import at_once
-from fxbatch.blocks.layer import Layer
+from fxbatch.blocks.function import Function, Layer
 from fxbatch.blocks.show import call_text
+from fxbatch.blocks.typed import at_once
 from fxbatch.blocks.types import ResultType
 from fxbatch.errors import BlockTypeError
 
@@ -148,8 +148,6 @@ class _Fractal(nn.Module):
 
 
 def _type_through(base: Any, t: ResultType) -> ResultType:
-    from fxbatch.blocks.function import Function
-
     with at_once():
         found = (base if isinstance(base, Layer) else Function(base)).set_input_type(t).output_type
     assert found is not None

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxbatch.blocks.infer import complain
-from fxbatch.blocks.layer import Layer, initialize, takes_vector
+from fxbatch.blocks.function import Layer, initialize, takes_vector
 from fxbatch.blocks.show import call_text
+from fxbatch.blocks.typed import complain, give
 from fxbatch.blocks.types import ResultType, TensorType
 from fxbatch.errors import BlockTypeError
 
@@ -32,7 +32,8 @@ _SCALE = {F.relu: 1.43, torch.relu: 1.43, F.relu6: 1.43, torch.tanh: 1.15, F.tan
 class FC(Layer):
     """A fully connected layer: `activation(normalization_fn(W x + b))`, dropout on input and output.
 
-    Type: TensorType((n,), floating) -> TensorType((num_units_out,), the same dtype).
+    Type: TensorType((n,), floating) -> TensorType((num_units_out,), the same dtype); float32, or the dtype that the
+    layer was moved to, while nothing implies the input type.
 
     num_units_out: size of the output. activation: a function of tensors, None for a linear layer. initializer:
     a function like those of `nn.init`, or a tensor [num_units_out, n]; by default uniform in
@@ -91,6 +92,18 @@ class FC(Layer):
     def output_size(self) -> int:
         """Number of output units."""
         return self.num_units_out
+
+    @property
+    def output_type(self) -> ResultType | None:
+        """The output type, as it is and as it would be."""
+        known = self._types["output"]
+        return TensorType((self.num_units_out,), self._place.dtype) if known is None else known
+
+    def complete_types(self) -> bool:
+        assumed = self._types["output"] is None
+        if assumed:
+            give(self, "output", self.output_type, self)
+        return assumed
 
     @property
     def weights(self) -> nn.Parameter | None:
@@ -177,6 +190,7 @@ class Embedding(Layer):
         else:
             bound = math.sqrt(3 / num_buckets)
             nn.init.uniform_(self.weight, -bound, bound)
+        self.set_output_type(TensorType((num_units_out,), dtype))
 
     def expression(self) -> str:
         return call_text(

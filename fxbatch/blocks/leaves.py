@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.blocks.block import Block
+from fxbatch.blocks.block import Block, convert_to_block
 from fxbatch.blocks.build import Builder, Run
-from fxbatch.blocks.infer import give, link
 from fxbatch.blocks.show import call_text
+from fxbatch.blocks.typed import complain, give
 from fxbatch.blocks.types import (
     BroadcastSequenceType,
     PyObjectType,
@@ -28,7 +28,7 @@ from fxbatch.blocks.types import (
     TensorType,
     TupleType,
     VoidType,
-    convert_to_type,
+    numpy_dtype,
 )
 from fxbatch.errors import BlockTypeError
 
@@ -36,7 +36,10 @@ from fxbatch.errors import BlockTypeError
 class Tensor(Block):
     """A Python object (number, nested list, array, tensor) as a tensor of a fixed shape and dtype.
 
-    Type: PyObjectType -> TensorType(shape, dtype). ValueError at run time when an object has another shape.
+    Objects are converted as NumPy does it: `"3"` is a 3, 3.7 as an integer is 3.
+
+    Type: PyObjectType -> TensorType(shape, dtype). ValueError at run time for an object that is no array of this
+    dtype, or has another shape.
 
     >>> Tensor([2, 2], "int64").eval([[1, 2], [3, 4]])
     tensor([[1, 2],
@@ -62,30 +65,37 @@ class Tensor(Block):
         t = self.output_type
         assert isinstance(t, TensorType)
         dtype, device, shape = t.dtype, self.device, t.shape
+        of_numpy = numpy_dtype(dtype)
+        target = of_numpy or np.dtype(np.complex64 if dtype.is_complex else np.float32)  # for bfloat16
+
+        def array(x: Any) -> np.ndarray:
+            made = _as_array(self, x, target)
+            if made.shape != shape:
+                raise ValueError(f"{self!r} takes an object of shape {list(shape)}, got {list(made.shape)}")
+            return made
 
         def convert(x: Any) -> torch.Tensor:
             if not isinstance(x, torch.Tensor):
-                x = (
-                    torch.tensor(x, dtype=dtype)
-                    if isinstance(x, (int, float))
-                    else _as_tensor(self, x, dtype)
-                )
+                made = array(x)
+                x = torch.from_numpy(made if made.flags.writeable else made.copy())
             if x.dtype != dtype or x.device != device:
                 x = x.to(device=device, dtype=dtype)
             if tuple(x.shape) != shape:
                 raise ValueError(f"{self!r} takes an object of shape {list(shape)}, got {list(x.shape)}")
             return x
 
-        return to.tensor(self, convert) if shape else to.scalar(self, dtype, convert)
+        exact = None if of_numpy is None else array
+        return to.tensor(self, convert, exact) if shape else to.scalar(self, dtype, convert, exact)
 
 
-def _as_tensor(block: Block, x: Any, dtype: torch.dtype) -> torch.Tensor:
+def _as_array(block: Block, x: Any, dtype: np.dtype) -> np.ndarray:
+    """An object by NumPy's conversion; an array of the dtype itself is not copied. ValueError for what is no array."""
     try:
-        if isinstance(x, (list, tuple)) and any(isinstance(y, (np.ndarray, torch.Tensor)) for y in x):
-            x = np.stack([np.asarray(y) for y in x])
-        return torch.as_tensor(x, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise ValueError(f"{block!r} can't make a tensor of {_short(x)}: {e}") from e
+        if isinstance(x, (list, tuple)) and any(isinstance(y, torch.Tensor) for y in x):
+            x = [y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y for y in x]
+        return np.asarray(x, dtype)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        raise ValueError(f"{block!r} can't make {dtype} numbers of {_short(x)}: {e}") from e
 
 
 def _short(x: Any) -> str:
@@ -140,12 +150,13 @@ class OneHot(Block):
     def build(self, to: Builder) -> Run:
         assert isinstance(self.output_type, TensorType)
         rows = torch.eye(self.stop - self.start, dtype=self.output_type.dtype, device=self.device).unbind(0)
-        start, stop = self.start, self.stop
+        row_of: dict[Any, torch.Tensor] = dict(zip(range(self.start, self.stop), rows, strict=True))
 
         def convert(x: Any) -> torch.Tensor:
-            if (isinstance(x, (bool, float)) and x != int(x)) or not start <= x < stop:
-                raise KeyError(f"{self!r} takes an integer from {start} to {stop - 1}, got {x!r}")
-            return rows[int(x) - start]
+            row = row_of.get(x.item() if isinstance(x, (torch.Tensor, np.ndarray)) else x)
+            if row is None:
+                raise KeyError(f"{self!r} takes an integer from {self.start} to {self.stop - 1}, got {x!r}")
+            return row
 
         return to.tensor(self, convert)
 
@@ -224,6 +235,12 @@ class FromTensor(Block):
         return to.shared(lambda: self.tensor)
 
 
+@convert_to_block.register(torch.Tensor)
+@convert_to_block.register(np.ndarray)
+def _(tensor: torch.Tensor | np.ndarray, input_type: ResultType | None = None) -> Block:
+    return FromTensor(tensor)
+
+
 class Zeros(Block):
     """Zeros of a type: zero tensors, tuples of them, an empty list for a sequence, None for void.
 
@@ -235,14 +252,18 @@ class Zeros(Block):
     """
 
     def __init__(self, output_type: Any = None, name: str | None = None) -> None:
-        super().__init__(input_type=VoidType(), name=name)
-        if output_type is not None:
-            self.set_output_type(convert_to_type(output_type))
+        super().__init__(input_type=VoidType(), output_type=output_type, name=name)
 
     def infer_types(self) -> None:
         t = self.output_type
-        if t is not None and any(isinstance(x, PyObjectType) for x in t.terminal_types()):
-            raise BlockTypeError(f"{self!r}: there is no zero of a Python object, in {t!r}")
+        if t is None:
+            return
+        if any(isinstance(x, PyObjectType) for x in t.terminal_types()):
+            raise complain(self, f"there is no zero of a Python object, in {t!r}", self.origins.get("output"))
+        if _has_broadcast(t):
+            raise complain(
+                self, f"there is no zero of an endless sequence, in {t!r}", self.origins.get("output")
+            )
 
     def expression(self) -> str:
         return f"Zeros({'' if self.output_type is None else self.output_type})"
@@ -250,6 +271,13 @@ class Zeros(Block):
     def build(self, to: Builder) -> Run:
         assert self.output_type is not None
         return zero_of(to, self.output_type, self.device)
+
+
+def _has_broadcast(t: ResultType) -> bool:
+    """Whether a value of type t always holds a broadcast sequence: no element of an empty sequence is needed."""
+    if isinstance(t, TupleType):
+        return any(map(_has_broadcast, t))
+    return isinstance(t, BroadcastSequenceType)
 
 
 def zero_of(to: Builder, t: ResultType, device: torch.device) -> Run:
@@ -260,10 +288,10 @@ def zero_of(to: Builder, t: ResultType, device: torch.device) -> Run:
     if isinstance(t, TupleType):
         items = [zero_of(to, x, device) for x in t.items]
         return lambda x: tuple([item(x) for item in items])
-    if isinstance(t, SequenceType):
-        return lambda x: []
     if isinstance(t, BroadcastSequenceType):
         raise BlockTypeError(f"there is no empty {t!r}: a broadcast sequence is endless")
+    if isinstance(t, SequenceType):
+        return lambda x: []
     return lambda x: None
 
 
@@ -290,23 +318,6 @@ class InputTransform(Block):
 
     def build(self, to: Builder) -> Run:
         return self.py_fn
-
-
-class Identity(Block):
-    """The input. Type: T -> T.
-
-    >>> Identity().eval("as it is")
-    'as it is'
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name)
-
-    def infer_types(self) -> None:
-        link(self, "input", self, "output")
-
-    def build(self, to: Builder) -> Run:
-        return lambda x: x
 
 
 class Void(Block):

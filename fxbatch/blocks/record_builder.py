@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from fxbatch import ir
-from fxbatch.blocks.block import Block
-from fxbatch.blocks.build import Builder, Run, _tuples
-from fxbatch.blocks.control import ForwardDeclaration
+from fxbatch.blocks.build import Builder, Run, ToArray, as_tuples
+from fxbatch.blocks.typed import Typed
 from fxbatch.blocks.types import ResultType, TensorType, TupleType
 from fxbatch.errors import TraceError
 from fxbatch.trace.record import Recorder
@@ -32,19 +31,35 @@ from fxbatch.trace.state import tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
-_PLAIN = (int, float)
+
+def _plain_numbers(dtype: torch.dtype) -> tuple[tuple[type, ...], int, int]:
+    """The kinds of Python numbers, and the range of integers, that are the same number as PyTorch and NumPy read them.
+
+    Of other numbers (a float as an integer, an integer that a float or int8 can't hold) a block's own conversion
+    makes a tensor, or an error.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return (int, float), -(2**53), 2**53
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return (), 0, 0
+    limits = torch.iinfo(dtype)
+    return (int,), limits.min, limits.max
 
 
 class Tape:
     """Where rows go: the columns of the recorder that is being written. Attached anew for each instance."""
 
-    __slots__ = ("constants", "count", "inputs", "kept", "numbers", "payload", "recorder", "sigs")
+    __slots__ = (
+        "constants", "count", "expected", "inputs", "kept", "numbers", "payload", "recorder", "rows", "sigs",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.constants: dict[int, int] = {}  # id of a tensor -> its value
         self.kept: list[torch.Tensor] = []  # keeps those ids valid
         self.numbers: dict[Any, int] = {}
+        self.rows: dict[int, _Rows] = {}  # signature of a constant -> memory for its tensors
+        self.expected: dict[int, int] = {}  # how many there were in the last minibatch
         self.count = 0
 
     def attach(self, recorder: Recorder) -> None:
@@ -52,7 +67,21 @@ class Tape:
         if recorder is not self.recorder:
             self.recorder = recorder
             self.constants, self.kept, self.numbers = {}, [], {}
+            self.expected |= {sid: rows.count for sid, rows in self.rows.items()}
+            self.rows = {}
         self.resume()
+
+    @property
+    def runs_now(self) -> bool:
+        """Whether the recording is for one run, now: others may be taken apart and stored, tensor by tensor."""
+        return self.recorder is not None and self.recorder.copies is not None
+
+    def row(self, sid: int, array: np.ndarray) -> torch.Tensor:
+        """A tensor with the contents of an array: a row of memory that many share, made by two operations in all."""
+        rows = self.rows.get(sid)
+        if rows is None:
+            rows = self.rows[sid] = _Rows(self.expected.get(sid, 0))
+        return rows.add(array)
 
     def resume(self) -> None:
         """Take the columns as they are now: user code may have written to them."""
@@ -66,11 +95,6 @@ class Tape:
         assert self.recorder is not None
         self.recorder.count = self.count
 
-    def release(self) -> None:
-        """Forget the recorder."""
-        self.recorder = None
-        self.constants, self.kept, self.numbers = {}, [], {}
-
     def constant(self, sid: int, payload: Any) -> int:
         """A row of a constant or number; its value."""
         self.sigs.append(sid)
@@ -78,6 +102,30 @@ class Tape:
         n = self.count
         self.count = n + 1
         return n
+
+
+class _Rows:
+    """Tensors of one type, rows of few arrays: a tensor of its own for each costs an operation of PyTorch each."""
+
+    __slots__ = ("array", "count", "size", "used", "views")
+
+    def __init__(self, expected: int) -> None:
+        self.size = min(max(expected, 8), 1 << 14)  # rows of the next array
+        self.count = 0  # of all tensors
+        self.used = 0  # rows of the array
+        self.array = np.empty(0)
+        self.views: tuple[torch.Tensor, ...] = ()
+
+    def add(self, row: np.ndarray) -> torch.Tensor:
+        """The next tensor, with these contents."""
+        if self.used == len(self.views):
+            self.array = np.empty((self.size, *row.shape), row.dtype)
+            self.views = torch.from_numpy(self.array).unbind(0)
+            self.used, self.size = 0, min(2 * self.size, 1 << 14)
+        i = self.used
+        self.array[i] = row
+        self.used, self.count = i + 1, self.count + 1
+        return self.views[i]
 
 
 class RecordBuilder(Builder):
@@ -94,7 +142,9 @@ class RecordBuilder(Builder):
 
     # -- constants ----------------------------------------------------------------------------------
 
-    def tensor(self, block: Block, convert: Callable[[Any], torch.Tensor]) -> Run:
+    def tensor(
+        self, block: Typed, convert: Callable[[Any], torch.Tensor], array: ToArray | None = None
+    ) -> Run:
         t = block.output_type
         assert isinstance(t, TensorType)
         sid = self.table.constant(self.type_of(t, block.device)).sid
@@ -108,22 +158,40 @@ class RecordBuilder(Builder):
                 tape.kept.append(made)
             return found
 
-        return run
+        if array is None or block.device.type != "cpu":
+            return run
 
-    def scalar(self, block: Block, dtype: torch.dtype, convert: Callable[[Any], torch.Tensor]) -> Run:
+        def row(x: Any) -> int:
+            if isinstance(x, torch.Tensor) or not tape.runs_now:
+                return run(x)
+            return tape.constant(sid, tape.row(sid, array(x)))
+
+        return row
+
+    def scalar(
+        self,
+        block: Typed,
+        dtype: torch.dtype,
+        convert: Callable[[Any], torch.Tensor],
+        array: ToArray | None = None,
+    ) -> Run:
         number = self.table.number(dtype, block.device).sid
         constant = self.table.constant(ir.tensor_type((), dtype, block.device)).sid
-        tape, exact = self.tape, (float,) if dtype.is_floating_point else (int,)
-        kinds = _PLAIN if dtype.is_floating_point else exact
+        tape = self.tape
+        kinds, least, most = _plain_numbers(dtype)
+        as_number = None if dtype.is_complex else array
 
         def run(x: Any) -> int:
-            if type(x) in kinds:
-                key = (x, dtype, math.copysign(1, x)) if x == 0 else (x, dtype)
-                found = tape.numbers.get(key)
-                if found is None:
-                    found = tape.numbers[key] = tape.constant(number, x)
-                return found
-            return tape.constant(constant, convert(x))
+            kind = type(x)
+            if not (kind in kinds and (kind is float or least <= x <= most)):
+                if as_number is None or isinstance(x, torch.Tensor):
+                    return tape.constant(constant, convert(x))
+                x = as_number(x).item()
+            key = (x, dtype, math.copysign(1, x)) if x == 0 else (x, dtype)
+            found = tape.numbers.get(key)
+            if found is None:
+                found = tape.numbers[key] = tape.constant(number, x)
+            return found
 
         return run
 
@@ -144,7 +212,7 @@ class RecordBuilder(Builder):
     # -- calls --------------------------------------------------------------------------------------
 
     def call(
-        self, block: Block, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType
+        self, block: Typed, fn: Callable[..., Any], input_type: ResultType, output_type: ResultType
     ) -> Run:
         use = _Use(self, block, fn, input_type, output_type)
         made: list[Run] = []
@@ -156,10 +224,10 @@ class RecordBuilder(Builder):
 
         return run
 
-    def recursive(self, declaration: ForwardDeclaration) -> Run:
+    def recursive(self, declaration: Typed, build: Callable[[Builder], Run]) -> Run:
         found = self._declared.get(id(declaration))
         if found is None:
-            found = self._declared[id(declaration)] = super().recursive(declaration)
+            found = self._declared[id(declaration)] = super().recursive(declaration, build)
         return found
 
 
@@ -169,7 +237,7 @@ class _Use:
     def __init__(
         self,
         to: RecordBuilder,
-        block: Block,
+        block: Typed,
         fn: Callable[..., Any],
         input_type: ResultType,
         output: ResultType,
@@ -191,7 +259,7 @@ class _Use:
         try:
             with tracing(probe):
                 result = self._call(values)
-                outputs = [self._number(probe, x) - probe.base for x in _flatten(_tuples(result))]
+                outputs = [self._number(probe, x) - probe.base for x in _flatten(as_tuples(result))]
         except TraceError:
             if probe.closed or probe.ask is None:
                 return self._live
@@ -230,7 +298,7 @@ class _Use:
         tape.pause()
         recorder = tape.recorder
         assert recorder is not None
-        result = _tuples(self._call(self._values(recorder, self.inputs, x)))
+        result = as_tuples(self._call(self._values(recorder, self.inputs, x)))
         numbers = iter([self._number(recorder, y) for y in _flatten(result)])
         tape.attach(recorder)
         return _unflatten(self.output, numbers)
@@ -239,6 +307,14 @@ class _Use:
         rows = _rows_of(probe, given, first)
         if rows is None:
             return self._live
+        run = self._template(rows, given, outputs)
+        if not probe.lifted:
+            return run
+        # A number that was put back into its operation is no signature that a stored trace can describe.
+        tape, live = self.to.tape, self._live
+        return lambda x: run(x) if tape.runs_now else live(x)
+
+    def _template(self, rows: list[_Row], given: list[int], outputs: list[int]) -> Run:
         single = isinstance(self.inputs, TensorType) and isinstance(self.output, TensorType)
         if len(rows) == 1 and rows[0].payload is None and rows[0].in_order(given):
             return self._one_row(rows[0], outputs, single)
@@ -351,7 +427,7 @@ def _has_hooks(fn: Any) -> bool:
     )
 
 
-def _check_types(block: Block, result: Any, expected: ResultType) -> None:
+def _check_types(block: Typed, result: Any, expected: ResultType) -> None:
     def type_of(x: Any) -> ResultType:
         return TupleType(*map(type_of, x)) if isinstance(x, (tuple, list)) else TensorType(x.shape, x.dtype)
 

@@ -18,9 +18,9 @@ import torch
 
 from fxbatch.blocks.block import Block
 from fxbatch.blocks.build import Builder, Run
-from fxbatch.blocks.infer import complain, give
 from fxbatch.blocks.leaves import zero_of
 from fxbatch.blocks.tuples import element_of
+from fxbatch.blocks.typed import complain, give
 from fxbatch.blocks.types import SequenceType, TensorType, TupleType
 
 
@@ -41,10 +41,8 @@ class Reduction(Block):
 
     def infer_types(self) -> None:
         if self.input_type is None:
-            if isinstance(self.output_type, TensorType):
-                give(self, "input", SequenceType(self.output_type), self)
             return
-        t = element_of(self, self.input_type)
+        t = element_of(self, self.input_type, finite=True)
         if not isinstance(t, TensorType):
             raise complain(
                 self, f"takes a sequence of tensors, got {self.input_type!r}", self.origins.get("input")
@@ -73,8 +71,19 @@ class Reduction(Block):
         return run
 
 
+def total(xs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The sum of tensors of one type, in that type: PyTorch adds integers up in int64.
+
+    A dtype is given to these only: sums of floating point tensors with one have no native program.
+    """
+    stacked = torch.stack(xs)
+    if stacked.dtype.is_floating_point or stacked.dtype.is_complex:
+        return stacked.sum(0)
+    return stacked.sum(0, dtype=stacked.dtype)
+
+
 class Sum(Reduction):
-    """The sum of the elements, zero for none. Type: SequenceType(t) -> t, t a tensor type.
+    """The sum of the elements, zero for none. Type: SequenceType(t), or a tuple of t -> t, t a tensor type.
 
     >>> (Map(Scalar()) >> Sum()).eval([1, 2, 3])
     tensor(6.)
@@ -82,11 +91,11 @@ class Sum(Reduction):
 
     @staticmethod
     def combine(*xs: torch.Tensor) -> torch.Tensor:
-        return torch.stack(xs).sum(0, dtype=xs[0].dtype)
+        return total(xs)
 
 
 class Min(Reduction):
-    """The element-wise minimum, zero for no elements. Type: SequenceType(t) -> t, t a tensor type.
+    """The element-wise minimum, zero for no elements. Type: SequenceType(t), or a tuple of t -> t, t a tensor type.
 
     >>> (Map(Scalar()) >> Min()).eval([3, 1, 2])
     tensor(1.)
@@ -98,7 +107,7 @@ class Min(Reduction):
 
 
 class Max(Reduction):
-    """The element-wise maximum, zero for no elements. Type: SequenceType(t) -> t, t a tensor type.
+    """The element-wise maximum, zero for no elements. Type: SequenceType(t), or a tuple of t -> t, t a tensor type.
 
     >>> (Map(Scalar()) >> Max()).eval([3, 1, 2])
     tensor(3.)
@@ -110,7 +119,9 @@ class Max(Reduction):
 
 
 class Mean(Reduction):
-    """The mean of the elements, zero for none. Type: SequenceType(t) -> t, t a floating point tensor type.
+    """The mean of the elements, zero for none.
+
+    Type: SequenceType(t), or a tuple of t -> t, t a floating point tensor type.
 
     >>> (Map(Scalar()) >> Mean()).eval([1, 2])
     tensor(1.5000)
@@ -118,7 +129,7 @@ class Mean(Reduction):
 
     @staticmethod
     def combine(*xs: torch.Tensor) -> torch.Tensor:
-        return torch.stack(xs).sum(0, dtype=xs[0].dtype)
+        return total(xs)
 
     def check_element(self, t: TensorType) -> None:
         if not t.dtype.is_floating_point and not t.dtype.is_complex:

@@ -13,14 +13,11 @@ import contextlib
 import contextvars
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from fxbatch.blocks.types import dtype_name
-
-if TYPE_CHECKING:
-    from fxbatch.blocks.block import Typed
 
 _OPEN, _CLOSE = "\ue000", "\ue001"  # private use: marks around a block's text, taken out again
 _marked: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("marked", default=())
@@ -28,7 +25,23 @@ _shown: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("shown"
 WIDTH = 400
 
 
-def expression(block: Typed) -> str:
+class Shown(Protocol):
+    """What can be shown: all that is typed."""
+
+    name: str | None
+    built_at: str
+    watchers: list[Any]
+
+    def expression(self) -> str:
+        """The expression that builds it, without marks."""
+        ...
+
+    def place_of(self, part: Any) -> str:
+        """Where a part stands in it: `[2]`, `.element`."""
+        ...
+
+
+def expression(block: Shown) -> str:
     """The block as the expression that builds it; a block inside itself is shown as `...`."""
     if id(block) in _shown.get():
         return "..."
@@ -37,8 +50,6 @@ def expression(block: Typed) -> str:
         text = block.expression()
     finally:
         _shown.reset(token)
-    if block.name and not text.endswith(")"):
-        text = f"{text}"
     return f"{_OPEN}{text}{_CLOSE}" if id(block) in _marked.get() else text
 
 
@@ -85,7 +96,7 @@ def _marking(blocks: tuple[int, ...]) -> Iterator[None]:
         _marked.reset(token)
 
 
-def point_at(*blocks: Typed) -> str:
+def point_at(*blocks: Shown) -> str:
     """The lines `in <expression>`, carets under the blocks, `at <path>`, `built at <line>`."""
     root, _ = _climb(blocks[0])
     with _marking(tuple(id(b) for b in blocks)):
@@ -112,7 +123,7 @@ def point_at(*blocks: Typed) -> str:
     return lines + (f"\n  built at {', '.join(places)}" if places else "")
 
 
-def _climb(block: Typed) -> tuple[Typed, str]:
+def _climb(block: Shown) -> tuple[Shown, str]:
     """The outermost block that holds this one, and the path from it."""
     path: list[str] = []
     seen = [block]

@@ -1,9 +1,9 @@
-"""Blocks over tuples, and over anything that is indexed: `GetItem`, `Slice`, `Nth`, `Length`, `Concat`.
+"""Blocks over tuples and sequences: `Slice`, `Nth`, `Length`, `Concat`.
 
 In: a tuple, a sequence or a Python object. Out: a part of it, its length, its items as one tensor.
 
-    (fb.Scalar(), fb.Vector(2)) >> fb.GetItem(1)
-    (fb.Vector(2), fb.Vector(3)) >> fb.Concat()
+    (fb.Scalar(), fb.Vector(2)) >> fb.Length()
+    (fb.Scalar(), fb.Vector(3)) >> fb.Concat()
 
 Source: Looks et al. 2017, section 3.2; TensorFlow Fold's blocks.
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fxbatch.blocks.block import Block
+from fxbatch.blocks.block import Block, GetItem
 from fxbatch.blocks.build import Builder, Run
-from fxbatch.blocks.infer import complain, give
 from fxbatch.blocks.show import call_text
+from fxbatch.blocks.typed import complain, give
 from fxbatch.blocks.types import (
     BroadcastSequenceType,
     PyObjectType,
@@ -26,48 +26,13 @@ from fxbatch.blocks.types import (
     TensorType,
     TupleType,
     canonicalize_type,
+    is_finite_sequence,
+    is_nest_of_tensors,
 )
 from fxbatch.errors import BlockTypeError
 
 
-class GetItem(Block):
-    """`x[key]`.
-
-    Type: PyObjectType -> PyObjectType; TupleType -> its item; SequenceType(t) -> t. KeyError or IndexError where
-    there is no such item: when the block is built for a tuple, else at run time.
-
-    >>> ((Scalar(), OneHot(2)) >> GetItem(-1)).eval((3, 0))
-    tensor([1., 0.])
-    """
-
-    input_type_classes = (PyObjectType, TupleType, SequenceType)
-
-    def __init__(self, key: Any, name: str | None = None) -> None:
-        super().__init__(name=name)
-        self.key = key
-        if not isinstance(key, int):
-            self.set_input_type(PyObjectType())
-
-    def expression(self) -> str:
-        return call_text("GetItem", self.key)
-
-    def infer_types(self) -> None:
-        t = self.input_type
-        if isinstance(t, PyObjectType):
-            give(self, "output", PyObjectType(), self)
-        elif isinstance(t, SequenceType):
-            give(self, "output", t.element_type, self)
-        elif isinstance(t, TupleType):
-            if not -len(t) <= self.key < len(t):
-                raise complain(self, f"there is no item {self.key} in {t!r}", self.origins.get("input"))
-            give(self, "output", t[self.key], self)
-
-    def build(self, to: Builder) -> Run:
-        key = self.key
-        return lambda x: x[key]
-
-
-class Slice(Block):
+class Slice(GetItem):
     """`x[start:stop:step]`; keyword arguments only, as `Slice(3)` would be ambiguous.
 
     Type: PyObjectType -> PyObjectType; TupleType -> the tuple of those items; SequenceType -> itself.
@@ -75,8 +40,6 @@ class Slice(Block):
     >>> (Map(Scalar("int64")) >> Slice(step=-1) >> Map(Function(torch.neg))).eval([1, 2])
     [tensor(-2), tensor(-1)]
     """
-
-    input_type_classes = (PyObjectType, TupleType, SequenceType)
 
     def __init__(
         self,
@@ -86,25 +49,11 @@ class Slice(Block):
         step: int | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(name=name)
-        self.slice = slice(start, stop, step)
+        super().__init__(slice(start, stop, step), name=name)
 
     def expression(self) -> str:
-        s = self.slice
+        s = self.key
         return call_text("Slice", start=(s.start, None), stop=(s.stop, None), step=(s.step, None))
-
-    def infer_types(self) -> None:
-        t = self.input_type
-        if isinstance(t, TupleType):
-            give(self, "output", t[self.slice], self)
-        elif t is not None:
-            give(self, "output", t, self)
-        elif isinstance(self.output_type, (PyObjectType, SequenceType)):
-            give(self, "input", self.output_type, self)
-
-    def build(self, to: Builder) -> Run:
-        s = self.slice
-        return lambda x: x[s]
 
 
 class Nth(Block):
@@ -127,16 +76,13 @@ class Nth(Block):
             give(self, "output", PyObjectType(), self)
         elif isinstance(t, TupleType):
             pair = len(t) == 2 and isinstance(t[1], PyObjectType)
-            if not pair or not isinstance(t[0], (SequenceType, TupleType, BroadcastSequenceType)):
+            if not pair or not is_finite_sequence(t[0]):
                 raise complain(
                     self, f"takes (SequenceType, PyObjectType), got {t!r}", self.origins.get("input")
                 )
             give(self, "output", element_of(self, t[0]), self)
 
     def build(self, to: Builder) -> Run:
-        t = self.input_type
-        if isinstance(t, TupleType) and isinstance(t[0], BroadcastSequenceType):
-            return lambda x: next(x[0])
         return lambda x: x[0][x[1]]
 
 
@@ -158,6 +104,12 @@ class Length(Block):
         assert isinstance(self.output_type, TensorType)
         return call_text("Length", dtype=(self.output_type.dtype, torch.float32))
 
+    def infer_types(self) -> None:
+        if isinstance(self.input_type, BroadcastSequenceType):
+            raise complain(
+                self, f"an infinite sequence, {self.input_type!r}, has no length", self.origins.get("input")
+            )
+
     def build(self, to: Builder) -> Run:
         assert isinstance(self.output_type, TensorType)
         dtype, device = self.output_type.dtype, self.device
@@ -168,10 +120,10 @@ class Length(Block):
 class Concat(Block):
     """The tensors of a tuple as one tensor, side by side along a dimension of the instance's tensors.
 
-    Type: a tuple of tensors that agree in dtype and in all sizes but `concat_dim` -> TensorType; tensors have at
-    least one dimension. With `flatten`, also tuples of tuples. BlockTypeError otherwise, or for no tensors.
+    Type: a non-empty tuple of tensors that agree in dtype and in all sizes but `concat_dim` -> TensorType; a scalar is
+    a vector of one element. With `flatten`, also tuples of tuples. BlockTypeError otherwise.
 
-    >>> ((Vector(2), Vector(1)) >> Concat()).eval(([1, 2], [3]))
+    >>> ((Vector(2), Scalar()) >> Concat()).eval(([1, 2], 3))
     tensor([1., 2., 3.])
     """
 
@@ -191,63 +143,75 @@ class Concat(Block):
         t = self.input_type
         if t is None:
             return
-        assert isinstance(t, TupleType)
         origin = self.origins.get("input")
-        items = list(t.terminal_types()) if self.flatten else list(t)
+        assert isinstance(t, TupleType)
+        wrong = next((x for x in t if not is_nest_of_tensors(x)), None)
+        nested = next((x for x in t if isinstance(x, TupleType)), None)
+        if wrong is not None:
+            raise complain(self, f"takes a tuple of tensors, got {wrong!r} in it", origin)
+        if nested is not None and not self.flatten:
+            raise complain(
+                self,
+                f"takes a tuple of tensors, got {nested!r} in it (flatten=True takes nested tuples)",
+                origin,
+            )
+        shapes: list[tuple[int, ...]] = []
+        items = [x for x in t.terminal_types() if isinstance(x, TensorType)]
         if not items:
-            raise complain(self, f"takes a non-empty tuple of tensors, got {t!r}", origin)
-        first = items[0]
+            raise complain(self, f"takes at least one tensor, got {t!r}", origin)
         for i, item in enumerate(items):
-            if not isinstance(item, TensorType):
-                nested = " (flatten=True concatenates nested tuples)" if isinstance(item, TupleType) else ""
-                raise complain(self, f"takes a tuple of tensors, got {item!r} as item {i}{nested}", origin)
-            assert isinstance(first, TensorType)
-            d = self.concat_dim
-            if not -item.ndim <= d < item.ndim:
-                raise complain(self, f"there is no dimension {d} in item {i}, {item!r}", origin)
-            if item.dtype != first.dtype or item.ndim != first.ndim or _rest(item, d) != _rest(first, d):
+            shape = item.shape or (1,)
+            if not -len(shape) <= self.concat_dim < len(shape):
+                raise complain(
+                    self, f"there is no dimension {self.concat_dim} in tensor {i}, {item!r}", origin
+                )
+            shapes.append(shape)
+            if item.dtype != items[0].dtype or self._others(shape) != self._others(shapes[0]):
                 raise complain(
                     self,
-                    f"items must agree in dtype and in all sizes but dimension {d}: {first!r} and {item!r}",
+                    f"tensors must agree in dtype and in all sizes but dimension {self.concat_dim}: {items[0]!r} "
+                    f"and {item!r}",
                     origin,
                 )
-        assert isinstance(first, TensorType)
-        d = self.concat_dim % first.ndim
-        size = sum(x.shape[d] for x in items)  # type: ignore[attr-defined]  # checked above
-        give(self, "output", TensorType((*first.shape[:d], size, *first.shape[d + 1 :]), first.dtype), self)
+        d = self.concat_dim % len(shapes[0])
+        size = sum(shape[d] for shape in shapes)
+        give(self, "output", TensorType((*shapes[0][:d], size, *shapes[0][d + 1 :]), items[0].dtype), self)
+
+    def _others(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes that all tensors have in common."""
+        d = self.concat_dim % len(shape)
+        return (*shape[:d], -1, *shape[d + 1 :])
 
     def build(self, to: Builder) -> Run:
         t, out = self.input_type, self.output_type
         assert isinstance(t, TupleType) and isinstance(out, TensorType)
-        nested = any(isinstance(x, TupleType) for x in t)
-        flat = TupleType(*t.terminal_types())
-        if len(flat) == 1:
-            return lambda x: _leaves(x)[0]
-        d = self.concat_dim
-        call = to.call(self, lambda *xs: torch.cat(xs, d), flat, out)
-        return (lambda x: call(_leaves(x))) if nested else call
+        flat, d = TupleType(t.terminal_types()), self.concat_dim
+        if len(flat) == 1 and flat[0] == out:
+            return lambda x: t.flatten(x)[0]
+        scalars = [isinstance(item, TensorType) and not item.shape for item in flat]
+
+        def concat(*xs: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x.reshape(1) if s else x for x, s in zip(xs, scalars, strict=True)], d)
+
+        call = to.call(self, concat, flat, out)
+        return (lambda x: call(tuple(t.flatten(x)))) if len(flat) != len(t) or self.flatten else call
 
 
-def _rest(t: TensorType, d: int) -> tuple[int, ...]:
-    d %= t.ndim
-    return (*t.shape[:d], *t.shape[d + 1 :])
+def element_of(block: Block, t: ResultType, *, finite: bool = False) -> ResultType:
+    """The type of the elements of a sequence type, or of a tuple whose items have one type.
 
-
-def _leaves(x: Any) -> tuple[Any, ...]:
-    return tuple(z for y in x for z in (_leaves(y) if isinstance(y, tuple) else (y,)))
-
-
-def element_of(block: Block, t: ResultType) -> ResultType:
-    """The type of the elements of a sequence type, or of a tuple whose items have one type."""
+    BlockTypeError in the name of `block` for others, and with `finite` for an endless sequence.
+    """
+    origin = block.origins.get("input")
     if isinstance(t, PyObjectType):
         return t
-    if isinstance(t, (SequenceType, BroadcastSequenceType)):
+    if finite and isinstance(t, BroadcastSequenceType):
+        raise complain(block, f"takes no infinite sequence, got {t!r}", origin)
+    if isinstance(t, SequenceType):
         return t.element_type
     if isinstance(t, TupleType):
         kinds = list(dict.fromkeys(t.items))
         if len(kinds) == 1:
             return canonicalize_type(kinds[0])
-        raise complain(
-            block, f"takes a tuple whose items have one type, got {t!r}", block.origins.get("input")
-        )
-    raise complain(block, f"takes a sequence or a tuple, got {t!r}", block.origins.get("input"))
+        raise complain(block, f"takes a non-empty tuple whose items have one type, got {t!r}", origin)
+    raise complain(block, f"takes a sequence or a tuple, got {t!r}", origin)

@@ -6,6 +6,7 @@ Python objects are Python objects.
     convert_to_type([3, "int32"])       # TensorType((3,), 'int32')
     str(TensorType((3,), "int32"))      # "[3, 'int32']"
     TupleType(3, []) == convert_to_type((3, []))
+    convert_to_type((3, [])).flatten(([1, 2, 3], 4))        # [[1, 2, 3], 4]
 
 Source: Looks et al. 2017, section 3.1; the type shorthand of TensorFlow Fold.
 """
@@ -13,7 +14,8 @@ Source: Looks et al. 2017, section 3.1; the type shorthand of TensorFlow Fold.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -47,6 +49,32 @@ class ResultType:
         """Scalar elements in a value of this type; None when that is not fixed."""
         return None
 
+    # -- values of the type: nests with tensors and Python objects as leaves ------------------------
+
+    def for_each_terminal(self, fn: Callable[[ResultType, Any], Any], instance: Any) -> None:
+        """Call `fn(terminal type, leaf)` for each leaf of a value of this type, in order."""
+        fn(self, instance)
+
+    def flatten(self, instance: Any) -> list[Any]:
+        """The leaves of a value of this type, in order.
+
+        >>> convert_to_type(([], (2, []))).flatten((1, ([2, 3], 4)))
+        [1, [2, 3], 4]
+        """
+        leaves: list[Any] = []
+        self.for_each_terminal(lambda _, leaf: leaves.append(leaf), instance)
+        return leaves
+
+    def unflatten(self, flat: Iterable[Any], shaped_like: Any = None) -> Any:
+        """The value of this type with these leaves, taken from the front of an iterator: `flatten` undone.
+
+        shaped_like: a value of this type with as many elements in each sequence; without sequences, None.
+
+        >>> SequenceType(([], 2)).unflatten([1, [2, 3], 4, [5, 6]], [(0, 0), (0, 0)])
+        [(1, [2, 3]), (4, [5, 6])]
+        """
+        return next(iter(flat))
+
 
 @dataclass(frozen=True, slots=True)
 class VoidType(ResultType):
@@ -60,6 +88,12 @@ class VoidType(ResultType):
 
     def terminal_types(self) -> Iterator[ResultType]:
         return iter(())
+
+    def for_each_terminal(self, fn: Callable[[ResultType, Any], Any], instance: Any) -> None:
+        pass
+
+    def unflatten(self, flat: Iterable[Any], shaped_like: Any = None) -> Any:
+        return None
 
     @property
     def size(self) -> int | None:
@@ -81,6 +115,7 @@ class PyObjectType(ResultType):
 class TensorType(ResultType):
     """Tensors of one shape (of one instance, without batch dimension) and dtype.
 
+    As an array it is zeros: `np.zeros_like(t)`, `np.ones_like(t)` are arrays of its shape and dtype.
     Raises BlockTypeError for a shape that is no list of non-negative integers, or an unknown dtype.
     """
 
@@ -108,6 +143,14 @@ class TensorType(ResultType):
             n *= d
         return n
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self!r} is no array: its array is made anew, so copy=False can't be")
+        own = numpy_dtype(self.dtype)
+        if own is None and dtype is None:
+            raise BlockTypeError(f"{self!r}: NumPy has no {dtype_name(self.dtype)}")
+        return np.zeros(self.shape, own if dtype is None else dtype)
+
     def __repr__(self) -> str:
         return f"TensorType({self.shape!r}, {dtype_name(self.dtype)!r})"
 
@@ -119,16 +162,19 @@ class TensorType(ResultType):
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class TupleType(ResultType):
-    """Tuples of a fixed number of items, each of its own type; a sequence of its item types."""
+class TupleType(ResultType, Sequence[ResultType]):
+    """Tuples of a fixed number of items, each of its own type; a sequence of its item types.
+
+    Takes the item types, or one iterable of them: `TupleType(a, b)`, `TupleType((a, b))`, `TupleType(x for x in
+    types)`; `TupleType([])` is the type of the empty tuple. A list that can only be the shorthand of a tensor type
+    (`[3, "int32"]`) is one item.
+    """
 
     items: tuple[ResultType, ...]
 
     def __init__(self, *item_types: Any) -> None:
-        if len(item_types) == 1 and not isinstance(item_types[0], (ResultType, int, str, torch.dtype)):
-            only = item_types[0]
-            if isinstance(only, tuple) or (isinstance(only, list) and any(_is_type_like(x) for x in only)):
-                item_types = tuple(only)
+        if len(item_types) == 1 and _is_iterable_of_types(item_types[0]):
+            item_types = tuple(item_types[0])
         object.__setattr__(self, "items", tuple(convert_to_type(t) for t in item_types))
 
     def __len__(self) -> int:
@@ -144,7 +190,7 @@ class TupleType(ResultType):
     def __getitem__(self, i: slice) -> TupleType: ...
 
     def __getitem__(self, i: int | slice) -> ResultType:
-        return TupleType(*self.items[i]) if isinstance(i, slice) else self.items[i]
+        return TupleType(self.items[i]) if isinstance(i, slice) else self.items[i]
 
     def __repr__(self) -> str:
         return f"TupleType({', '.join(map(repr, self.items))})"
@@ -164,6 +210,15 @@ class TupleType(ResultType):
         sizes = [t.size for t in self.items]
         return None if None in sizes else sum(s for s in sizes if s is not None)
 
+    def for_each_terminal(self, fn: Callable[[ResultType, Any], Any], instance: Any) -> None:
+        for t, x in zip(self.items, instance, strict=True):
+            t.for_each_terminal(fn, x)
+
+    def unflatten(self, flat: Iterable[Any], shaped_like: Any = None) -> Any:
+        leaves = iter(flat)
+        shapes = [None] * len(self) if shaped_like is None else shaped_like
+        return tuple([t.unflatten(leaves, x) for t, x in zip(self.items, shapes, strict=True)])
+
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class SequenceType(ResultType):
@@ -175,10 +230,10 @@ class SequenceType(ResultType):
         object.__setattr__(self, "element_type", convert_to_type(element_type))
 
     def __repr__(self) -> str:
-        return f"SequenceType({self.element_type!r})"
+        return f"{type(self).__name__}({self.element_type!r})"
 
     def __str__(self) -> str:
-        return f"SequenceType({self.element_type})"
+        return f"{type(self).__name__}({self.element_type})"
 
     def sort_key(self) -> tuple[Any, ...]:
         return (4, self.element_type.sort_key())
@@ -186,32 +241,47 @@ class SequenceType(ResultType):
     def terminal_types(self) -> Iterator[ResultType]:
         return self.element_type.terminal_types()
 
+    def for_each_terminal(self, fn: Callable[[ResultType, Any], Any], instance: Any) -> None:
+        for x in instance:
+            self.element_type.for_each_terminal(fn, x)
+
+    def unflatten(self, flat: Iterable[Any], shaped_like: Any = None) -> Any:
+        leaves = iter(flat)
+        return [self.element_type.unflatten(leaves, x) for x in self._like(shaped_like)]
+
+    def _like(self, shaped_like: Any) -> Any:
+        if shaped_like is None:
+            raise BlockTypeError(
+                f"{self!r}.unflatten: how many elements? Give a value with as many as `shaped_like`"
+            )
+        return shaped_like
+
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class BroadcastSequenceType(ResultType):
+class BroadcastSequenceType(SequenceType):
     """Endless sequences that repeat one element; its value is `itertools.repeat(element)`."""
-
-    element_type: ResultType
-
-    def __init__(self, element_type: Any) -> None:
-        object.__setattr__(self, "element_type", convert_to_type(element_type))
-
-    def __repr__(self) -> str:
-        return f"BroadcastSequenceType({self.element_type!r})"
-
-    def __str__(self) -> str:
-        return f"BroadcastSequenceType({self.element_type})"
 
     def sort_key(self) -> tuple[Any, ...]:
         return (5, self.element_type.sort_key())
 
-    def terminal_types(self) -> Iterator[ResultType]:
-        return self.element_type.terminal_types()
+    def for_each_terminal(self, fn: Callable[[ResultType, Any], Any], instance: Any) -> None:
+        self.element_type.for_each_terminal(fn, next(instance))
+
+    def unflatten(self, flat: Iterable[Any], shaped_like: Any = None) -> Any:
+        element = None if shaped_like is None else next(shaped_like)
+        return itertools.repeat(self.element_type.unflatten(flat, element))
 
 
-def _is_type_like(x: Any) -> bool:
-    """Whether x can only be a type inside a list of types (not a size or a dtype of one tensor type)."""
-    return isinstance(x, (ResultType, list, tuple))
+def is_finite_sequence(t: ResultType | None) -> bool:
+    """Whether t is a SequenceType, and no BroadcastSequenceType."""
+    return isinstance(t, SequenceType) and not isinstance(t, BroadcastSequenceType)
+
+
+def _is_iterable_of_types(x: Any) -> bool:
+    """Whether a lone argument of TupleType holds its items, and is no item itself."""
+    if isinstance(x, (ResultType, str, torch.Size, torch.dtype, np.dtype)) or not isinstance(x, Iterable):
+        return False
+    return not isinstance(x, list) or not x or any(isinstance(y, (ResultType, list, tuple)) for y in x)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -238,6 +308,14 @@ def to_dtype(dtype: Any) -> torch.dtype:
     raise BlockTypeError(f"{dtype!r} is no dtype of PyTorch")
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype | None:
+    """The dtype of NumPy of the same name; None for those that NumPy lacks, like bfloat16."""
+    try:
+        return np.dtype(dtype_name(dtype))
+    except TypeError:
+        return None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.int64` -> `"int64"`."""
     return str(dtype).removeprefix("torch.")
@@ -254,7 +332,7 @@ def convert_to_type(type_like: Any) -> ResultType:
     if isinstance(type_like, torch.Size):
         return TensorType(tuple(type_like))
     if isinstance(type_like, tuple):
-        return TupleType(*type_like)
+        return TupleType([convert_to_type(t) for t in type_like])
     if isinstance(type_like, list):
         last = type_like[-1] if type_like else None
         if isinstance(last, (str, torch.dtype, np.dtype, type)):
@@ -278,8 +356,8 @@ def canonicalize_type(type_like: Any) -> ResultType:
         items = [canonicalize_type(x) for x in t.items]
         if items and all(isinstance(x, PyObjectType) for x in items):
             return PyObjectType()
-        return TupleType(*items)
-    if isinstance(t, (SequenceType, BroadcastSequenceType)):
+        return TupleType(items)
+    if isinstance(t, SequenceType):
         element = canonicalize_type(t.element_type)
         if isinstance(element, PyObjectType):
             return PyObjectType()
@@ -292,8 +370,8 @@ def map_tensors(t: ResultType, fn: Any) -> ResultType:
     if isinstance(t, TensorType):
         return fn(t)
     if isinstance(t, TupleType):
-        return TupleType(*(map_tensors(x, fn) for x in t.items))
-    if isinstance(t, (SequenceType, BroadcastSequenceType)):
+        return TupleType([map_tensors(x, fn) for x in t.items])
+    if isinstance(t, SequenceType):
         return type(t)(map_tensors(t.element_type, fn))
     return t
 

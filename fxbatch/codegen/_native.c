@@ -1,6 +1,6 @@
 /* Kernels as instructions on rows of memory, and whole stretches of steps run from the plan's columns.
 
-   In: programs as int64 columns (codegen/native_program.py says what each number is), pointers of tensors that
+   In: programs as int64 columns (codegen/native_lower.py says what each number is), pointers of tensors that
    the caller holds. Out: the tensors' memory is written. Nothing here knows torch; the Python kernels are the
    reference, and run what is not a program. Programs are checked when they are made, places when they are used. */
 

@@ -24,7 +24,7 @@ typedef struct {
     int64_t base, offset, stride, inner; /* all counted in elements; base -1: a number, its bits in offset */
 } Operand;
 
-/* 32 int64 as codegen/native_program.py writes them. */
+/* 32 int64 as codegen/native_lower.py writes them. */
 typedef struct {
     int64_t code, per_row, rest, width;
     Operand out, in[3];
@@ -118,10 +118,10 @@ static inline int worth_threads(int64_t cost, int64_t threads)
     return threads > 1 && cost / GRAIN >= threads / 2;
 }
 
-#define POINTWISE 32
-enum { PRODUCT = 64, LOOKUP, SUM_ROWS, SUM_LAST, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, PICK, PUT_ADD, TABLE_GRADIENT, END };
+#include "_native_operations.h"
 
 /* Bytes an element of (out, a, b, c) of an instruction; 0 where it has no such operand. */
 const int8_t *element_bytes(int64_t code);
+int64_t element_cost(int64_t code); /* in additions of two numbers in the cache */
 
 #endif

@@ -41,8 +41,7 @@ static int keeps_to_rows(const Program *p, const Instruction *x)
 
 static int64_t cost_of(const Instruction *x)
 {
-    int64_t each = x->code == PRODUCT ? 1 + x->depth_rest / 16 : x->code >= 3 && x->code <= 8 ? 4 : 1;
-    each = x->code == LOG_SOFTMAX || x->code == LOG_SOFTMAX_BACKWARD ? 8 : each;
+    int64_t each = element_cost(x->code) + (x->code == PRODUCT ? x->depth_rest / 16 : 0);
     return x->per_row * (8 + x->width * each);
 }
 

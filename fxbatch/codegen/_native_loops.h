@@ -4,23 +4,14 @@
    one number. Written so that the compiler vectorises them: no calls, no branches. */
 
 #define EACH for (int64_t i = 0; i < count; i++)
-#define LOOP_F(name, expression)                                                                             \
-    static void LOOP(name)(void *out, const void *pa, const void *pb, const void *pc, int64_t count, double number) \
-    {                                                                                                        \
-        float *o = out;                                                                                      \
-        const float *a = pa, *b = pb, *c = pc;                                                               \
-        const float k = (float)number;                                                                       \
-        (void)a, (void)b, (void)c, (void)k;                                                                  \
-        _Pragma("GCC ivdep") EACH o[i] = (expression);                                                       \
-    }
-#define LOOP_M(name, to, ta, tb, tc, expression)                                                             \
+#define LOOP_OF(name, to, ta, tb, tc, expression)                                                            \
     static void LOOP(name)(void *out, const void *pa, const void *pb, const void *pc, int64_t count, double number) \
     {                                                                                                        \
         to *o = out;                                                                                         \
         const ta *a = pa;                                                                                    \
         const tb *b = pb;                                                                                    \
         const tc *c = pc;                                                                                    \
-        const double k = number;                                                                             \
+        const float k = (float)number;                                                                       \
         (void)a, (void)b, (void)c, (void)k;                                                                  \
         _Pragma("GCC ivdep") EACH o[i] = (to)(expression);                                                   \
     }
@@ -75,38 +66,7 @@ static inline __attribute__((always_inline)) float LOOP(tanh1)(float x)
     return size < 0.625f ? near : far;
 }
 
-LOOP_F(copy, a[i])
-LOOP_F(neg, -a[i])
-LOOP_F(abs, LOOP(bits_float)(LOOP(float_bits)(a[i]) & 0x7fffffff))
-LOOP_F(sigmoid, 1.0f / (1.0f + LOOP(exp1)(-a[i])))
-LOOP_F(tanh, LOOP(tanh1)(a[i]))
-LOOP_F(relu, a[i] < 0.0f ? 0.0f : a[i])
-LOOP_F(exp, LOOP(exp1)(a[i]))
-LOOP_F(log, logf(a[i]))
-LOOP_F(sqrt, sqrtf(a[i]))
-LOOP_F(rsqrt, 1.0f / sqrtf(a[i]))
-LOOP_F(reciprocal, 1.0f / a[i])
-LOOP_F(add, a[i] + k * b[i])
-LOOP_F(mul, a[i] * b[i])
-LOOP_F(div, a[i] / b[i])
-LOOP_F(sigmoid_backward, a[i] * (1.0f - b[i]) * b[i])
-LOOP_F(tanh_backward, a[i] * (1.0f - b[i] * b[i]))
-LOOP_F(threshold_backward, b[i] <= k ? 0.0f : a[i])
-LOOP_F(addcmul, a[i] + k * b[i] * c[i])
-LOOP_F(addcdiv, a[i] + k * b[i] / c[i])
-LOOP_M(where_f32, float, uint8_t, float, float, a[i] ? b[i] : c[i])
-LOOP_M(where_i64, int64_t, uint8_t, int64_t, int64_t, a[i] ? b[i] : c[i])
-LOOP_M(i64_to_f32, float, int64_t, int64_t, int64_t, a[i])
-LOOP_M(bool_to_i64, int64_t, uint8_t, uint8_t, uint8_t, a[i] != 0)
-LOOP_M(bool_to_f32, float, uint8_t, uint8_t, uint8_t, a[i] != 0)
-LOOP_M(ne_i64, uint8_t, int64_t, int64_t, int64_t, a[i] != b[i])
-LOOP_M(eq_i64, uint8_t, int64_t, int64_t, int64_t, a[i] == b[i])
-LOOP_M(gt_f32, uint8_t, float, float, float, a[i] > b[i])
-LOOP_M(ge_f32, uint8_t, float, float, float, a[i] >= b[i])
-LOOP_M(lt_f32, uint8_t, float, float, float, a[i] < b[i])
-LOOP_M(le_f32, uint8_t, float, float, float, a[i] <= b[i])
-LOOP_M(copy_i64, int64_t, int64_t, int64_t, int64_t, a[i])
-LOOP_M(copy_bool, uint8_t, uint8_t, uint8_t, uint8_t, a[i])
+#include "_native_operations.h"
 
 /* out += row, both of `count` numbers. */
 static void LOOP(accumulate)(float *out, const float *row, int64_t count)
@@ -169,16 +129,9 @@ static void LOOP(log_softmax_backward)(float *out, const float *g, const float *
     }
 }
 
-/* In the order of the codes in _native.c. */
 static const Loops LOOP(loops) = {
     LEVEL,
-    {
-        LOOP(copy), LOOP(neg), LOOP(abs), LOOP(sigmoid), LOOP(tanh), LOOP(relu), LOOP(exp), LOOP(log),
-        LOOP(sqrt), LOOP(rsqrt), LOOP(reciprocal), LOOP(add), LOOP(mul), LOOP(div), LOOP(sigmoid_backward),
-        LOOP(tanh_backward), LOOP(threshold_backward), LOOP(addcmul), LOOP(addcdiv), LOOP(where_f32),
-        LOOP(where_i64), LOOP(i64_to_f32), LOOP(bool_to_i64), LOOP(bool_to_f32), LOOP(ne_i64), LOOP(eq_i64),
-        LOOP(gt_f32), LOOP(ge_f32), LOOP(lt_f32), LOOP(le_f32), LOOP(copy_i64), LOOP(copy_bool),
-    },
+    {EVERY_LOOP},
     LOOP(accumulate),
     LOOP(sum_rows),
     LOOP(log_softmax),
@@ -186,5 +139,4 @@ static const Loops LOOP(loops) = {
 };
 
 #undef EACH
-#undef LOOP_F
-#undef LOOP_M
+#undef LOOP_OF

@@ -86,24 +86,18 @@ void accumulate(float *out, const float *row, int64_t count)
     loops->accumulate(out, row, count);
 }
 
-static const int8_t ELEMENTS[POINTWISE][4] = {
-    {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4}, {4, 4},
-    {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 4}, {4, 4, 0}, {4, 4, 4, 4}, {4, 4, 4, 4},
-    {4, 1, 4, 4}, {8, 1, 8, 8}, {4, 8}, {8, 1}, {4, 1}, {1, 8, 8}, {1, 8, 8},
-    {1, 4, 4}, {1, 4, 4}, {1, 4, 4}, {1, 4, 4}, {8, 8}, {1, 1},
-};
-static const int8_t THRESHOLD[4] = {4, 4, 4};
-static const int8_t OTHERS[END - PRODUCT][4] = {
-    {4, 4, 4}, {4, 4, 8}, {4, 4}, {4, 4}, {4, 4}, {4, 4, 4}, {4, 4, 8}, {4, 0, 8, 4}, {4, 4, 8},
-};
-
 const int8_t *element_bytes(int64_t code)
 {
-    if (code == 16)
-        return THRESHOLD;
+    static const int8_t loop_bytes[POINTWISE][4] = {LOOP_BYTES}, row_bytes[END - PRODUCT][4] = {ROW_BYTES};
     if (code >= 0 && code < POINTWISE)
-        return ELEMENTS[code];
-    return code >= PRODUCT && code < END ? OTHERS[code - PRODUCT] : NULL;
+        return loop_bytes[code];
+    return code >= PRODUCT && code < END ? row_bytes[code - PRODUCT] : NULL;
+}
+
+int64_t element_cost(int64_t code)
+{
+    static const int8_t loop_costs[POINTWISE] = {LOOP_COSTS}, row_costs[END - PRODUCT] = {ROW_COSTS};
+    return code < POINTWISE ? loop_costs[code] : row_costs[code - PRODUCT];
 }
 
 #define BLOCK_BYTES (24 * 1024)

@@ -7,14 +7,21 @@ A wrong batching rule anywhere below makes this raise NotBatchable, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
-from fxbatch.codegen.contract import NotBatchable, OperationGraphs, Ref
-from fxbatch.codegen.trace_body import devices_of, entered_modes
+from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes
+from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
 from fxbatch.ir import TensorType
+from fxbatch.torch_private import TorchDispatchMode
 
+aten = torch.ops.aten
+T = TypeVar("T")
+_LARGE = 1 << 16  # elements of a table from which on its gradient is compared on the rows that were looked up
+_PIECE = 1 << 18  # elements that are compared at once
 _TOLERANCE = {
     torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 5e-4, torch.complex64: 5e-4,
     torch.float64: 1e-8, torch.complex128: 1e-8,
@@ -28,6 +35,77 @@ class ZeroGradient(NotBatchable):
     def __init__(self, what: str, index: int) -> None:
         super().__init__(f"the gradient of {what} {index} is missing")
         self.shared, self.index = what != "input", index
+
+
+class _SparseTables(TorchDispatchMode):
+    """Gradients of large tables are sparse, in eager and in the graphs, so that what a check takes does not grow.
+
+    shapes: of the tables. Zeros of such a shape are a sparse tensor without rows, which rows are added to.
+    """
+
+    def __init__(self, shapes: Collection[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes = shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.embedding_dense_backward.default and not args[4]:
+            grad, indices, rows, padding, _ = args
+            if (rows, grad.shape[-1]) in self.shapes:
+                return embedding_sparse_gradient(grad, indices, rows, padding)
+        elif func is aten._embedding_bag_backward.default and (args[6], args[0].shape[-1]) in self.shapes:
+            if not args[7] and args[8] < 2:  # no scaling by frequency, sums or means
+                return func(*args[:9], True, *args[10:], **kwargs)
+        elif func is aten.new_zeros.default and tuple(args[1]) in self.shapes:
+            like, shape = args[:2]
+            return _rows_of_table(shape, like.new_zeros(0, dtype=torch.int64), like.new_zeros(0, *shape[1:]))
+        elif func in _ADDITIONS and args[0].is_sparse:
+            return _ADDITIONS[func](*args, **kwargs)
+        elif func is aten.select_backward.default and args[2] == 0 and tuple(args[1]) in self.shapes:
+            grad, shape, _, index = args
+            return _rows_of_table(
+                shape, torch.tensor([index % shape[0]], device=grad.device), grad.unsqueeze(0)
+            )
+        return func(*args, **kwargs)
+
+
+def _rows_of_table(shape: Sequence[int], indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor that is these rows added up."""
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        return torch.sparse_coo_tensor(indices.reshape(1, -1), rows, tuple(shape))
+
+
+def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if dim:
+        raise NotImplementedError("rows of a table")
+    return x + _rows_of_table(x.shape, index, rows)
+
+
+def _index_put(x: torch.Tensor, indices: Any, rows: torch.Tensor, accumulate: bool, *_: Any) -> torch.Tensor:
+    (index,) = indices
+    if not accumulate or index.dtype is torch.bool:
+        raise NotImplementedError("rows of a table")
+    flat = rows.expand(*index.shape, *x.shape[1:]).reshape(-1, *x.shape[1:])
+    return x.add_(_rows_of_table(x.shape, index.reshape(-1) % x.shape[0], flat))
+
+
+_ADDITIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.index_add.default: _index_add,
+    aten.index_put.default: _index_put,
+    aten._index_put_impl_.default: _index_put,
+}
+
+
+def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
+    """What `run` gives; with sparse gradients of large tables, where all that is done to them can be done so."""
+    shapes = {tuple(x.shape) for x in shared if x.numel() >= _LARGE and x.dim() > 1}
+    if not shapes:
+        return run()
+    try:
+        with _SparseTables(shapes):
+            return run()
+    except (RuntimeError, ValueError, IndexError, ArithmeticError):
+        return run()
 
 
 def _normal(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
@@ -63,7 +141,8 @@ def check_graphs(
             gen = torch.Generator().manual_seed(n)
             inputs = [draw(kind, n, gen) for kind in graphs.signature.inputs]
             try:
-                reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, n)
+                given = [_normal(kind, n, gen) for kind in graphs.signature.outputs]
+                reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, n)
             except (RuntimeError, ValueError, IndexError, ArithmeticError):
                 break  # not in this operation's domain: other numbers
             results = run_graphs(graphs, inputs, shared, reference[3], n)
@@ -91,7 +170,8 @@ def _check_large(
     drawn = [(kind, _normal(kind, 2, gen)) for kind in graphs.signature.inputs]
     inputs = [(40 * x).to(kind.dtype) if kind.differentiable else x for kind, x in drawn]
     try:
-        reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, 2)
+        given = [_normal(kind, 2, gen) for kind in graphs.signature.outputs]
+        reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, 2)
     except (RuntimeError, ValueError, IndexError, ArithmeticError):
         return  # not in this operation's domain
     results = run_graphs(graphs, inputs, shared, reference[3], 2)
@@ -100,8 +180,7 @@ def _check_large(
     for a, b in zip(ours, theirs, strict=True):
         if a is None or b is None or a.shape != b.shape:
             continue
-        a, b = (x.to_dense() if x.is_sparse else x for x in (a, b))  # a gradient of `sparse=True`
-        if bool((torch.isfinite(b) & ~torch.isfinite(a)).any()):
+        if any(bool((torch.isfinite(y) & ~torch.isfinite(x)).any()) for x, y in _pieces(a, b)):
             raise NotBatchable("large numbers overflow where they don't in eager")
 
 
@@ -123,7 +202,8 @@ def _check_integers(
                 drawn = torch.randint(low, high, (3, *kind.shape), generator=gen)
                 inputs[i] = drawn.to(kind.device, kind.dtype)
         try:
-            reference = by_rows(graphs, inputs, needs, shared_needs, shared, gen, 3)
+            given = [_normal(kind, 3, gen) for kind in graphs.signature.outputs]
+            reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, 3)
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             continue  # not in this operation's domain
         _compare(run_graphs(graphs, inputs, shared, reference[3], 3), reference, graphs)
@@ -138,15 +218,26 @@ def by_rows(
     needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    gen: torch.Generator,
+    given: Rows,
     n: int,
-    given: Rows | None = None,
 ) -> Reference:
-    """Outputs, input gradients, shared gradients and the output gradients used, one row at a time."""
+    """Outputs, input gradients, shared gradients and the output gradients used (`given`), one row at a time."""
+    return _lean(shared, lambda: _by_rows(graphs, inputs, needs, shared_needs, shared, given, n))
+
+
+def _by_rows(
+    graphs: OperationGraphs,
+    inputs: Rows,
+    needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    given: Rows,
+    n: int,
+) -> Reference:
     signature = graphs.signature
     rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-    weights = [
-        x.detach().clone().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
+    weights = [  # as they are: bodies that write to them are refused before
+        x.detach().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
         for x, need in zip(shared, shared_needs, strict=True)
     ]
     with entered_modes(signature.modes, devices_of(signature)):
@@ -158,7 +249,6 @@ def by_rows(
             raise NotBatchable(
                 f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
             )
-    given = [_normal(kind, n, gen) for kind in signature.outputs] if given is None else given
     pairs = [
         (o, g[i].clone())
         for i, row in enumerate(results)
@@ -175,11 +265,17 @@ def by_rows(
     return [o.detach() for o in outputs], slots[: len(rows)], slots[len(rows) :], given
 
 
-@torch.no_grad()
 def run_graphs(
     graphs: OperationGraphs, inputs: Rows, shared: Sequence[torch.Tensor], given: Rows, n: int
 ) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
     """The same from the three graphs."""
+    return _lean(shared, lambda: _run_graphs(graphs, inputs, shared, given, n))
+
+
+@torch.no_grad()
+def _run_graphs(
+    graphs: OperationGraphs, inputs: Rows, shared: Sequence[torch.Tensor], given: Rows, n: int
+) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
     layout = graphs.layout
     groups = [inputs[g[0]] if len(g) == 1 else torch.stack([inputs[m] for m in g], 1) for g in layout.groups]
     results = list(graphs.forward(n, *groups, *shared))
@@ -201,6 +297,58 @@ def run_graphs(
         for index, grad in zip(graphs.grad_shared, grads, strict=True):
             shared_grads[index] = grad
     return results[:width], input_grads, shared_grads
+
+
+def refuse_backward_arguments(body: fx.GraphModule) -> None:
+    """Raises NotBatchable for look-ups whose padding, scaling or sparseness only their own backward knows."""
+    for node in body.graph.nodes:
+        if node.target is torch.ops.aten.embedding.default:
+            given = list(
+                node.args[2:]
+            )  # padding, whether it is scaled, whether it is sparse: as many as were given
+            if any(given[1:]) or given[:1] > [-1]:
+                raise NotBatchable(
+                    "its table's gradient has padding, is scaled or sparse, which autograd is not told"
+                )
+
+
+def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> None:
+    """Raises NotBatchable where autograd through the forward graph does not give eager's gradients: the graph says how
+    a number is computed, not what the user's code wants its gradient to be (custom functions, writes to `.data`)."""
+    signature = graphs.signature
+    needs = [t.differentiable for t in signature.inputs]
+    weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
+    if graphs.random or not signature.modes.grad:
+        return
+    for draw in (_normal, _positive, _definite):
+        gen = torch.Generator().manual_seed(3)
+        inputs = [draw(kind, 3, gen) for kind in signature.inputs]
+        try:
+            reference = by_rows(graphs, inputs, needs, [x.requires_grad for x in weights], shared, gen, 3)
+        except (RuntimeError, ValueError, IndexError, ArithmeticError):
+            continue  # not in this operation's domain: other numbers
+        rows = [x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+        groups = [
+            rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups
+        ]
+        outputs = list(graphs.forward(3, *groups, *weights))[: len(signature.outputs)]
+        wanted = [x for x in (*rows, *weights) if x.requires_grad]
+        pairs = [(o, g) for o, g in zip(outputs, reference[3], strict=True) if o.requires_grad]
+        grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            ends, starts = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+        found = iter(grads)
+        slots = [next(found) if x.requires_grad else None for x in (*rows, *weights)]
+        operands = (*rows, *weights)
+        ours, theirs = _or_zeros(slots, operands), _or_zeros([*reference[1], *reference[2]], operands)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            _close(a, b, f"the gradient of operand {i} by autograd", 0.0)
+        return
+
+
+def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Rows:
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
 
 
 def _compare(
@@ -248,7 +396,7 @@ def _as_exact(
         return False
     wide_inputs, wide_shared, given = (_doubled(x) for x in (inputs, shared, reference[3]))
     try:
-        exact = by_rows(graphs, wide_inputs, needs, shared_needs, wide_shared, torch.Generator(), n, given)
+        exact = by_rows(graphs, wide_inputs, needs, shared_needs, wide_shared, given, n)
     except (RuntimeError, ValueError, IndexError, ArithmeticError):
         return False
     triples = [triple for i in range(3) for triple in zip(results[i], reference[i], exact[i], strict=True)]
@@ -259,8 +407,9 @@ def _no_worse(a: torch.Tensor | None, b: torch.Tensor | None, true: torch.Tensor
     """Whether a is about as near to the truth as b."""
     if a is None or b is None or true is None:
         return b is None and (a is None or not a.any())
-    if a.is_sparse or b.is_sparse or true.dtype not in (torch.float64, a.dtype) or a.shape != b.shape:
+    if true.dtype not in (torch.float64, a.dtype) or a.shape != b.shape:
         return False
+    a, b, true = _on_common_rows(a, b, true)
     return _error(a, true) <= 4 * _error(b, true) + 1e-6 * _size(true)
 
 
@@ -278,19 +427,35 @@ def _size(x: torch.Tensor) -> float:
 
 def _close(a: torch.Tensor, b: torch.Tensor, what: str, lowest: float) -> None:
     """`lowest`: the tolerance of the least precise dtype that the operation computes in."""
-    if a.is_sparse or b.is_sparse:
-        a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
         raise NotBatchable(f"{what} is batched to {list(a.shape)}, eager has {list(b.shape)}")
     tolerance = _TOLERANCE.get(b.dtype, 0.0)
+    a, b = _on_common_rows(a, b)
     if tolerance == 0.0:
         if not torch.equal(a, b):
             raise NotBatchable(f"{what} differs from eager")
         return
     tolerance = max(tolerance, lowest)
     wide = torch.complex128 if b.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    finite = y.abs()[torch.isfinite(y.abs())]
-    scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
-    if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-        raise NotBatchable(f"{what} differs from eager")
+    scale = 1e-3
+    for _, y in _pieces(a, b):
+        size = y.to(wide).abs()
+        scale = max(scale, float(torch.where(torch.isfinite(size), size, 0).max()) if size.numel() else 0.0)
+    for x, y in _pieces(a, b):
+        if not torch.allclose(x.to(wide), y.to(wide), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            raise NotBatchable(f"{what} differs from eager")
+
+
+def _on_common_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Dense tensors of the rows that any of them has, where all are sparse (gradients of tables); else all rows."""
+    if not all(x.is_sparse and x.sparse_dim() == 1 for x in tensors):
+        return [x.to_dense() if x.is_sparse else x for x in tensors]
+    parts = [x.coalesce() for x in tensors]
+    rows = torch.cat([x.indices()[0] for x in parts]).unique()
+    return [x.index_select(0, rows).to_dense() for x in parts]
+
+
+def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Two tensors of one shape, a piece at a time: what is made to compare them does not grow with them."""
+    a, b = _on_common_rows(a, b)
+    return zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)

@@ -12,15 +12,13 @@ Where vmap has no rule and PyTorch has a decomposition, PyTorch's is used.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxbatch.codegen.decompose_memory import MEMORY
-from fxbatch.codegen.decompose_random import RANDOM_FILLS
-from fxbatch.codegen.decompose_segments import embedding_bag, segment_reduce
 from fxbatch.torch_private import decompositions_without_vmap_rule
 
 aten = torch.ops.aten
@@ -240,6 +238,218 @@ def is_all_true(x: Tensor) -> Tensor:
 
 def is_any_true(x: Tensor) -> Tensor:
     return x.reshape(-1).any()
+
+
+# -- Calls that speak of memory (strides, memory formats), as calls that speak of elements.
+
+_FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+
+def _positions(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
+    """Which elements of x a strided view shows; None where x itself is no plain block of memory."""
+    if not x.is_contiguous() or x.storage_offset():
+        return None
+    found = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
+    for i, (length, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [1] * len(size)
+        shape[i] = length
+        found = found + (torch.arange(length, device=x.device) * step).reshape(shape)
+    return found
+
+
+def as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    at = _positions(x, size, stride, storage_offset)
+    return NotImplemented if at is None else aten.index.Tensor(x.reshape(-1), [at])
+
+
+def as_strided_scatter(
+    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    at = _positions(x, size, stride, storage_offset)
+    return NotImplemented if at is None else x.reshape(-1).index_put([at], source).reshape(x.shape)
+
+
+def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: Any) -> Tensor:
+    if memory_format not in _FORMATS:
+        return NotImplemented
+    copied: Tensor = aten._to_copy.default(x, **kwargs)
+    return copied
+
+
+def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    return aten.clone.default(x) if memory_format in _FORMATS else NotImplemented
+
+
+def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Without dimensions all elements roll as one row."""
+    if dims:
+        return NotImplemented
+    return x.clone() if not x.dim() else x.reshape(-1).roll(shifts, 0).reshape(x.shape)
+
+
+def block_diag(tensors: Sequence[Tensor]) -> Tensor:
+    blocks = [x if x.dim() == 2 else x.reshape(1, -1) for x in tensors]
+    width, left, rows = sum(x.shape[1] for x in blocks), 0, []
+    for x in blocks:
+        rows.append(aten.constant_pad_nd.default(x, [left, width - left - x.shape[1]]))
+        left += x.shape[1]
+    return torch.cat(rows)
+
+
+MEMORY: dict[Any, Callable[..., Any]] = {
+    aten.as_strided.default: as_strided,
+    aten.as_strided_copy.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    aten._to_copy.default: to_copy,
+    aten.clone.default: clone,
+    aten.roll.default: roll,
+    aten.block_diag.default: block_diag,
+}
+
+
+# -- Random fills of tensors, as draws that vmap makes anew for each row.
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), as many as x has, wide enough to take the logarithm of what is left to 1."""
+    wide = x.dtype if x.dtype is torch.float64 else torch.float32
+    return torch.rand(x.shape, dtype=wide, device=x.device)
+
+
+def uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Tensor:
+    if generator is not None or not x.dtype.is_floating_point:
+        return NotImplemented
+    return torch.rand(x.shape, dtype=x.dtype, device=x.device) * (high - low) + low
+
+
+def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+    if generator is not None:
+        return NotImplemented
+    return torch.randn(x.shape, dtype=x.dtype, device=x.device) * std + mean
+
+
+def log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Tensor:
+    return NotImplemented if generator is not None else normal_functional(x, mean, std).exp()
+
+
+def exponential(x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
+    if generator is not None:
+        return NotImplemented
+    return (-torch.log1p(-_unit(x)) / rate).to(x.dtype)
+
+
+def cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Tensor:
+    if generator is not None:
+        return NotImplemented
+    return (torch.tan(math.pi * (_unit(x) - 0.5)) * sigma + median).to(x.dtype)
+
+
+def geometric(x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+    """How many trials until the first success: 1, 2, ..."""
+    if generator is not None:
+        return NotImplemented
+    return torch.ceil(torch.log1p(-_unit(x)) / math.log1p(-p)).clamp_min(1).to(x.dtype)
+
+
+RANDOM_FILLS: dict[Any, Callable[..., Any]] = {
+    aten.uniform.default: uniform,
+    aten.normal_functional.default: normal_functional,
+    aten.log_normal.default: log_normal,
+    aten.exponential.default: exponential,
+    aten.cauchy.default: cauchy,
+    aten.geometric.default: geometric,
+}
+
+
+# -- Reductions of segments of rows, as scatters: `torch.segment_reduce` and `nn.EmbeddingBag`.
+
+_START = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -float("inf"), "min": float("inf")}
+_WORDS = {"max": "amax", "min": "amin", "mean": "sum"}
+
+
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor:
+    """Segments along a dimension, others for each index of the dimensions before it: [*lead, segments, ...].
+
+    Eager compares lengths with the data, and tells where they differ, unless `unsafe`; a batch doesn't look.
+    """
+    if offsets is None and not unsafe:
+        raise NotImplementedError("segment_reduce looks at its lengths: give offsets, or unsafe=True")
+    if offsets is None:
+        assert lengths is not None, "segment_reduce needs lengths or offsets"
+        offsets = torch.cat([lengths.new_zeros((*lengths.shape[:-1], 1)), lengths.cumsum(-1)], -1)
+    axis %= data.dim()
+    lead, rest, count = data.shape[:axis], data.shape[axis + 1 :], offsets.shape[-1] - 1
+    segments = segment_of(data.shape[axis], offsets)
+    start = _START[reduce] if initial is None else initial
+    found = reduce_segments(data.reshape(-1, *rest), segments, count, reduce, start)
+    found = found.reshape(*lead, count, *rest)
+    if reduce != "mean":
+        return found
+    sizes = offsets.diff(dim=-1).reshape(*lead, count, *[1] * len(rest))
+    empty = float("nan") if initial is None else start
+    return torch.where(sizes > 0, found / sizes.clamp_min(1), empty).to(data.dtype)
+
+
+def segment_of(rows: int, offsets: Tensor) -> Tensor:
+    """i64 [*lead, rows]: which segment each row lies in; -1 before the first offset, the last one after the end."""
+    at = torch.arange(rows, device=offsets.device)
+    return (at[:, None] >= offsets[..., None, :]).sum(-1) - 1
+
+
+def reduce_segments(data: Tensor, segments: Tensor, count: int, reduce: str, start: float) -> Tensor:
+    """[lead * count, ...]: rows of `data` [lead * rows, ...] reduced by their segments [*lead, rows]; those of
+    segments -1 and `count` are left out. A mean is a sum here."""
+    lead, rest = segments.shape[:-1].numel(), data.shape[1:]
+    first = torch.full((lead * (count + 2), *rest), start, dtype=data.dtype, device=data.device)
+    blocks = torch.arange(lead, device=data.device)[:, None] * (count + 2)
+    places = (segments.reshape(lead, -1) + 1 + blocks).reshape(-1, *[1] * len(rest)).expand(data.shape)
+    whole = first.scatter_reduce(0, places, data, _WORDS.get(reduce, reduce), include_self=True)
+    return whole.reshape(lead, count + 2, *rest)[:, 1 : count + 1].reshape(lead * count, *rest)
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bags of rows of a table, reduced; the three other results are autograd's own, and left empty."""
+    if scale_grad_by_freq or sparse:
+        raise NotImplementedError("embedding_bag with sparse or scaled gradients")
+    rows = weight.index_select(0, indices.reshape(-1))
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.reshape(-1, 1)
+    count = len(offsets) - 1 if include_last_offset else len(offsets)
+    bags = segment_of(len(rows), offsets)
+    if padding_idx >= 0:
+        bags = torch.where(indices.reshape(-1) == padding_idx, count, bags)
+    kept = torch.ones_like(rows[:, :1])
+    sizes = reduce_segments(kept, bags, count, "sum", 0.0)
+    if mode == 2:
+        tops = reduce_segments(rows, bags, count, "max", -float("inf"))
+        out = torch.where(sizes > 0, tops, 0.0)
+    else:
+        out = reduce_segments(rows, bags, count, "sum", 0.0)
+        out = out / sizes.clamp_min(1.0) if mode == 1 else out
+    empty = torch.zeros(0, dtype=torch.int64, device=weight.device)
+    return out, empty, empty, empty
 
 
 DECOMPOSITIONS: Decompositions = {

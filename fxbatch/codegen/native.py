@@ -2,6 +2,7 @@
 
 native.available()      # "" or why there is none
 native.extension.Program(bases, instructions, sources)
+native.address(weight, weight.nbytes)      # where C finds it, None where C must not look
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fxbatch.torch_private import product_address, thread_addresses
+import torch
+
+from fxbatch.torch_private import product_address, storage_of, thread_addresses
+from fxbatch.trace.integers import PLAIN_TENSORS
+
+Place = tuple[int, int]  # pointer and bytes
 
 extension: Any
 try:
@@ -24,3 +30,32 @@ if extension is not None:
 def available() -> str:
     """Why nothing runs native, or "" where it does."""
     return "" if extension is not None else "the extension fxbatch.codegen._native was not built"
+
+
+def address(tensor: torch.Tensor, size: int) -> int | None:
+    """Where the `size` bytes from a tensor's first element on are in this machine's memory; None where C must not look.
+
+    All pointers that C is given come from here. Subclasses (fake tensors), what a transform or functionalization wraps,
+    tensors on devices (meta), of a lazy sign, zero tensors without memory and storages that were given back have none.
+    """
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
+        return None
+    if not size:
+        return 0
+    storage = storage_of(tensor)
+    if storage is None:
+        return None
+    start = tensor.data_ptr()  # 0: functional, or zeros without memory
+    return start if start and start + size <= storage.data_ptr() + storage.nbytes() else None
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Where a tensor is, and its bytes from the first element to the end of the last; None where C must not look."""
+    if tensor.layout is not torch.strided:
+        return None
+    size = tensor.nbytes
+    if size and not tensor.is_contiguous():
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        size = last * tensor.element_size()
+    start = address(tensor, size)
+    return None if start is None else (start, size)

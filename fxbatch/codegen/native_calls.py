@@ -1,10 +1,11 @@
-"""Which instruction of the native program each ATen call is: codes, the order of operands, a number.
+"""Which instruction of the native program each pointwise ATen call is: its loop, the order of operands, a number.
 
-pointwise(node)          # Pointwise(code=13, operands=(x, y), number=0.0) of aten.div.Tensor, or None
+pointwise(node)          # Pointwise("div", operands=(x, y), number=0.0) of aten.div.Tensor, or None
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,34 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.kernel_calls import is_cast
-from fxbatch.codegen.sizes import dtype
+from fxbatch.codegen.native_table import FIRST_ROWS, LOOPS, ROWS
+from fxbatch.codegen.shapes import dtype, is_cast
 
 aten = torch.ops.aten
 
-# In the order of the loops in _native_loops.h.
-CODES = {
-    name: code
-    for code, name in enumerate(
-        (
-            "copy", "neg", "abs", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "rsqrt", "reciprocal", "add", "mul",
-            "div", "sigmoid_backward", "tanh_backward", "threshold_backward", "addcmul", "addcdiv", "where_f32",
-            "where_i64", "i64_to_f32", "bool_to_i64", "bool_to_f32", "ne_i64", "eq_i64", "gt_f32", "ge_f32", "lt_f32",
-            "le_f32", "copy_i64", "copy_bool",
-        )
-    )
-}  # fmt: skip
-PRODUCT, LOOKUP, SUM_ROWS, SUM_LAST, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, PICK, PUT_ADD, TABLE_GRADIENT = range(
-    64, 73
-)
-
+CODES = {x.name: code for code, x in enumerate(LOOPS)} | {x.name: FIRST_ROWS + i for i, x in enumerate(ROWS)}
 _F32, _I64, _BOOL = torch.float32, torch.int64, torch.bool
-_MIXED = {
-    "where_f32": (_F32, _BOOL, _F32, _F32), "where_i64": (_I64, _BOOL, _I64, _I64), "i64_to_f32": (_F32, _I64),
-    "bool_to_i64": (_I64, _BOOL), "bool_to_f32": (_F32, _BOOL), "ne_i64": (_BOOL, _I64, _I64),
-    "eq_i64": (_BOOL, _I64, _I64), "gt_f32": (_BOOL, _F32, _F32), "ge_f32": (_BOOL, _F32, _F32),
-    "lt_f32": (_BOOL, _F32, _F32), "le_f32": (_BOOL, _F32, _F32), "copy_i64": (_I64, _I64), "copy_bool": (_BOOL, _BOOL),
-}  # fmt: skip
+_TYPES = {"f": _F32, "i": _I64, "b": _BOOL}
+_DTYPES = {x.name: tuple(_TYPES[t] for t in x.types.replace(" ", "")) for x in LOOPS}
+_CALLS = {operator.attrgetter(call)(aten): x.name for x in LOOPS for call in x.aten}
 
 
 @dataclass(frozen=True)
@@ -52,23 +35,7 @@ class Pointwise:
 
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of the result, then of the operands."""
-        return _MIXED.get(self.name, (_F32,) * (1 + len(self.operands)))
-
-
-_UNARY: dict[Any, str] = {
-    aten.neg.default: "neg", aten.abs.default: "abs", aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh",
-    aten.relu.default: "relu", aten.exp.default: "exp", aten.log.default: "log", aten.sqrt.default: "sqrt",
-    aten.rsqrt.default: "rsqrt", aten.reciprocal.default: "reciprocal",
-}  # fmt: skip
-_BINARY: dict[Any, str] = {
-    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
-    aten.sigmoid_backward.default: "sigmoid_backward", aten.tanh_backward.default: "tanh_backward",
-}  # fmt: skip
-_COMPARE: dict[Any, str] = {
-    getattr(getattr(aten, name), overload): name
-    for name in ("gt", "ge", "lt", "le")
-    for overload in ("Scalar", "Tensor")
-}  # fmt: skip
+        return _DTYPES[self.name]
 
 
 def pointwise(node: fx.Node) -> Pointwise | None:
@@ -76,10 +43,9 @@ def pointwise(node: fx.Node) -> Pointwise | None:
     target, args, kwargs = node.target, node.args, node.kwargs
     if is_cast(node):
         return cast(dtype(node.args[0]), dtype(node), node.args[0])
-    if target in _UNARY:
-        return Pointwise(_UNARY[target], args[:1])
-    if target in _BINARY:
-        return Pointwise(_BINARY[target], args[:2]) if not kwargs and len(args) == 2 else None
+    if target in _CALLS:
+        call = Pointwise(_CALLS[target], args)
+        return call if not kwargs and len(args) == len(call.dtypes()) - 1 else None
     if target in (aten.clone.default, aten.alias.default):
         return cast(dtype(node), dtype(node), args[0])
     if target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
@@ -104,8 +70,6 @@ def _chosen(node: fx.Node, target: Callable[..., Any] | str) -> Pointwise | None
         name = "ne" if target in (aten.ne.Scalar, aten.ne.Tensor) else "eq"
         whole = isinstance(args[1], (fx.Node, int))
         return Pointwise(f"{name}_i64", args[:2]) if whole else None
-    if target in _COMPARE:
-        return Pointwise(f"{_COMPARE[target]}_f32", args[:2])
     return None
 
 

@@ -5,7 +5,7 @@ In: a node's shape and memory. Out: Spans, and rows of operands that one loop ca
     span = contiguous(base, ((1, 0), (0, 450)), torch.float32)      # [n, 450]
     walks = walk(shape, [out_span, in_span])                        # [(rows, width, [(offset, stride, inner), ...])]
 
-A dimension is (a, b): a * n + b rows, as in `sizes.py`. Strides never depend on n: only a leading dimension may.
+A dimension is (a, b): a * n + b rows, as in `shapes.py`. Strides never depend on n: only a leading dimension may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxbatch.codegen.sizes import Shape, Size
+from fxbatch.codegen.shapes import Shape, Size
 
 DTYPES = (torch.float32, torch.int64, torch.bool)
 _SPREAD = 16  # walks that one call may become

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxbatch.codegen.kernels import Kernel
-from fxbatch.codegen.looped import in_parameters
+from fxbatch.codegen.build_operation import OperationGraphs, Ref
+from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.native import available, extension
-from fxbatch.codegen.native_program import INPUT, FixedTensor, make_program
-from fxbatch.codegen.operation import OperationGraphs, Ref
-from fxbatch.codegen.sizes import Shape, shape
-from fxbatch.codegen.workspace import Workspace
+from fxbatch.codegen.native_lower import INPUT, FixedTensor, make_program
+from fxbatch.codegen.shapes import Shape, shape
+from fxbatch.codegen.step_functions import in_parameters
 
 _KINDS = {"group": 0, "output": 1, "saved": 2}
 Source = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import networkx
 import torch
 from torch import fx
 
-from fxbatch.codegen.batch_body import Joint
-from fxbatch.codegen.clean import eliminate_dead, is_random
-from fxbatch.codegen.contract import NotBatchable, Ref
-from fxbatch.codegen.sizes import bytes_per_row, row_type
+from fxbatch.codegen.batch import Joint
+from fxbatch.codegen.operation_graphs import NotBatchable, Ref
+from fxbatch.codegen.shapes import bytes_per_row, row_type
+from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorType
 
 aten = torch.ops.aten
-Memory = Literal["save", "recompute"]
 _KEPT_ANYWAY = 0.25  # of the cost of an intermediate: inputs and outputs are in arenas already
 _PIECES_COST = 1.01
 _CHEAP = (
@@ -82,7 +80,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     return seen
 
 
-def partition(joint: Joint, *, memory: Memory = "save") -> Partition:
+def partition(joint: Joint) -> Partition:
     """Cut the joint graph in three."""
     outputs = list(joint.outputs)
     inputs = [x for x in joint.group_gradients if x is not None]
@@ -96,13 +94,13 @@ def partition(joint: Joint, *, memory: Memory = "save") -> Partition:
 
     sinks = [x for node in later for x in node.all_input_nodes if x in forward]
     sinks += [x for x in (*inputs, *shared) if x in forward]
-    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, kept, _recomputable(memory))
+    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, kept, _again)
 
     crossing = [x for node in later if node not in backward for x in node.all_input_nodes]
     crossing = [x for x in [*crossing, *shared] if x in backward or x in starts]
     region = {**ancestors(saved), **backward, **starts}
     at_hand = dict.fromkeys(saved)
-    found = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again_for_parameters)
+    found = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again)
     extra = [x for x in found if x not in at_hand]
     return _assemble(joint, saved, extra, inputs, shared)
 
@@ -110,18 +108,8 @@ def partition(joint: Joint, *, memory: Memory = "save") -> Partition:
 Again = Callable[[fx.Node], bool]
 
 
-def _recomputable(memory: Memory) -> Again:
-    def again(node: fx.Node) -> bool:
-        if is_random(node) or node.op != "call_function":
-            return False
-        if node.target in _CHEAP or _is_number(node):
-            return True
-        return memory == "recompute" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-    return again
-
-
-def _again_for_parameters(node: fx.Node) -> bool:
+def _again(node: fx.Node) -> bool:
+    """Whether a node is computed again in backward rather than saved."""
     return node.op == "call_function" and (node.target in _CHEAP or _is_number(node))
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import fx, nn
 
 from fxbatch.batched_graph import BatchedGraph, Node, Read
-from fxbatch.codegen.contract import OperationGraphs, Unbatched
-from fxbatch.codegen.trace_body import devices_of, entered_modes
+from fxbatch.codegen.body import devices_of, entered_modes
+from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
 from fxbatch.ir import CONSTANT_KINDS, Modes, Program, SharedOperand, Signature, TensorType
 
 

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxbatch.errors import DataError
+from fxbatch.errors import DataError, MissingDataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def locate(name: str, given: str | os.PathLike[str] | None = None) -> Path | Non
                 return candidate
     if given is not None:
         wanted = ", ".join(names[0] for names in data_set.files)
-        raise DataError(f"{given}: no {name} here; expected {wanted} in it or in {Path(given) / name}")
+        raise MissingDataError(f"{given}: no {name} here; expected {wanted} in it or in {Path(given) / name}")
     return None
 
 
@@ -110,7 +110,7 @@ def find_data(name: str, given: str | os.PathLike[str] | None = None) -> Path:
             if name == "sst"
             else f"; it comes from {DATA_SETS[name].source}"
         )
-        raise DataError(f"{name} was not found in {searched}{get}")
+        raise MissingDataError(f"{name} was not found in {searched}{get}")
     return folder
 
 

@@ -6,15 +6,24 @@
     v3 = s1 embed(v2) @1
     return v1, v3
 
+    rewrite = Deduplicator()             # where it pays: what `deduplicate="auto"` runs
+    rewrite(program) is program          # few calls, few equal ones, or a structure that is planned once for all
+
 Equal are calls of one signature on the same values; numbers of equal bits; constants that are one tensor,
 or small tensors of equal bits that need no gradient. Random calls are never equal to any other.
 Candidates are found by hash and confirmed by comparison.
+
+What it costs is the pass, reads by index where rows stood in order, and a plan a minibatch: which calls are equal
+is a matter of the data, so that two minibatches of one structure no longer have one plan.
+
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,16 +31,36 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Program
-from fxbatch.passes.frontier import Frontier, stable_argsort
-from fxbatch.passes.native import Native
-from fxbatch.passes.select_calls import kept_payloads, select_calls
+from fxbatch.passes.select import checksum, kept_payloads
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.integers import PLAIN_TENSORS, IntegerColumn, read_payload
+
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
+Int = cython.typedef(cython.longlong)
+Ints = cython.typedef(cython.const[cython.longlong][::1])
+Shorts = cython.typedef(cython.const[cython.int][::1])
+Flags = cython.typedef(cython.const[cython.uchar][::1])
+Written = cython.typedef(cython.longlong[::1])
+WrittenShorts = cython.typedef(cython.int[::1])
+Marks = cython.typedef(cython.uchar[::1])
+Hash = cython.typedef(cython.ulonglong)
+
+NOT_THERE = "a column names a call or a value that is not there"
 
 # Constants of up to this many elements are compared by value.
 SMALL_CONSTANT = 16
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+# Below this many calls the steps' own cost dominates, and fewer rows don't change that (benchmarks/rewrite_gains.py).
+FEWEST_CALLS = 1000
+# The share of the calls that must go: with 7 % (EWT) nothing was won, with 22 % (SST) 6 % of the step.
+LEAST_SHARE = 0.125
+REMEMBERED = 256
+
+Structure = tuple[int, int]
 
 
 def deduplicate(program: Program, *, least: float = 0.0) -> Program:
@@ -45,48 +74,17 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
         return program
     payloads = {s: _read(program, s, payload) for s, payload in program.constants.items()}
     contents = {s: _contents(program, s, payload) for s, payload in payloads.items()}
-    if Native.loops is not None:
-        return _merge_natively(program, payloads, contents, least)
-    same = np.arange(len(program))  # the first call equal to each call
-    for s, content in contents.items():
-        mine = np.flatnonzero(program.sig == s)
-        _, begin, inverse = np.unique(content, return_index=True, return_inverse=True)
-        same[mine] = mine[begin[inverse]]
-    frontier = Frontier(program)
-    merge = _merge_by_call if frontier.narrow else _merge_by_depth
-    same = merge(program, frontier, same)
-    keep = same == np.arange(len(program))
-    if int(keep.sum()) >= len(program) * (1 - least):
-        return program
-    return select_calls(dataclasses.replace(program, constants=payloads), keep, _value_of(program, same))
-
-
-def _read(program: Program, s: int, payload: Sequence[Any]) -> Sequence[Any]:
-    """The payload of a signature, integers as a column: what runs later need not read them again."""
-    signature = program.signatures[s]
-    column = read_payload(signature.outputs[0], signature.operation.kind, payload, watched=False)
-    return payload if column is None else column
-
-
-def _merge_natively(
-    program: Program, payloads: dict[int, Sequence[Any]], contents: dict[int, np.ndarray], least: float
-) -> Program:
-    """One pass in C: the columns of the result are the beginnings of arrays as long as those of the program."""
     begin = np.full(len(program.signatures), -1, dtype=np.int64)
     at = 0
     for s, content in contents.items():
         begin[s] = at
         at += len(content)
-    content = np.concatenate([np.empty(0, dtype=np.int64), *contents.values()])
-    merges = np.array([not s.operation.random for s in program.signatures], dtype=bool)
-    columns = (program.sig, program.width, program.arity, program.inputs, program.instance, program.outputs)
     sig, inputs, instance, outputs = map(
         np.empty_like, (program.sig, program.inputs, program.instance, program.outputs)
     )
     keep = np.empty(len(program), dtype=bool)
-    kept = Native.loops.merge_equal(
-        *columns, merges, begin, content, sig, inputs, instance, outputs, keep, program.values, program.known
-    )
+    merger = _Merger(program, begin, np.concatenate([np.empty(0, dtype=np.int64), *contents.values()]))
+    kept = merger.run(sig, inputs, instance, outputs, keep)
     if kept >= len(program) * (1 - least):
         return program
     sig = sig[:kept].copy()
@@ -100,15 +98,147 @@ def _merge_natively(
     )
 
 
-def _value_of(program: Program, same: np.ndarray) -> np.ndarray:
-    """Each value's equal among the values of the calls that stay."""
-    if not len(program.call_of_value):
-        return np.arange(program.values)
-    call = program.call_of_value
-    moved = program.first_value[same[call]] - program.first_value[call]
-    value_of = np.arange(program.values)
-    value_of[program.known :] += moved
-    return value_of
+@cython.cclass
+class _Merger:
+    """One pass over the calls in recorded order: what a call reads is numbered anew before it is looked up, so that
+    what was merged earlier is equal here."""
+
+    sig: Shorts
+    instance: Shorts
+    inputs: Ints
+    outputs: Ints
+    arity: Ints
+    width: Ints
+    random: Flags
+    begin: Ints  # of each signature of constants where its contents begin, -1 for others
+    content: Ints
+    known: Int
+    calls: Int
+    mask: Int
+    new_sig: WrittenShorts
+    new_inputs: Written
+    value: Written  # of each value the one that stands for it
+    first_input: Written  # of each kept call, as the next two
+    first_value: Written
+    held: Written  # what a constant holds
+    next: Written  # of each signature its next content
+    table: Written  # open addressing: one more than a kept call's number, 0 is free
+
+    def __init__(self, program: Program, begin: np.ndarray, content: np.ndarray) -> None:
+        columns = program.columns
+        self.sig, self.instance = program.sig, program.instance
+        self.inputs, self.outputs = program.inputs, program.outputs
+        self.arity, self.width, self.random = columns.arity, columns.width, columns.random
+        self.begin, self.content, self.known, self.calls = begin, content, program.known, len(program)
+        places = 64
+        while places < 2 * self.calls:
+            places *= 2
+        self.mask = places - 1
+        self.table = np.zeros(places, dtype=np.int64)
+        n: Int = self.calls
+        scratch: Written = np.empty(3 * n + program.values, dtype=np.int64)
+        self.first_input, self.first_value, self.held = (
+            scratch[:n],
+            scratch[n : 2 * n],
+            scratch[2 * n : 3 * n],
+        )
+        self.value = scratch[3 * n :]
+        self.next = begin.copy()
+
+    @cython.ccall
+    def run(
+        self, sig: WrittenShorts, inputs: Written, instance: WrittenShorts, outputs: Written, keep: Marks
+    ) -> Int:
+        """Write the columns of the smaller program, and which calls stay; how many those are."""
+        c: Int
+        i: Int
+        s: Int
+        v: Int
+        found: Int
+        kept: Int = 0
+        entry: Int = 0
+        at: Int = 0
+        values: Int = self.known
+        number: Int = self.known
+        self.new_sig, self.new_inputs = sig, inputs
+        for i in range(self.known):
+            self.value[i] = i
+        for c in range(self.calls):
+            s = self.sig[c]
+            if s < 0 or s >= self.arity.shape[0] or at + self.arity[s] > self.inputs.shape[0]:
+                raise IndexError(NOT_THERE)
+            for i in range(self.arity[s]):
+                v = self.inputs[at + i]
+                if v < 0 or v >= values:
+                    raise IndexError(NOT_THERE)
+                inputs[entry + i] = self.value[v]
+            at += self.arity[s]
+            self.held[kept] = 0
+            if self.begin[s] >= 0:
+                if self.next[s] >= self.content.shape[0]:
+                    raise IndexError(NOT_THERE)
+                self.held[kept] = self.content[self.next[s]]
+                self.next[s] += 1
+            sig[kept], self.first_input[kept] = s, entry
+            found = -1 if self.random[s] else self.look_up(kept)
+            keep[c] = found < 0
+            if found < 0:
+                found = kept
+                instance[kept], self.first_value[kept] = self.instance[c], number
+                number += self.width[s]
+                entry += self.arity[s]
+                kept += 1
+            for i in range(self.width[s]):
+                self.value[values] = self.first_value[found] + i
+                values += 1
+        for i in range(self.outputs.shape[0]):
+            if not 0 <= self.outputs[i] < values:
+                raise IndexError(NOT_THERE)
+            outputs[i] = self.value[self.outputs[i]]
+        return kept
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def look_up(self, k: Int) -> Int:
+        """The kept call that call k is equal to, or -1: then it is entered."""
+        i: Int
+        other: Int
+        s: Int = self.new_sig[k]
+        count: Int = self.arity[s]
+        at: Int = self.first_input[k]
+        mixed: Hash = _mix(_mix(0x243F6A88, s), self.held[k])
+        for i in range(count):
+            mixed = _mix(mixed, self.new_inputs[at + i])
+        place: Int = (mixed >> 32) & self.mask
+        while self.table[place]:
+            other = self.table[place] - 1
+            if self.new_sig[other] == s and self.held[other] == self.held[k]:
+                for i in range(count):
+                    if self.new_inputs[self.first_input[other] + i] != self.new_inputs[at + i]:
+                        break
+                else:
+                    return other
+            place = (place + 1) & self.mask
+        self.table[place] = k + 1
+        return -1
+
+
+@cython.cfunc
+@cython.inline
+@cython.exceptval(check=False)
+def _mix(chain: Hash, item: Hash) -> Hash:
+    if not cython.compiled:
+        return hash((chain, item))
+    factor: Hash = 0x4F1BBCDC  # larger literals are Python numbers
+    chain = (chain ^ item) * ((factor << 32) | 0x3FA53E0B)
+    return chain ^ (chain >> 29)
+
+
+def _read(program: Program, s: int, payload: Sequence[Any]) -> Sequence[Any]:
+    """The payload of a signature, integers as a column: what runs later need not read them again."""
+    signature = program.signatures[s]
+    column = read_payload(signature.outputs[0], signature.operation.kind, payload, watched=False)
+    return payload if column is None else column
 
 
 def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
@@ -179,73 +309,37 @@ def _comparable(payload: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _pure(program: Program) -> np.ndarray:
-    """bool [calls]: whether a call may be merged: not random, and no constant (those are done)."""
-    kinds = [
-        not s.operation.random and s.operation.kind not in ("constant", "number") for s in program.signatures
-    ]
-    return np.array(kinds, dtype=bool)[program.sig]
+def deduplicate_large(program: Program) -> Program:
+    """The program with each computation once where it has many calls and enough of them are equal."""
+    return program if len(program) < FEWEST_CALLS else deduplicate(program, least=LEAST_SHARE)
 
 
-def _merge_by_call(program: Program, frontier: Frontier, same: np.ndarray) -> np.ndarray:
-    """One pass over the calls in recorded order, keyed by signature and inputs."""
-    value_of = _value_of(program, same).tolist()
-    inputs, offsets = program.inputs.tolist(), program.input_offsets.tolist()
-    first, sig = program.first_value.tolist(), program.sig.tolist()
-    merged = same.tolist()
-    seen: dict[tuple[int, ...], int] = {}
-    for call in np.flatnonzero(_pure(program)).tolist():
-        read = [value_of[v] for v in inputs[offsets[call] : offsets[call + 1]]]
-        found = seen.setdefault((sig[call], *read), call)
-        if found != call:
-            merged[call] = found
-            value_of[first[call] : first[call + 1]] = range(first[found], first[found + 1])
-    return np.array(merged, dtype=np.int64)
+class Deduplicator:
+    """`deduplicate_large`, but a structure that comes with other data is left as it is from then on.
+
+    Its plan is then made once, not once a minibatch. A minibatch that comes again, an epoch later, is no
+    other data. Bounded; a structure is known by checksums: at worst one is left alone that could have shrunk.
+    """
+
+    def __init__(self) -> None:
+        # The structure of the result; None where it came with other data.
+        self._result: OrderedDict[Structure, Structure | None] = OrderedDict()
+
+    def __call__(self, program: Program) -> Program:
+        """The program itself, or a smaller one with its results."""
+        if len(program) < FEWEST_CALLS:
+            return program
+        structure = _structure(program)
+        missing: Structure = (-1, 0)
+        before = self._result.pop(structure, missing)
+        smaller = program if before is None else deduplicate_large(program)
+        after = structure if smaller is program else _structure(smaller)
+        changed = before is not missing and before != after
+        self._result[structure] = None if changed else after
+        if len(self._result) > REMEMBERED:
+            self._result.popitem(last=False)
+        return program if changed else smaller
 
 
-def _merge_by_depth(program: Program, frontier: Frontier, same: np.ndarray) -> np.ndarray:
-    """Depth by depth: what a depth reads is canonical when its turn comes."""
-    value_of = _value_of(program, same)
-    same = same.copy()
-    pure = np.flatnonzero(_pure(program))
-    order = pure[stable_argsort(frontier.depth[pure], int(frontier.depth.max(initial=0)) + 1)]
-    cuts = np.flatnonzero(np.diff(frontier.depth[order])) + 1
-    with np.errstate(over="ignore"):
-        for calls in np.split(order, cuts):
-            _merge_level(program, calls, same, value_of)
-    return same
-
-
-def _merge_level(program: Program, calls: np.ndarray, same: np.ndarray, value_of: np.ndarray) -> None:
-    count = program.arity[program.sig[calls]]
-    start = program.input_offsets[calls]
-    end = np.cumsum(count)
-    slot = np.arange(int(end[-1]) if len(end) else 0) - np.repeat(end - count, count)
-    read = value_of[program.inputs[np.repeat(start, count) + slot]]
-    mixed = (read.astype(np.uint64) + np.uint64(1)) * _MIX
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= (slot.astype(np.uint64) * np.uint64(2) + np.uint64(3)) * _MIX
-    total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-    key = (
-        total[end] - total[end - count] + program.sig[calls].astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
-    )
-    _, begin, inverse = np.unique(key, return_index=True, return_inverse=True)
-    if len(begin) == len(calls):
-        return
-    leader = begin[inverse]  # position in `calls`; np.unique gives the first
-    again = np.flatnonzero(leader != np.arange(len(calls)))
-    other = leader[again]
-    equal = program.sig[calls[again]] == program.sig[calls[other]]
-    again, other = again[equal], other[equal]
-    count = count[again]
-    within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-    left = read[np.repeat(end[again] - count, count) + within]
-    right = read[np.repeat((end - program.arity[program.sig[calls]])[other], count) + within]
-    differing = np.bincount(np.repeat(np.arange(len(again)), count)[left != right], minlength=len(again)) > 0
-    again, other = calls[again[~differing]], calls[other[~differing]]
-    same[again] = other
-    width = program.width[program.sig[again]]
-    within = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
-    value_of[np.repeat(program.first_value[again], width) + within] = (
-        np.repeat(program.first_value[other], width) + within
-    )
+def _structure(program: Program) -> Structure:
+    return program.known, checksum(program.sig, program.inputs, program.outputs)

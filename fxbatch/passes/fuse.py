@@ -11,21 +11,475 @@ Runs of calls are learned once for a family of programs (the set of signatures t
 recognised in every program of the family. A run is cut where a recurrence enters and leaves it: work that
 does not wait for the recurrence, and work that nothing of the recurrence waits for, are operations of
 their own, so that they are still batched over all time steps. Unconnected work stays apart.
+
+First runs of calls are found in the recorded order (`find_blocks`), then what they are wired like, how they are cut
+into groups and where they occur (`learn_blocks`, `find_matches`), then each group becomes one Signature.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+import re
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
+import networkx as nx
 import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
 
-from fxbatch.ir import CONSTANT_KINDS, Program, Signature
-from fxbatch.passes.find_blocks import Stream
-from fxbatch.passes.fused_operation import Wiring, fused_signature
-from fxbatch.passes.fusion_blocks import Block, Group, Match, find_matches, learn_blocks, owners
+from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
+from fxbatch.passes.signature_graph import source_calls
+
+# Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
+MUTUAL = 4
+CHEAP = 8
+# Longest run, in calls; and how much of a program is looked at.
+LONGEST = 128
+SAMPLE = 30000
+
+
+class Stream:
+    """The calls that are no constants, instance after instance, and where each input comes from."""
+
+    def __init__(self, program: Program) -> None:
+        constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures], dtype=bool)
+        calls = np.flatnonzero(~constant[program.sig]) if len(program) else np.zeros(0, np.int64)
+        instance = program.instance[calls]
+        if len(calls) and (np.diff(instance) < 0).any():
+            order = np.argsort(instance, kind="stable")
+            calls, instance = calls[order], instance[order]
+        self.calls = calls
+        self.sig = program.sig[calls].astype(np.int64)
+        self.instance = instance
+        self.position = np.full(len(program), -1, dtype=np.int64)  # of each call, -1 for constants
+        self.position[calls] = np.arange(len(calls))
+        source = source_calls(program)
+        self.source = np.where(source >= 0, self.position[source], -1)  # position, of each input entry
+        self.reader = self.position[program.reader]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether readers come after what they read, and read their own instance only."""
+        edge = self.source >= 0
+        source, reader = self.source[edge], self.reader[edge]
+        return bool((source < reader).all() and (self.instance[source] == self.instance[reader]).all())
+
+
+def find_blocks(program: Program, stream: Stream) -> list[tuple[int, ...]]:
+    """The signature sequences of runs of two calls or more, in order of first occurrence.
+
+        stream = Stream(program)                 # calls that are no constants, instance after instance
+        find_blocks(program, stream)             # [(3, 4, 5, 5, 6), ...]: signatures in recorded order
+
+    Straight-line code of a user records the same calls one after another each time it runs. Two neighbours
+    become one run when each occurs only with the other; a cheap call (one without shared operands) also joins
+    a neighbour that never occurs without it and that it reads or feeds, since pointwise work needs no large
+    batches. A consecutive run of a topological order can never be left and entered again by a path, so every
+    run may become one operation.
+    """
+    if len(stream.calls) < 2 * MUTUAL:
+        return []
+    return _Merger(program, stream).run()
+
+
+def fusible(signature: Signature) -> bool:
+    """Whether a call may become part of a larger operation.
+
+    Not what runs unbatched, nor pass-throughs, nor embeddings: their gradients are sparse or accumulated
+    apart, and a lookup gains nothing from company.
+    """
+    target = signature.operation.target
+    embeds = isinstance(target, nn.Embedding | nn.EmbeddingBag) or target in (F.embedding, F.embedding_bag)
+    return not (signature.reason or signature.operation.identity or embeds)
+
+
+class _Merger:
+    """Neighbouring runs are merged, pair by pair, until no pair qualifies."""
+
+    def __init__(self, program: Program, stream: Stream) -> None:
+        n = min(len(stream.calls), SAMPLE)
+        if n < len(stream.calls):  # whole instances only
+            n = max(int(np.searchsorted(stream.instance, stream.instance[n])), MUTUAL)
+        self.kinds: list[tuple[int, ...]] = [(s,) for s in range(len(program.signatures))]
+        signatures = program.signatures
+        self.cheap = [not s.shared for s in signatures]
+        self.free = [fusible(s) for s in signatures]
+        self.modes = [s.modes for s in signatures]
+        self.token, self.instance = stream.sig[:n].copy(), stream.instance[:n]
+        self.start = np.arange(n)
+        edge = (stream.source >= 0) & (stream.reader < n)
+        self.source, self.reader = stream.source[edge], stream.reader[edge]
+
+    def run(self) -> list[tuple[int, ...]]:
+        while (pair := self._best()) is not None:
+            self._merge(*pair)
+        found = dict.fromkeys(self.token.tolist())
+        return [self.kinds[t] for t in found if len(self.kinds[t]) > 1]
+
+    def _best(self) -> tuple[int, int] | None:
+        """The pair of the best rank, then the most frequent; ties: the first by number."""
+        count = np.bincount(self.token, minlength=len(self.kinds))
+        here, after = self.token[:-1], self.token[1:]
+        inside = self.instance[self.start[:-1]] == self.instance[self.start[1:]]
+        key = here * len(self.kinds) + after
+        pairs, inverse, number = np.unique(key[inside], return_inverse=True, return_counts=True)
+        links = np.bincount(inverse[self._linked()[inside]], minlength=len(pairs))
+        best: tuple[int, int, int, int] | None = None
+        for at in np.flatnonzero(number >= MUTUAL).tolist():
+            a, b = divmod(int(pairs[at]), len(self.kinds))
+            rank = self._rank(a, b, int(number[at]), int(links[at]), count)
+            if rank is not None and (best is None or (rank, -int(number[at])) < best[:2]):
+                best = (rank, -int(number[at]), a, b)
+        return None if best is None else best[2:]
+
+    def _rank(self, a: int, b: int, number: int, links: int, count: np.ndarray) -> int | None:
+        """0: cheap b always follows a; 1: neither occurs without the other; 2: cheap a always precedes b.
+
+        Following goes first: what a run ends with belongs to it, not to what comes next.
+        """
+        if a == b or not (self.free[a] and self.free[b]) or self.modes[a] != self.modes[b]:
+            return None
+        if len(self.kinds[a]) + len(self.kinds[b]) > LONGEST:
+            return None
+        always_after, always_before = number == count[a], number == count[b]
+        evidence = number >= CHEAP and links == number
+        if always_after and self.cheap[b] and evidence:
+            return 0
+        if always_after and always_before:
+            return 1
+        return 2 if always_before and self.cheap[a] and evidence else None
+
+    def _linked(self) -> np.ndarray:
+        """bool [tokens - 1]: whether the next run reads a value of this one."""
+        run = np.searchsorted(self.start, self.source, side="right") - 1
+        reader = np.searchsorted(self.start, self.reader, side="right") - 1
+        linked = np.zeros(len(self.start), dtype=bool)
+        linked[run[reader == run + 1]] = True
+        return linked[:-1]
+
+    def _merge(self, a: int, b: int) -> None:
+        at = np.flatnonzero((self.token[:-1] == a) & (self.token[1:] == b))
+        at = at[self.instance[self.start[at]] == self.instance[self.start[at + 1]]]
+        self.kinds.append(self.kinds[a] + self.kinds[b])
+        self.cheap.append(self.cheap[a] and self.cheap[b])
+        self.free.append(True)
+        self.modes.append(self.modes[a])
+        self.token[at] = len(self.kinds) - 1
+        keep = np.ones(len(self.token), dtype=bool)
+        keep[at + 1] = False
+        self.token, self.start = self.token[keep], self.start[keep]
+
+
+@dataclass(eq=False)
+class Group:
+    """Members of a block that become one call, if they are several; grows with what programs need."""
+
+    members: tuple[int, ...]  # positions in the block
+    slots: tuple[int, ...]  # flat input slots of the block that come from outside the group
+    alias: dict[int, int]  # slot -> the first slot that reads the same value in every block so far
+    outputs: list[int] = field(default_factory=list)  # flat output slots of the block that are read outside
+    made: list[Signature] = field(default_factory=list)  # the fused signatures it has become
+    refused: bool = False  # its members stay calls of their own
+
+
+@dataclass(eq=False)
+class Block:
+    """A run of signatures, how its inputs are wired inside, and the groups it is cut into.
+
+    Flat input slots number the inputs of all members, flat output slots the outputs. `wired[slot]` is the
+    flat output slot that an input comes from, -1 from outside the block. Each member is in one group;
+    groups are in topological order.
+    """
+
+    signatures: tuple[Signature, ...]
+    wired: tuple[int, ...]
+    groups: list[Group]
+
+
+@dataclass(eq=False)
+class Match:
+    """Where a block occurs: calls [n, members], and the values of its flat input slots [n, slots]."""
+
+    block: Block
+    calls: np.ndarray
+    values: np.ndarray
+
+
+def learn_blocks(program: Program, stream: Stream) -> list[Block]:
+    """The blocks of a program, longest first, each with the groups it is cut into.
+
+        blocks = learn_blocks(program, Stream(program))             # once a family of programs
+        matches = find_matches(program, Stream(program), blocks)    # for every program of the family
+
+    A block is cut where a recurrence enters and leaves it, and into connected pieces; each piece is a group.
+    Legality is decided on the block's own graph (networkx): groups are in topological order, so no path
+    leaves a group and enters it again.
+    """
+    blocks = []
+    for sequence in sorted(find_blocks(program, stream), key=len, reverse=True):
+        signatures = tuple(program.signatures[s] for s in sequence)
+        calls = _occurrences(program, stream, signatures, np.zeros(len(stream.calls), bool))
+        if not len(calls):
+            continue
+        wired = _wired(program, calls, _values(program, calls, signatures))
+        rows, times = np.unique(wired, axis=0, return_counts=True)
+        common = rows[int(np.argmax(times))]
+        blocks.append(Block(signatures, tuple(common.tolist()), []))
+    matches = find_matches(program, stream, blocks)
+    recurrent_in, recurrent_out = _recurrences(program, matches)
+    for number, match in enumerate(matches):
+        if len(match.calls):
+            match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
+    return [m.block for m in matches if m.block.groups]
+
+
+def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A block: which input slots come from, and which members feed, blocks that depend on it in turn."""
+    kind = len(matches) + program.sig.astype(np.int64)  # of each call: its block, or its signature
+    for number, match in enumerate(matches):
+        kind[match.calls] = number
+    occurrence = np.arange(len(program))
+    for match in matches:
+        occurrence[match.calls] = match.calls[:, :1]
+    made = program.inputs >= program.known
+    source = program.call_of_value[program.inputs[made] - program.known]
+    reader = program.reader[made]
+    outside = occurrence[source] != occurrence[reader]
+    source, reader = source[outside], reader[outside]
+    width = len(matches) + len(program.signatures)
+    pairs = np.unique(kind[source] * width + kind[reader])
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(width))
+    graph.add_edges_from(zip((pairs // width).tolist(), (pairs % width).tolist(), strict=True))
+    component = np.zeros(width, dtype=np.int64)
+    for index, part in enumerate(nx.strongly_connected_components(graph)):
+        component[sorted(part)] = index
+    again = component[kind[source]] == component[kind[reader]]
+    feeds = np.zeros(len(program), dtype=bool)
+    feeds[source[again]] = True
+    ins, outs = [], []
+    for number, match in enumerate(matches):
+        made = match.values >= program.known
+        before = kind[program.call_of_value[np.maximum(match.values - program.known, 0)]]
+        external = np.array(match.block.wired) < 0
+        ins.append(((component[before] == component[number]) & made & external).any(axis=0))
+        outs.append(feeds[match.calls].any(axis=0))
+    return ins, outs
+
+
+def _cut(match: Match, recurrent_in: np.ndarray, recurrent_out: np.ndarray) -> list[Group]:
+    """Members before, inside and after the recurrence; each part by its connected pieces."""
+    block = match.block
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(block.signatures)))
+    owner_in, owner_out = owners(block)
+    for slot, output in enumerate(block.wired):
+        if output >= 0:
+            graph.add_edge(owner_out[output], owner_in[slot])
+    assert nx.is_directed_acyclic_graph(graph)
+    waits, needed = set(), set()
+    for slot in np.flatnonzero(recurrent_in).tolist():
+        waits |= {owner_in[slot]} | nx.descendants(graph, owner_in[slot])
+    for member in np.flatnonzero(recurrent_out).tolist():
+        needed |= {member} | nx.ancestors(graph, member)
+    part = [0 if k not in waits else 1 if k in needed else 2 for k in range(len(block.signatures))]
+    inner = graph.to_undirected()
+    inner.remove_edges_from([(a, b) for a, b in graph.edges if part[a] != part[b]])
+    pieces = sorted(nx.connected_components(inner), key=min)
+    if all(len(piece) == 1 for piece in pieces):
+        return []
+    piece_of = {k: n for n, piece in enumerate(pieces) for k in piece}
+    order = nx.DiGraph([(piece_of[a], piece_of[b]) for a, b in graph.edges if piece_of[a] != piece_of[b]])
+    order.add_nodes_from(range(len(pieces)))
+    # Parts only feed later parts, and pieces of a part don't feed each other: no path leaves and re-enters.
+    return [_group(match, tuple(sorted(pieces[n]))) for n in nx.lexicographical_topological_sort(order)]
+
+
+def _group(match: Match, members: tuple[int, ...]) -> Group:
+    block = match.block
+    owner_in, owner_out = owners(block)
+    inside = frozenset(members)
+    slots = [
+        slot
+        for slot, output in enumerate(block.wired)
+        if owner_in[slot] in inside and (output < 0 or owner_out[output] not in inside)
+    ]
+    alias: dict[int, int] = {}
+    for n, slot in enumerate(slots):
+        for other in slots[:n]:
+            if other not in alias and (match.values[:, slot] == match.values[:, other]).all():
+                alias[slot] = other
+                break
+    return Group(members, tuple(slots), alias)
+
+
+def owners(block: Block) -> tuple[list[int], list[int]]:
+    """The member of each flat input slot, and of each flat output slot."""
+    ins = [k for k, s in enumerate(block.signatures) for _ in s.inputs]
+    outs = [k for k, s in enumerate(block.signatures) for _ in s.outputs]
+    return ins, outs
+
+
+def find_matches(program: Program, stream: Stream, blocks: list[Block]) -> list[Match]:
+    """Where each block occurs with its own wiring; no call is in two matches, longer blocks first."""
+    taken = np.zeros(len(stream.calls), dtype=bool)
+    matches = []
+    for block in blocks:
+        calls = _occurrences(program, stream, block.signatures, taken)
+        values = _values(program, calls, block.signatures)
+        good = (_wired(program, calls, values) == np.array(block.wired, dtype=np.int64)).all(axis=1)
+        calls, values = calls[good], values[good]
+        taken[stream.position[calls]] = True
+        matches.append(Match(block, calls, values))
+    return matches
+
+
+def _occurrences(
+    program: Program, stream: Stream, signatures: tuple[Signature, ...], taken: np.ndarray
+) -> np.ndarray:
+    """int64 [n, members]: calls of consecutive stream positions with these signatures, in one instance."""
+    length = len(signatures)
+    number = {id(s): i for i, s in enumerate(program.signatures)}
+    wanted = [number.get(id(s), -1) for s in signatures]
+    nothing = np.zeros((0, length), dtype=np.int64)
+    if min(wanted) < 0 or len(stream.calls) < length:
+        return nothing
+    count = np.bincount(stream.sig, minlength=len(program.signatures))
+    rarest = min(range(length), key=lambda k: count[wanted[k]])
+    start = np.flatnonzero(stream.sig == wanted[rarest]) - rarest
+    start = start[(start >= 0) & (start + length <= len(stream.calls))]
+    for k in range(length):
+        start = start[(stream.sig[start + k] == wanted[k]) & ~taken[start + k]]
+    start = start[stream.instance[start] == stream.instance[start + length - 1]]
+    if len(start) > 1 and int(np.diff(start).min()) < length:
+        start = _without_overlap(start, length)
+    return stream.calls[start[:, None] + np.arange(length)] if len(start) else nothing
+
+
+def _without_overlap(start: np.ndarray, length: int) -> np.ndarray:
+    kept, free = [], -1
+    for at in start.tolist():
+        if at >= free:
+            kept.append(at)
+            free = at + length
+    return np.array(kept, dtype=np.int64)
+
+
+def _values(program: Program, calls: np.ndarray, signatures: tuple[Signature, ...]) -> np.ndarray:
+    """int64 [n, slots]: the value that each flat input slot reads."""
+    columns = [
+        program.inputs[program.input_offsets[calls[:, k]] + i]
+        for k, s in enumerate(signatures)
+        for i in range(len(s.inputs))
+    ]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(calls), 0), dtype=np.int64)
+
+
+def _wired(program: Program, calls: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """int64 [n, slots]: the flat output slot of the same block that an input reads, -1 if none does."""
+    out = np.full(values.shape, -1, dtype=np.int64)
+    flat = 0
+    for k in range(calls.shape[1]):
+        first = program.first_value[calls[:, k]]
+        width = int(program.width[program.sig[calls[0, k]]]) if len(calls) else 0
+        relative = values - first[:, None]
+        here = (relative >= 0) & (relative < width)
+        out[here] = flat + relative[here]
+        flat += width
+    return out
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What makes a fused operation: members in order, where each of their inputs comes from, what it gives.
+
+    reads[k][i] is (member, output) for an input that a member before k makes, else (-1, input of the
+    whole). outputs are (member, output) pairs.
+    """
+
+    members: tuple[Signature, ...]
+    reads: tuple[tuple[tuple[int, int], ...], ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
+class MemberModule(nn.Module):
+    """A member's per-instance body: its inputs and shared operands in, a tuple of its outputs out."""
+
+    def __init__(self, signature: Signature) -> None:
+        super().__init__()
+        self.signature = signature
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arity = len(self.signature.inputs)
+        return tuple(self.signature.run(tensors[:arity], tensors[arity:]))
+
+
+def fused_signature(wiring: Wiring, rule: str = "calls that always occur together") -> Signature:
+    """The Signature of the whole. Its body runs the members one after another.
+
+        wiring = Wiring(members, reads, outputs)
+        fused_signature(wiring).operation.target     # an fx.GraphModule, a node a member
+
+    Shared operands that several members use are one, by `SharedOperand.key`.
+    """
+    members = wiring.members
+    shared: dict[tuple[int, str], SharedOperand] = {}
+    for member in members:
+        for operand in member.shared:
+            shared.setdefault(operand.key, operand)
+    inputs = {
+        at: members[k].inputs[i]
+        for k, reads in enumerate(wiring.reads)
+        for i, (source, at) in enumerate(reads)
+        if source < 0
+    }
+    name = "+".join(dict.fromkeys(m.name.removeprefix("fused:") for m in members))
+    operation = Operation(
+        f"fused:{name}" if len(name) <= 60 else f"fused:{name[:57]}...",
+        "graph",
+        _compose(wiring, len(inputs), shared),
+        rule=rule,
+        random=any(m.operation.random for m in members),
+    )
+    return Signature(
+        operation,
+        tuple(inputs[i] for i in range(len(inputs))),
+        tuple(members[k].outputs[j] for k, j in wiring.outputs),
+        tuple(shared.values()),
+        modes=members[0].modes,
+        location=next((m.location for m in members if m.location), ""),
+    )
+
+
+def _compose(wiring: Wiring, inputs: int, shared: dict[tuple[int, str], SharedOperand]) -> fx.GraphModule:
+    graph, root = fx.Graph(), nn.Module()
+    given = [graph.placeholder(f"input_{i}") for i in range(inputs)]
+    operands = {
+        key: graph.placeholder(re.sub(r"\W", "_", f"shared_{i}_{operand.name}"))
+        for i, (key, operand) in enumerate(shared.items())
+    }
+    used = frozenset([*wiring.outputs, *(read for reads in wiring.reads for read in reads)])
+    made: list[list[Any]] = []
+    for k, (member, reads) in enumerate(zip(wiring.members, wiring.reads, strict=True)):
+        name = re.sub(r"\W", "_", f"m{k}_{member.name}")
+        root.add_module(name, MemberModule(member))
+        arguments = [given[at] if source < 0 else made[source][at] for source, at in reads]
+        node = graph.call_module(name, (*arguments, *(operands[o.key] for o in member.shared)))
+        made.append(
+            [
+                graph.call_function(operator.getitem, (node, j)) if (k, j) in used else None
+                for j in range(len(member.outputs))
+            ]
+        )
+    graph.output(tuple(made[k][j] for k, j in wiring.outputs))
+    graph.lint()
+    return fx.GraphModule(root, graph, "Fused")
 
 
 @dataclass(eq=False)
@@ -165,7 +619,7 @@ class _Rewriter:
             if (match.values[:, slot] != match.values[:, other]).any():
                 del group.alias[slot]  # from now on they are two inputs
         owner_in, owner_out = owners(block)
-        first_out = _firsts([len(s.outputs) for s in block.signatures])
+        first_out = list(accumulate((len(s.outputs) for s in block.signatures), initial=0))
         made = [program.first_value[match.calls[:, k]] + (o - first_out[k]) for o, k in enumerate(owner_out)]
         for output, k in enumerate(owner_out):
             if k in group.members and output not in group.outputs and outside[made[output]].any():
@@ -220,14 +674,6 @@ class _Rewriter:
         )
 
 
-def _firsts(counts: list[int]) -> list[int]:
-    out, total = [], 0
-    for n in counts:
-        out.append(total)
-        total += n
-    return out
-
-
 def _wiring(
     block: Block,
     group: Group,
@@ -237,7 +683,7 @@ def _wiring(
     first_out: list[int],
 ) -> Wiring:
     """The group as members, reads and outputs in terms of itself."""
-    first_in = _firsts([len(s.inputs) for s in block.signatures])
+    first_in = list(accumulate((len(s.inputs) for s in block.signatures), initial=0))
     place = {k: n for n, k in enumerate(group.members)}
     reads = []
     for k in group.members:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 import numpy as np
 
 from fxbatch.ir import INDEX, Program, Schedule, Signature
-from fxbatch.passes.plan_arenas import SlotTable, plan_arenas
+from fxbatch.passes.plan import SlotTable, plan_arenas
 
 # Rows a step that must be saved: copying one costs some 0.05 us, so one instance's few rows are never worth it.
 FEWEST_ROWS = 16
@@ -73,18 +73,12 @@ def order_rows(program: Program, schedule: Schedule, slots: SlotTable) -> Schedu
     # Of the entries that read a call, the one in the nearest step counts; it gives the key.
     by_source = np.lexsort((step_of_call[reader], source))
     sorted_source = source[by_source]
-    lead = (
-        np.flatnonzero(np.r_[True, sorted_source[1:] != sorted_source[:-1]]) if len(by_source) else by_source
-    )
+    lead = np.flatnonzero(np.diff(sorted_source, prepend=-1) != 0) if len(by_source) else by_source
     best = np.flatnonzero(made)[by_source[lead]]
     has_reader = np.full(len(order), -1, dtype=np.int64)
     has_reader[sorted_source[lead]] = best
 
-    slot = (
-        program.sig[program.reader] * 0
-        + np.arange(len(program.inputs))
-        - program.input_offsets[program.reader]
-    )
+    slot = np.arange(len(program.inputs)) - program.input_offsets[program.reader]
     slot += slots.first_slot[program.sig[program.reader]]
     prior, size, member = slots.prior[slot], slots.size[slot], slots.member[slot]
     position = np.empty(len(order), dtype=np.int64)

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program, Schedule
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.deduplicate_large import LargeDeduplicator
-from fxbatch.passes.elide_gathers import elide_gathers
-from fxbatch.passes.elide_pass_throughs import elide_pass_throughs
-from fxbatch.passes.eliminate_dead import eliminate_dead
+from fxbatch.passes.deduplicate import Deduplicator, deduplicate
+from fxbatch.passes.fold import (
+    batch_calls,
+    elide_gathers,
+    elide_pass_throughs,
+    insert_cats,
+    insert_gathers,
+    insert_pass_throughs,
+)
 from fxbatch.passes.fuse import Fuser
-from fxbatch.passes.insert_cats import insert_cats
-from fxbatch.passes.insert_gathers import insert_gathers
-from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
-from fxbatch.passes.split import Splitter
+from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_batched_graph, verify_program
 
@@ -35,15 +35,10 @@ ProgramPass = Callable[[Program], Program]
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("eliminate_dead", lambda: eliminate_dead, "first: what nobody needs costs all others time"),
-    (
-        "unstack_sums",
-        Unstacker,
-        "before split and fuse: what it makes batches, and may be part of what they see",
-    ),
-    ("split", Splitter, "before fuse: what it hoists may be fused with what makes the input"),
+    ("unstack_sums", Unstacker, "before fuse: what it makes batches, and may be part of what is fused"),
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),
-    ("deduplicate_large", LargeDeduplicator, "in its place, where nobody said whether to"),
+    ("deduplicate_large", Deduplicator, "in its place, where nobody said whether to"),
 )
 
 STAGES: tuple[tuple[str, Callable[[BatchedGraph], BatchedGraph], str], ...] = (

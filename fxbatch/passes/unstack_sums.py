@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorType, tensor_type
-from fxbatch.passes.eliminate_dead import eliminate_dead
-from fxbatch.passes.select_calls import reorder
+from fxbatch.passes.select import eliminate_dead, reorder
 
 _SUMS = (torch.sum, torch.Tensor.sum)
 _MEANS = (torch.mean, torch.Tensor.mean)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fxbatch.errors import GradientError
 from fxbatch.ir import TensorType
-from fxbatch.passes.find_needs import find_wanted
-from fxbatch.passes.plan_arenas import is_constant
-from fxbatch.passes.plan_gradients import GRADIENT_VIEW, PhaseGradients, plan_gradients
+from fxbatch.passes.gradients import GRADIENT_VIEW, PhaseGradients, plan_gradients
+from fxbatch.passes.plan import is_constant
+from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.gradient_rows import GradientRows
 from fxbatch.runtime.native_steps import NativeSteps, backward_steps
@@ -25,6 +26,8 @@ from fxbatch.runtime.pieces import is_given
 from fxbatch.runtime.places import Places
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.wanted import Wanted
+from fxbatch.runtime.watchers import is_watched, named_step
+from fxbatch.torch_private import inside_functorch, memory_is_real, storage_of
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
@@ -47,15 +50,24 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
     ]
     if not given:
         return {}
+    if not memory_is_real() or inside_functorch() or any(map(_is_wrapped, given)):
+        raise GradientError(
+            'backward="compiled" computes on real tensors, not under FakeTensorMode, vmap (is_grads_batched=True) or '
+            'make_fx: use @fxbatch.autobatch(backward="autograd")'
+        )
+    if is_watched():
+        run.native = False
     with kernel_modes():
-        found = None if run.lent is None else run.lent.run_backward(run, given)
-        if found is not None:
-            return found
         backward = Backward(run, given)
         backward.write(given)
         backward.walk()
         backward.release()
     return backward.found
+
+
+def _is_wrapped(given: Given) -> bool:
+    """Whether a gradient stands for several: `is_grads_batched=True`."""
+    return given.grad.layout is torch.strided and storage_of(given.grad) is None
 
 
 class Backward:
@@ -199,7 +211,8 @@ class Backward:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, filled, strict=True):
                 given_by_output[j] = grad
-            input_grads, shared_grads = compiled.unbatched.backward(phase.tapes[k], given_by_output)
+            with named_step(compiled.signature.name, n, "backward"):
+                input_grads, shared_grads = compiled.unbatched.backward(phase.tapes[k], given_by_output)
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
                 given = input_grads[group]
                 target.zero_() if given is None else target.copy_(given)
@@ -218,9 +231,10 @@ class Backward:
         ]
         sources = places.layout.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
         kept, saved = places.pieces[k]
-        compiled.backward(
-            n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.workspace()
-        )
+        with named_step(compiled.signature.name, n, "backward"):
+            compiled.backward(
+                n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.workspace()
+            )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
         if grad is None:

@@ -9,7 +9,7 @@ torch.Size([4, 3])
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -17,19 +17,36 @@ import torch
 from fxbatch.ir import TensorType
 
 _KEPT = 4  # free buffers kept a type
+_TYPES = 4096  # types that are kept, with or without buffers
+_LEAST = 64 << 20  # bytes of free buffers that are always kept
 
 
 class BufferPool:
-    """Free buffers by tensor type. A buffer is in the pool or in one run, never both."""
+    """Free buffers by tensor type. A buffer is in the pool or in one run, never both.
 
-    def __init__(self) -> None:
-        # By the type's identity, as types are interned: hashing one takes longer than all the rest of taking.
-        self._free: dict[int, tuple[TensorType, list[torch.Tensor]]] = {}
+    They are at most twice the bytes that a minibatch took lately (`least` at any rate); types that were not used for
+    the longest time go first, so that shapes that don't come again leave nothing behind.
+    """
+
+    def __init__(self, *, least: int = _LEAST) -> None:
+        self.least = least
+        # By the type's identity, as types are interned: hashing one takes longer than all the rest of taking. Least
+        # recently used first.
+        self._free: OrderedDict[int, tuple[TensorType, list[torch.Tensor]]] = OrderedDict()
+        self._bytes = 0  # of all in `_free`
+        self._taken = 0  # bytes taken since the last minibatch began
+        self._usual = 0  # the most that a minibatch took, less a quarter a minibatch
         self._lock = threading.Lock()
         # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
         self._given: deque[tuple[TensorType, torch.Tensor]] = deque()
         self.allocated = 0  # fresh allocations so far
         self.reused = 0
+
+    def begin(self) -> None:
+        """A minibatch begins."""
+        with self._lock:
+            self._usual = max(self._taken, self._usual - self._usual // 4)
+            self._taken = 0
 
     def take(self, kind: TensorType, rows: int) -> torch.Tensor:
         """A tensor [at least rows, *shape] with undefined contents."""
@@ -39,9 +56,13 @@ class BufferPool:
             for i in range(len(free) - 1, -1, -1):  # the last one given is warm in the cache
                 if rows <= free[i].size(0) <= 8 * rows + 64:
                     self.reused += 1
-                    return free.pop(i)
+                    found = free.pop(i)
+                    self._bytes -= found.nbytes
+                    self._taken += found.nbytes
+                    return found
             self.allocated += 1
-        capacity = max(rows + rows // 4, 1)
+            capacity = max(rows + rows // 4, 1)
+            self._taken += capacity * kind.numel * kind.dtype.itemsize
         with torch.inference_mode(False):
             return torch.empty((capacity, *kind.shape), dtype=kind.dtype, device=kind.device)
 
@@ -60,13 +81,23 @@ class BufferPool:
             kind, tensor = self._given.popleft()
             free = self._free_of(kind)
             free.append(tensor)
+            self._bytes += tensor.nbytes
             if len(free) > _KEPT:
-                free.pop(0)
+                self._bytes -= free.pop(0).nbytes
+        most = max(self.least, 2 * max(self._usual, self._taken))
+        while self._free and (self._bytes > most or len(self._free) > _TYPES):
+            key, (_, oldest) = next(iter(self._free.items()))
+            if oldest:
+                self._bytes -= oldest.pop(0).nbytes
+            if not oldest:
+                del self._free[key]
 
     def _free_of(self, kind: TensorType) -> list[torch.Tensor]:
         found = self._free.get(id(kind))
         if found is None:
             found = self._free[id(kind)] = (kind, [])
+        else:
+            self._free.move_to_end(id(kind))
         return found[1]
 
     def clear(self) -> None:
@@ -74,13 +105,14 @@ class BufferPool:
         with self._lock:
             self._given.clear()
             self._free.clear()
+            self._bytes = 0
 
     @property
     def bytes(self) -> int:
         """Bytes held in free buffers."""
         with self._lock:
             self._sort_in()
-            return sum(t.nbytes for _, free in self._free.values() for t in free)
+            return self._bytes
 
 
 class Buffer:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.compile_graph import (
+from fxbatch.codegen.build_operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
+from fxbatch.codegen.inductor import (
     CompiledGraph,
     CompileOptions,
     NotCompilable,
@@ -24,14 +26,12 @@ from fxbatch.codegen.compile_graph import (
     first_line,
     warn_uncompiled,
 )
-from fxbatch.codegen.gather_inside import Gathering, make_gathering
-from fxbatch.codegen.kernels import Kernel, emit_kernel
-from fxbatch.codegen.looped import emit_backward_step, emit_forward_step
+from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step, parameters_step
-from fxbatch.codegen.operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
+from fxbatch.codegen.step_functions import emit_backward_step, emit_forward_step
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.runtime.postponed import REASON
-from fxbatch.trace.patch import patching
+from fxbatch.trace.patch import patched, patching
 
 Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
 
@@ -42,52 +42,82 @@ class CompiledOperation:
 
     signature: Signature
     needs: Needs
-    layout: Layout
+    graphs: OperationGraphs | None = None  # None: a constant, or it runs call by call
+    unbatched: UnbatchedKernel | None = None
     reason: str = ""
-    graphs: OperationGraphs | None = None
-    forward: Callable[..., Any] | None = None  # emitted step functions, see codegen/looped.py
+    forward: Callable[..., Any] | None = None  # emitted step functions, see codegen/step_functions.py
     backward: Callable[..., Any] | None = None
     parameters: Kernel | CompiledGraph | None = None
-    unbatched: UnbatchedKernel | None = None
-    grad_groups: tuple[int, ...] = ()
-    grad_outputs: tuple[int, ...] = ()
-    grad_shared: tuple[int, ...] = ()
-    hands_on: bool = False  # each input's gradient is the output's gradient as it is
-    extra_given: tuple[int, ...] = ()  # all that backward does is to keep these of the output gradients
-    parameter_inputs: tuple[Ref, ...] = ()
     kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
-    saved_types: tuple[TensorType, ...] = ()
-    extra_types: tuple[TensorType, ...] = ()
     source: str = ""
     native_forward: NativeStep | None = None  # see codegen/native_steps.py
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
-    gathering: Gathering | None = None  # forward with some of its gathers inside, compiled when it is met
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
+
+    # What the runtime reads of the graphs; call by call, each input and shared operand that needs a gradient has one.
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        if self.graphs is not None:
+            return self.graphs.layout
+        return Layout(tuple((i,) for i in range(0 if self.unbatched is None else len(self.signature.inputs))))
+
+    @functools.cached_property
+    def grad_groups(self) -> tuple[int, ...]:
+        return self._needed(0) if self.graphs is None else self.graphs.grad_groups
+
+    @functools.cached_property
+    def grad_shared(self) -> tuple[int, ...]:
+        return self._needed(1) if self.graphs is None else self.graphs.grad_shared
+
+    def _needed(self, which: int) -> tuple[int, ...]:
+        return () if self.unbatched is None else tuple(i for i, need in enumerate(self.needs[which]) if need)
+
+    @functools.cached_property
+    def grad_outputs(self) -> tuple[int, ...]:
+        if self.graphs is not None:
+            return self.graphs.grad_outputs
+        outputs = self.signature.outputs if self.needs_gradient else ()
+        return tuple(j for j, t in enumerate(outputs) if t.differentiable)
+
+    @functools.cached_property
+    def hands_on(self) -> bool:
+        """Whether each input's gradient is the output's gradient as it is."""
+        return self.graphs is not None and self.graphs.hands_on
+
+    @functools.cached_property
+    def extra_given(self) -> tuple[int, ...]:
+        """Where all that backward does is to keep output gradients: which."""
+        return () if self.graphs is None else self.graphs.extra_given
+
+    @functools.cached_property
+    def parameter_inputs(self) -> tuple[Ref, ...]:
+        return () if self.graphs is None else self.graphs.parameter_inputs
+
+    @functools.cached_property
+    def saved_types(self) -> tuple[TensorType, ...]:
+        return () if self.graphs is None else self.graphs.saved_types
+
+    @functools.cached_property
+    def extra_types(self) -> tuple[TensorType, ...]:
+        return () if self.graphs is None else self.graphs.extra_types
 
     @property
     def recompilations(self) -> int:
         """How often a graph was compiled again because the number of rows broke an assumption."""
-        return sum(graph.recompilations for graph in self._compiled_graphs())
+        return sum(graph.recompilations for graph in self.compiled)
 
     @property
     def compile_seconds(self) -> float:
         """What compiling took: the cold start of this operation."""
-        return sum(graph.seconds for graph in self._compiled_graphs())
-
-    def _compiled_graphs(self) -> tuple[CompiledGraph, ...]:
-        found = None if self.gathering is None else self.gathering.compiled
-        return self.compiled if found is None else (*self.compiled, found)
+        return sum(graph.seconds for graph in self.compiled)
 
     @property
     def needs_gradient(self) -> bool:
         return bool(self.grad_groups or self.grad_shared)
-
-
-def _singles(signature: Signature) -> Layout:
-    return Layout(tuple((i,) for i in range(len(signature.inputs))))
 
 
 def compile_operation(
@@ -103,13 +133,13 @@ def compile_operation(
     """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call, and what is
     to be built later."""
     if signature.operation.kind in ("constant", "number"):
-        return CompiledOperation(signature, needs, Layout(()))
+        return CompiledOperation(signature, needs)
     if signature.reason:
         return _call_by_call(signature, needs, signature.reason)
     if late:
         return _call_by_call(signature, needs, REASON)
     # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
-    with patching, torch.inference_mode(False), torch.enable_grad():
+    with patching, patched(), torch.inference_mode(False), torch.enable_grad():
         built = build_operation(
             signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
         )
@@ -120,31 +150,20 @@ def compile_operation(
     forward = maker.make("forward", built.forward)
     backward = None if built.backward is None else maker.make("backward", built.backward)
     parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
-    gathering = make_gathering(built, kept, forward)
-    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward, gathering)
+    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
     backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
     steps = _native_steps(built, tuple(kept), (forward, backward, parameters), maker.shared, native)
     return CompiledOperation(
         signature,
         needs,
-        built.layout,
-        graphs=built,
+        built,
         forward=forward_step,
         backward=backward_step,
         parameters=parameters,
-        grad_groups=built.grad_groups,
-        grad_outputs=built.grad_outputs,
-        grad_shared=built.grad_shared,
-        hands_on=built.hands_on,
-        extra_given=built.extra_given,
-        parameter_inputs=built.parameter_inputs,
         kept_groups=tuple(kept),
-        saved_types=built.saved_types,
-        extra_types=built.extra_types,
         source="\n".join(x for x in (forward_source, backward_source) if x),
         **steps,
         compiled=tuple(maker.compiled),
-        gathering=gathering,
         uncompiled=tuple(maker.uncompiled),
     )
 
@@ -231,21 +250,11 @@ class _KernelMaker:
 
 
 def _call_by_call(signature: Signature, needs: Needs, reason: str) -> CompiledOperation:
-    grads = any(needs[0]) or any(needs[1])
-    return CompiledOperation(
-        signature,
-        needs,
-        _singles(signature),
-        reason=reason,
-        unbatched=UnbatchedKernel(signature),
-        grad_groups=tuple(i for i, need in enumerate(needs[0]) if need),
-        grad_outputs=tuple(j for j, t in enumerate(signature.outputs) if t.differentiable) if grads else (),
-        grad_shared=tuple(k for k, need in enumerate(needs[1]) if need),
-    )
+    return CompiledOperation(signature, needs, unbatched=UnbatchedKernel(signature), reason=reason)
 
 
 class OperationCache:
-    """Compiled operations by (signature, needs, types of shared operands, options); bounded, counted."""
+    """Compiled operations by (signature, needs, types of shared operands, options); the least recently used go."""
 
     def __init__(self, size: int = 4096) -> None:
         self._entries: OrderedDict[tuple[Any, ...], CompiledOperation] = OrderedDict()
@@ -265,11 +274,14 @@ class OperationCache:
         found = self._entries.get(key)
         if found is not None and found.signature is signature:
             self.hits += 1
+            self._entries[key] = self._entries.pop(
+                key, found
+            )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
         made = compile_operation(signature, needs, shared, **options)
         self._entries[key] = made
-        if len(self._entries) > self.size:
+        while len(self._entries) > self.size:
             self._entries.popitem(last=False)
         return made
 

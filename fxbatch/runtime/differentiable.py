@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.trace_body import devices_of
+from fxbatch.codegen.body import devices_of
 from fxbatch.codegen.unrolled import RowByRow, stack_payload
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
-from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.run import Renumber, renumbering
 
@@ -124,7 +124,7 @@ class DifferentiableRun:
     def compiled(self, signature: Signature, shared: Sequence[torch.Tensor]) -> CompiledOperation:
         """The operation without backward graphs: autograd differentiates its forward graph."""
         needs = ((False,) * len(signature.inputs), (False,) * len(signature.shared))
-        return self.engine.operations.get(signature, needs, shared)
+        return self.engine.operations.get(signature, needs, shared, autograd=True)
 
     def _step(
         self,

@@ -13,22 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fxbatch.codegen.compile_graph import CompileOptions, warn_uncompiled
-from fxbatch.codegen.kernels import Workspace
-from fxbatch.codegen.looped import Scratch, group_type
+from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.step_functions import Scratch, group_type
 from fxbatch.codegen.unrolled import Unrolled
-from fxbatch.errors import GradientError
+from fxbatch.errors import GradientError, TraceError
 from fxbatch.ir import Plan, Program, Schedule, Signature
-from fxbatch.passes.add_pass_through_calls import add_pass_through_calls
+from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.order_rows import RowOrderer
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan_arenas import plan_arenas
-from fxbatch.passes.policies import make_policy
-from fxbatch.passes.survey import survey
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import make_policy
+from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
-from fxbatch.runtime.cuda_graphs import GraphedPlans, capture_cuda
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.family import Family, OperationSet
 from fxbatch.runtime.function import LazyRun, take_results
@@ -42,8 +41,8 @@ from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.slab import SlabPlan, plan_slab
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.runtime.wanted import Wanted
-from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.minibatch import Recording, record_minibatch
+from fxbatch.torch_private import inside_functorch, memory_is_real
+from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
@@ -69,7 +68,7 @@ class Engine:
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         self.options = options
         self.root = root
-        self.table = SignatureTable()
+        self.table = SignatureTable(verify=options.verify)
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = BufferPool()
         self.gradient_memory = GradientMemory()
@@ -82,8 +81,12 @@ class Engine:
         self.families: ContentCache[Family] = ContentCache()
         self.order_rows = RowOrderer()
         self.modules: ContentCache[Unrolled] = ContentCache()
-        chosen = ["eliminate_dead", "unstack_sums"] + [x for x in ("split", "fuse") if getattr(options, x)]
-        chosen += deduplication(options)
+        chosen = [
+            "eliminate_dead",
+            "unstack_sums",
+            *(["fuse"] if options.fuse else []),
+            *deduplication(options),
+        ]
         self.rewrites = Pipeline(chosen, verify=options.verify)
         self.compile_options = CompileOptions.of(options.compile, options.compile_options)
         if options.mode == "unrolled" and self.compile_options is not None:
@@ -93,9 +96,18 @@ class Engine:
             warn_uncompiled(
                 'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
             )
-        self.cuda_graphs = GraphedPlans(capture_cuda) if options.cuda_graphs else None
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
+        self.calls = 0  # of the decorated callable, where some are checked
+        self.warned: set[str] = set()  # what checks have warned of
+
+    def table_for_recording(self) -> SignatureTable:
+        """The table for a new recording: another one where this is full. Recordings under way go on with theirs."""
+        if self.table.full:
+            self.table = SignatureTable(
+                self.table.limit, verify=self.options.verify, forward=self.table.forward
+            )
+        return self.table
 
     # -- what a Run asks for ------------------------------------------------------------------------
 
@@ -142,7 +154,7 @@ class Engine:
             signature,
             needs,
             shared,
-            memory=self.options.memory,
+            verify=self.options.verify,
             native=self.options.native,
             compile=None if unused else self.compile_options,
             late=late,
@@ -222,6 +234,10 @@ class Engine:
     def execution(self) -> Run | DifferentiableRun:
         """The state of a new minibatch."""
         grad = torch.is_grad_enabled()
+        if not memory_is_real():
+            raise TraceError(
+                "traces and lazy blocks compute on real tensors: not under FakeTensorMode, make_fx or torch.jit.trace"
+            )
         if inside_functorch() and self.options.backward != "autograd":
             raise GradientError(
                 'torch.func transforms can\'t go through backward="compiled": use '
@@ -244,17 +260,21 @@ class Engine:
         return self.finish(run, self.record(fn, instances, run), out)
 
     def record(
-        self, fn: Callable[..., Any], instances: Sequence[Instance], run: Run | DifferentiableRun
+        self, fn: Callable[..., Any], instances: Sequence[Instance], run: Execution, *, ahead: bool = False
     ) -> Recording:
-        """Run the user's forward on each instance, recording; `run` executes what instances wait for."""
+        """Run the user's forward on each instance, recording; `run` executes what instances wait for.
+
+        ahead: the last phase runs later, with parameters that may be others by then.
+        """
         return record_minibatch(
             fn,
             instances,
-            self.table,
+            self.table_for_recording(),
             run,
             return_exceptions=self.options.return_exceptions,
             roots=() if self.root is None else (self.root,),
             runs_now=True,
+            ahead=ahead,
         )
 
     def run_ready(self, ready: ReadyMinibatch, out: str) -> Any:
@@ -284,6 +304,4 @@ class Engine:
         else:
             results = separate(found, renumber, take)
             made = nest(results) if out == "nested" else results
-        if isinstance(run, Run) and run.lent is not None and not run.grad:
-            run.release()  # results are copies: another run of the plan may have the memory
         return made

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fxbatch.ir import Layout, Program, SharedOperand, Signature
-from fxbatch.passes.find_needs import Needs
-from fxbatch.passes.plan_arenas import SlotTable, tabulate_slots
+from fxbatch.passes.plan import SlotTable, tabulate_slots
+from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.pointer_table import PointerTable, is_plain
 from fxbatch.runtime.slab import SlabKinds

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.workspace import Workspace
+from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import BROADCAST, INDEX, VIEW
-from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.native_steps import NativeSteps, forward_steps
 from fxbatch.runtime.phase import Layout, Phase
 from fxbatch.runtime.pieces import split_blocks, split_kept
+from fxbatch.runtime.watchers import named_step
 
 if TYPE_CHECKING:
     from fxbatch.runtime.run import Run
@@ -119,17 +120,12 @@ def _fill(
     fill_constants(out, compiled.signature, payload, first, len(out), phase.plan.constant_order[s])
 
 
-def lay_out_forward(run: Run, phase: Phase) -> Layout:
-    """Reserve the memory of a phase, and lay out what its steps take."""
-    reserve_forward(run, phase)
-    return lay_out_steps(run, phase)
-
-
 def reserve_forward(run: Run, phase: Phase) -> None:
     """Room for the values of a phase, and for what its operations keep."""
     plan = phase.plan
-    for a, kind in enumerate(plan.arenas):
-        run.arenas[run.type_ids[kind]].reserve(int(plan.capacity[a]))
+    for kind, rows in zip(plan.arenas, plan.capacity.tolist(), strict=True):
+        if rows:  # the table knows types of other minibatches too
+            run.arenas[run.type_ids[kind]].reserve(rows)
     phase.layout, phase.pieces = None, []
     if phase.whole:
         _read_in_place(run, phase)
@@ -159,21 +155,23 @@ def run_steps(run: Run, phase: Phase, layout: Layout, workspace: Workspace, step
             rows = run.rows_of[compiled]
             run.launches += 1
             kept, saved = phase.pieces[k]
-            compiled.forward(
-                n,
-                sources[gather[k] : gather[k + 1]],
-                outs,
-                kept,
-                saved,
-                run.shared[compiled.signature],
-                rows.scratch,
-                workspace,
-            )
+            with named_step(compiled.signature.name, n, "forward"):
+                compiled.forward(
+                    n,
+                    sources[gather[k] : gather[k + 1]],
+                    outs,
+                    kept,
+                    saved,
+                    run.shared[compiled.signature],
+                    rows.scratch,
+                    workspace,
+                )
         elif is_constant(compiled.signature):
             _fill(run, phase, compiled, s, outs[0], at)
         else:
             run.launches += n
-            _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
+            with named_step(compiled.signature.name, n, "forward"):
+                _run_call_by_call(run, phase, k, compiled, sources[gather[k] : gather[k + 1]], outs)
 
 
 def _read_in_place(run: Run, phase: Phase) -> None:

@@ -40,7 +40,7 @@ class GradientMemory:
         for n in shape:
             size *= n
         if size < _LARGE:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:
             kept = self._storages.setdefault((shape, dtype), [])
             self._storages.move_to_end((shape, dtype))
@@ -49,7 +49,7 @@ class GradientMemory:
                 if storage_uses(storage) == 1 and storage.data_ptr() == pointer and storage.nbytes() == size:
                     self.reused += 1
                     return _on(storage, shape, dtype)
-            made = torch.empty(shape, dtype=dtype)
+            made = torch.empty(shape, dtype=dtype, device="cpu")
             kept.append((made.untyped_storage(), made.data_ptr()))
             if len(kept) > _KEPT:
                 kept.pop(0)
@@ -59,4 +59,4 @@ class GradientMemory:
 
 
 def _on(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]  # takes one
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]  # takes one

@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxbatch.codegen.native import extension
+from fxbatch.codegen.native import Place, address, extension
 from fxbatch.ir import TensorType, tensor_type
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.trace.integers import PLAIN_TENSORS
 
 _LINE = 64  # bytes that pieces begin at a multiple of
-Place = tuple[int, int]  # first byte and bytes
 
 
 class GradientRows:
@@ -48,7 +46,7 @@ class GradientRows:
             device: pool.take(self._lines[device], size // _LINE) for device, size in self._size.items()
         }
         cpu = self._pieces.get(_CPU)
-        self._pointer = 0 if cpu is None or extension is None else cpu.data_ptr()
+        self._pointer = 0 if cpu is None or extension is None else address(cpu, self._size[_CPU]) or 0
         self._tensors: dict[int, torch.Tensor] = {}
         self.table = self._clear()
 
@@ -88,8 +86,10 @@ class GradientRows:
     def write(self, i: int, start: int, grad: torch.Tensor) -> None:
         """Put gradients into the rows of arena i from `start` on."""
         pointer, _, row = self.table[3 * i : 3 * i + 3]
-        if pointer and _is_dense(grad) and grad.dtype is self._kinds[i].dtype:
-            extension.copy(pointer + start * row, grad.data_ptr(), len(grad) * row)
+        whole = pointer and grad.layout is torch.strided and grad.is_contiguous()
+        begin = address(grad, len(grad) * row) if whole and grad.dtype is self._kinds[i].dtype else None
+        if begin:
+            extension.copy(pointer + start * row, begin, len(grad) * row)
         else:
             self.arena(i)[start : start + len(grad)].copy_(grad)
 
@@ -101,20 +101,15 @@ class GradientRows:
         ]
 
     def places(self, compiled: CompiledOperation) -> list[Place]:
-        """Pointers and bytes of those rows, on the CPU."""
-        return [(self._pointer + start, size) for start, size in self._extra.get(compiled, ())]
+        """Pointers and bytes of those rows, nothing of what C can't read."""
+        begin = self._pointer
+        return [(begin + start, size) if begin else (0, 0) for start, size in self._extra.get(compiled, ())]
 
     def release(self) -> None:
         """Give the memory back."""
         for device, piece in self._pieces.items():
             self._pool.give(self._lines[device], piece)
         self._pieces, self._tensors = {}, {}
-
-
-def _is_dense(grad: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie one after another in the host's memory, as they are."""
-    plain = type(grad) in PLAIN_TENSORS and grad.layout is torch.strided and grad.device.type == "cpu"
-    return plain and grad.is_contiguous() and not (grad.is_conj() or grad.is_neg())
 
 
 _NOTHING = torch.empty(0)

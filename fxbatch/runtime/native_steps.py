@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.codegen.native import extension
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.native import Place, address, extension, place_of
 from fxbatch.codegen.native_steps import NativeStep
-from fxbatch.codegen.workspace import Workspace
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns, bytes_of, is_plain
+from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns
+from fxbatch.runtime.watchers import named_step
+from fxbatch.torch_private import profiler_enabled
 
 if TYPE_CHECKING:
     from fxbatch.runtime.gradient_memory import GradientMemory
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from fxbatch.runtime.phase import OperationRows, Phase
     from fxbatch.runtime.run import Run
 
-Place = tuple[int, int]  # pointer and bytes
 Tables = tuple[tuple[Any, ...], Pointers, Any]  # programs by signature, the pointers of each, and the arenas
 
 _ROWS = 1 << 20  # programs take no more
@@ -50,12 +52,34 @@ class NativeSteps:
         return self.programs[int(self.phase.plan.step_signature[k])] is not None
 
     def forward(self, first: int, last: int) -> int:
-        """Run steps from `first` on; the first that was not run."""
+        """Run steps from `first` on; the first that was not run. Under a profiler one by one, each a range."""
+        if profiler_enabled():
+            for k in range(first, last):
+                if not self.begins_at(k):
+                    return k
+                with self._named(k, "forward"):
+                    stop = extension.forward(self.programs, self.room, self.columns, k, k + 1)
+                if stop == k:
+                    return k
+            return last
         return int(extension.forward(self.programs, self.room, self.columns, first, last))
 
     def backward(self, last: int, first: int = 0) -> int:
         """Run steps from `last - 1` down to `first`; the number of the step after the next that is left."""
+        if profiler_enabled():
+            for k in range(last, first, -1):
+                with self._named(k - 1, "backward") if self.begins_at(k - 1) else nullcontext():
+                    stop = extension.backward(self.programs, self.room, self.columns, k - 1, k)
+                if stop == k:
+                    return k
+            return first
         return int(extension.backward(self.programs, self.room, self.columns, first, last))
+
+    def _named(self, k: int, kind: str) -> AbstractContextManager[Any]:
+        plan = self.phase.plan
+        compiled = self.phase.compiled[int(plan.step_signature[k])]
+        assert compiled is not None
+        return named_step(compiled.signature.name, int(plan.step_rows[k]), kind)
 
 
 class _Pointers:
@@ -112,10 +136,8 @@ def _plan_columns(phase: Phase) -> tuple[Any, ...]:
 
 def _arena(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     """(pointer, bytes, bytes a row) of an arena, nothing of one that C can't read."""
-    if tensor is None or tensor.device.type != "cpu" or not tensor.numel() or tensor.dim() == 0:
-        return 0, 0, 0
-    size = tensor.nbytes
-    return tensor.data_ptr(), size, size // tensor.size(0)
+    place = None if tensor is None or tensor.dim() == 0 or not tensor.numel() else place_of(tensor)
+    return (0, 0, 0) if place is None or tensor is None else (*place, place[1] // tensor.size(0))
 
 
 def _on_slab(
@@ -161,35 +183,41 @@ def _add_operation(
     """The pointers of one operation: kept rows, saved rows, shared operands and prepared tensors. Its program, or None
     where it can't read what it is given."""
     shared = run.shared[compiled.signature]
-    fixed = _prepared(step, shared, workspace)
-    if fixed is None:
+    given = _places_of_shared(step, shared)
+    fixed = None if given is None else step.prepared(shared, workspace)
+    if given is None or fixed is None:
         return None
     rows: OperationRows = run.rows_of[compiled]
-    table = [len(rows.kept), len(rows.saved), 0]
-    for position, buffer in enumerate(rows.kept):
-        place = rows.in_place.get(position)
-        tensor = buffer.tensor if place is None else place
+    own = [rows.in_place.get(position, buffer.tensor) for position, buffer in enumerate(rows.kept)]
+    places: list[Place] = []
+    for tensor in (*own, *(buffer.tensor for buffer in rows.saved)):
         assert tensor is not None, "rows were reserved before"
-        table += (tensor.data_ptr(), tensor.nbytes, int(place is not None))
-    for buffer in rows.saved:
-        assert buffer.tensor is not None, "rows were reserved before"
-        table += (buffer.tensor.data_ptr(), buffer.tensor.nbytes, 0)
-    for tensor, size in zip(shared, step.shared_bytes, strict=True):
-        table += (tensor.data_ptr(), size, 0)
-    for tensor in fixed:
-        table += (tensor.data_ptr(), bytes_of(tensor), 0)
-        pointers.held.append(tensor)
+        place = place_of(tensor)
+        if place is None:
+            return None
+        places.append(place)
+    found = list(map(place_of, fixed))
+    if None in found:
+        return None
+    table = [len(rows.kept), len(rows.saved), 0]
+    for i, (start, size) in enumerate(places):
+        table += (start, size, int(i in rows.in_place))
+    for start, size in (*given, *(place for place in found if place is not None)):
+        table += (start, size, 0)
+    pointers.held += fixed
     pointers.rows += table
     return step.program
 
 
-def _prepared(
-    step: NativeStep, shared: Sequence[torch.Tensor], workspace: Workspace
-) -> list[torch.Tensor] | None:
-    """What a program reads that depends on shared operands alone; None where it can't read them as they are."""
-    if not all(map(is_plain, shared)):
-        return None
-    return step.prepared(shared, workspace)
+def _places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Place] | None:
+    """Where the shared operands are; None where C can't read one as it is."""
+    found: list[Place] = []
+    for tensor, size in zip(shared, step.shared_bytes, strict=True):
+        start = address(tensor, size)
+        if start is None:
+            return None
+        found.append((start, size))
+    return found
 
 
 class NativeKernels:
@@ -210,17 +238,19 @@ class NativeKernels:
         contiguous rows, which the caller holds until `run`."""
         if not 0 < n <= _ROWS:
             return None
-        fixed = _prepared(step, shared, self._workspace)
-        if fixed is None:
+        given = _places_of_shared(step, shared)
+        fixed = None if given is None else step.prepared(shared, self._workspace)
+        if given is None or fixed is None:
             return None
         results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
-        table = self._table
-        for place in inputs:
-            table.extend(place)
-        for tensor, size in zip(shared, step.shared_bytes, strict=True):
-            table.extend((tensor.data_ptr(), size))
+        places = [*inputs, *given]
         for tensor in (*results, *fixed):
-            table.extend((tensor.data_ptr(), bytes_of(tensor)))
+            found = place_of(tensor)
+            if found is None:
+                return None
+            places.append(found)
+        for place in places:
+            self._table.extend(place)
         self.steps.append(step)
         self.counts.append(n)
         self._results.append(results)
@@ -230,6 +260,11 @@ class NativeKernels:
     def run(self, first: int = 0, last: int | None = None) -> None:
         """Run them all, or some."""
         programs, last = tuple(step.program for step in self.steps), len(self.steps) if last is None else last
+        if profiler_enabled() and last - first > 1:
+            for i in range(first, last):
+                with named_step(self.steps[i].name, self.counts[i], "parameter gradients"):
+                    self.run(i, i + 1)
+            return
         while first < last:
             first = extension.run_all(
                 programs, self._workspace.native_room(), self.counts, self._table, first, last

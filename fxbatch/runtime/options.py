@@ -13,11 +13,10 @@ import torch
 from fxbatch.errors import OptionError
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "schedule": ("agenda", "depth", "fold", "lookahead", "best", "none"),
+    "schedule": ("agenda", "depth", "fold", "lookahead", "none"),
     "mode": ("looped", "unrolled"),
     "backward": ("compiled", "autograd"),
     "out": ("stack", "list", "nested"),
-    "memory": ("save", "recompute"),
 }
 
 _BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")  # known without importing torch's registry
@@ -31,18 +30,19 @@ class Options:
     mode: `looped` walks a plan, `unrolled` emits an fx.GraphModule a structure. backward: `compiled` (three
     graphs an operation, one autograd function a minibatch) or `autograd`
     (ordinary autograd, double backward). out: `stack`, `list` or `nested` results. shared: names of
-    arguments given once for all instances. memory: what training keeps (`save`) or computes again
-    (`recompute`). deduplicate: equal calls on equal inputs are one call, across instances: True, False, or
-    `auto`, where a minibatch has many calls and enough equal ones (passes/deduplicate_large.py).
-    fuse, split: rewrites before scheduling. return_exceptions: give the exception
+    arguments given once for all instances. deduplicate: equal calls on equal inputs are one call, across
+    instances: True, False, or `auto`, where a minibatch has many calls and enough equal ones
+    (passes/deduplicate.py). fuse: calls that always occur together are one. return_exceptions: give the exception
     of an instance in its place in the results (with out="list") instead of raising it. verify: check every
-    form after every rewrite (slow, for debugging).
+    form after every rewrite, and raise mistakes inside fxbatch that would only be warned of (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
     operation graphs; "auto": Inductor for those graphs that have no native program; compile_options: passed through
     to it: torch.compile's `mode` and `options`, Inductor's configuration by name, and `recompile_limit`.
-    cuda_graphs: on CUDA, capture forward and backward of plans that repeat, and replay them.
+    check: 0, or N: the first minibatch and then one in N is also run undecorated, on copies of module and instances,
+    and compared; a difference is an error (fxbatch/checking.py). check_gradients: compare gradients too, by an extra
+    backward pass of each.
     native: on the CPU, run the steps of operations whose kernels have native programs in C
-    (codegen/native_program.py), all others by the emitted Python kernels.
+    (codegen/native_lower.py), all others by the emitted Python kernels.
     """
 
     schedule: str = "lookahead"
@@ -50,16 +50,15 @@ class Options:
     backward: str = "compiled"
     out: str = "stack"
     shared: tuple[str, ...] = ()
-    memory: str = "save"
     deduplicate: bool | str = "auto"
     fuse: bool = True
-    split: bool = False
     return_exceptions: bool = False
     verify: bool = False
     compile: bool | str | Callable[..., Any] = False
     compile_options: tuple[tuple[str, Any], ...] = ()
-    cuda_graphs: bool = False
     native: bool = True
+    check: int = 0
+    check_gradients: bool = False
 
     @staticmethod
     def of(**given: Any) -> Options:
@@ -82,12 +81,19 @@ class Options:
         when = given.get("deduplicate", "auto")
         if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
             raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "split", "return_exceptions", "verify", "cuda_graphs", "native"):
+        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         if "compile" in given:
             check_backend(given["compile"])
+        every = given.get("check", 0)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise OptionError(f"check={every!r}: takes a whole number: one minibatch in so many is compared")
         options = Options(**given)
+        if options.check_gradients and not options.check:
+            raise OptionError(
+                "check_gradients=True compares gradients where check=N compares values: give both"
+            )
         if options.return_exceptions and options.out != "list":
             raise OptionError('return_exceptions=True needs out="list": a list can hold exceptions')
         return options
@@ -96,13 +102,13 @@ class Options:
 def deduplication(options: Options) -> list[str]:
     """The pass that merges equal calls, by the option, or none.
 
-    `auto` leaves what is planned, emitted or captured once a structure as it is, and the policies that are
-    there to be compared with.
+    `auto` leaves what is emitted once a structure as it is, and the policies that are there to be compared
+    with.
     """
     if options.deduplicate != "auto":
         return ["deduplicate"] if options.deduplicate else []
-    one_by_structure = options.mode == "unrolled" or options.cuda_graphs
-    return [] if one_by_structure or options.schedule in ("fold", "none") else ["deduplicate_large"]
+    once = options.mode == "unrolled" or options.schedule in ("fold", "none")
+    return [] if once else ["deduplicate_large"]
 
 
 def check_backend(backend: Any) -> None:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxbatch.codegen.operation import Ref
+from fxbatch.codegen.build_operation import Ref
+from fxbatch.codegen.native import Place, place_of
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.forward import block_rows
-from fxbatch.runtime.native_steps import NativeKernels, Place
+from fxbatch.runtime.native_steps import NativeKernels
+from fxbatch.runtime.watchers import named_step
 
 if TYPE_CHECKING:
     from fxbatch.runtime.backward import Backward
@@ -38,10 +40,11 @@ def parameter_gradients(backward: Backward) -> Iterator[tuple[CompiledOperation,
             assert compiled.parameters is not None
             n, shared = run.rows_of[compiled].rows, run.shared[compiled.signature]
             rows = [_all_rows(backward, compiled, ref) for ref in compiled.parameter_inputs]
-            yield (
-                compiled,
-                compiled.parameters(n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace),
-            )
+            with named_step(compiled.signature.name, n, "parameter gradients"):
+                made_now = compiled.parameters(
+                    n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace
+                )
+            yield compiled, made_now
         else:
             yield compiled, found
 
@@ -76,8 +79,7 @@ def _place(backward: Backward, compiled: CompiledOperation, ref: Ref, kernels: N
     else:
         tensor = _all_rows(backward, compiled, ref)
         kernels.held.append(tensor)
-    good = tensor is not None and tensor.is_contiguous() and tensor.device.type == "cpu"
-    return (tensor.data_ptr(), tensor.nbytes) if good and tensor is not None else None
+    return place_of(tensor) if tensor is not None and tensor.is_contiguous() else None
 
 
 def _all_rows(backward: Backward, compiled: CompiledOperation, ref: Ref) -> torch.Tensor:

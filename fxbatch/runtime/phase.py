@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.codegen.looped import Scratch, group_type
+from fxbatch.codegen.step_functions import Scratch, group_type
 from fxbatch.ir import Plan, Program, Schedule, TensorType
-from fxbatch.passes.find_needs import Needs
+from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.family import OperationSet

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fxbatch.passes.plan_gradients import GRADIENT_INDEX, GRADIENT_SUM, GRADIENT_VIEW, NOTHING
+from fxbatch.passes.gradients import GRADIENT_INDEX, GRADIENT_SUM, GRADIENT_VIEW, NOTHING
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import lay_out
 from fxbatch.runtime.phase import Layout

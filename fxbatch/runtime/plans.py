@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fxbatch.ir import Program
-from fxbatch.passes.native import checksum
+from fxbatch.passes.select import checksum
 
 T = TypeVar("T")
 

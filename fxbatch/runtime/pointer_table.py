@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.native import address, place_of
 from fxbatch.codegen.native_steps import NativeStep
-from fxbatch.codegen.workspace import Workspace
 from fxbatch.ir import Signature
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.slab import Slab, SlabKinds
@@ -50,7 +51,7 @@ class PointerTable:
     at: np.ndarray  # rows of arrays of the slab
     arrays: np.ndarray  # which
     shared_at: np.ndarray  # rows of shared operands, in the order of `native`
-    native: tuple[Signature, ...]
+    native: tuple[tuple[Signature, tuple[int, ...]], ...]  # with the bytes of each shared operand
     fixed: tuple[tuple[int, Signature, NativeStep], ...]  # first row, and who prepares them
     extra: tuple[tuple[int, CompiledOperation], ...]  # first row
 
@@ -64,7 +65,7 @@ class PointerTable:
         at: list[int] = []
         arrays: list[int] = []
         shared_at: list[int] = []
-        native: list[Signature] = []
+        native: list[tuple[Signature, tuple[int, ...]]] = []
         fixed: list[tuple[int, Signature, NativeStep]] = []
         extra: list[tuple[int, CompiledOperation]] = []
         for s, operation in enumerate(compiled):
@@ -85,7 +86,7 @@ class PointerTable:
             shared_at += range(place, place + len(step.shared_bytes))
             for size in step.shared_bytes:
                 rows.extend((0, size, 0))
-            native.append(operation.signature)
+            native.append((operation.signature, step.shared_bytes))
             place += len(step.shared_bytes)
             if step.fixed:
                 fixed.append((place, operation.signature, step))
@@ -108,12 +109,15 @@ class PointerTable:
     ) -> Pointers | None:
         """The rows of one run as memory is now; None where C can't read a shared operand as it is. made: the rows for
         the gradients of parameters."""
+        if slab.pointer is None:
+            return None
         pointers = []
-        for signature in self.native:
-            for tensor in run.shared[signature]:
-                if not is_plain(tensor):
+        for signature, sizes in self.native:
+            for tensor, size in zip(run.shared[signature], sizes, strict=True):
+                pointer = address(tensor, size)
+                if pointer is None:
                     return None
-                pointers.append(tensor.data_ptr())
+                pointers.append(pointer)
         rows = self.rows.copy()
         if len(self.at):
             places = slab.plan.places[self.arrays]
@@ -126,7 +130,10 @@ class PointerTable:
             if fixed is None:
                 return None
             for k, tensor in enumerate(fixed):
-                rows[place + k, :2] = tensor.data_ptr(), bytes_of(tensor)
+                where = place_of(tensor)
+                if where is None:
+                    return None
+                rows[place + k, :2] = where
             held += fixed
         if made is not None:
             for place, operation in self.extra:
@@ -144,14 +151,6 @@ def arena_columns(slab: Slab) -> np.ndarray:
     """int64 [arenas, 3]: pointer, bytes, bytes a row."""
     n = slab.kinds.arenas
     columns = slab.plan.places[:n].copy()
-    columns[:, 0] += slab.pointer
+    columns[:, 0] += slab.pointer or 0
     columns[:, 2] = slab.kinds.row_bytes[:n]
     return columns
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return last * tensor.element_size() if tensor.numel() else 0

@@ -21,6 +21,7 @@ from fxbatch.runtime.run import Renumber, Run, renumbering
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.known_model import known_model
 from fxbatch.trace.minibatch import Recording
+from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.traces import Trace
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ class TracedInstance:
             return TracedInstance(args, shared, None, made.not_cacheable)
         return TracedInstance(args, shared, made)
 
-    def fresh(self, fingerprint: tuple[str, ...]) -> bool:
-        """Whether the trace fits a model with this fingerprint (a bare trace is checked when it is merged)."""
-        return self.trace is None or self.args is None or self.trace.fingerprint == fingerprint
+    def fresh(self, fingerprint: tuple[str, ...], under: RecordedUnder) -> bool:
+        """Whether the trace fits a model with this fingerprint, and these modes (a bare trace is checked when it is
+        merged)."""
+        if self.trace is None or self.args is None:
+            return True
+        return self.trace.fingerprint == fingerprint and self.trace.under.hold_in(under)
 
 
 @dataclass(eq=False)
@@ -65,7 +69,7 @@ class ReadyMinibatch:
     program: Program | None  # for the other kinds of run
     fingerprint: tuple[str, ...]
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
-    grad: bool
+    under: RecordedUnder  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
     used: bool = False
 
@@ -76,7 +80,7 @@ class ReadyMinibatch:
         recording: Recording,
         run: Run | DifferentiableRun | None = None,
     ) -> ReadyMinibatch:
-        """Rewrite, schedule and plan a recording, under the grad mode of now."""
+        """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run
         found = Results(recording.results)
         values = found.values
@@ -95,14 +99,14 @@ class ReadyMinibatch:
         ]
         return ReadyMinibatch(
             engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
-            known_model(engine.table, engine.root).fingerprint, operands, torch.is_grad_enabled(), recording.integers,
+            known_model(engine.table, engine.root).fingerprint, operands, RecordedUnder.now(), recording.integers,
         )  # fmt: skip
 
     def stale(self) -> bool:
-        """Whether it was run already, or the model, the grad mode or a number has changed since it was planned."""
+        """Whether it was run already, or the model, a mode or a number has changed since it was planned."""
         return (
             self.used
-            or self.grad != torch.is_grad_enabled()
+            or self.under != RecordedUnder.now()
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)

@@ -14,19 +14,34 @@ import numpy as np
 import torch
 
 from fxbatch.errors import ResultError
-from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, tree_flatten
+from fxbatch.trace.objects import (
+    Structure,
+    fill,
+    has_attributes,
+    in_order_of,
+    put_together,
+    take_apart,
+    values_in,
+)
 from fxbatch.trace.values import Value
 
+LONGEST = 200  # characters of a structure in a message
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
 
 
 class Results:
-    """The leaves of all instances' results. `values` lists the value ids that they need, each once."""
+    """The leaves of all instances' results. `values` lists the value ids that they need, each once.
+
+    Leaves that are objects of the user's own classes hold values too: `objects` says whose, by the leaf's id.
+    """
 
     def __init__(self, results: Sequence[Any]) -> None:
         self.results = results
-        self.specs: list[TreeSpec | None] = []
+        self.specs: list[TreeSpec | Structure | None] = []
         self.leaves: list[list[Any]] = []
+        self.objects: dict[int, list[Value]] = {}
+        self.opaque = False  # whether there are objects whose attributes may be tensors
         for result in results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
@@ -38,12 +53,63 @@ class Results:
                 leaves, spec = tree_flatten(result)
                 self.leaves.append(leaves)
                 self.specs.append(spec)
+                self._look_into(leaves)
+
+    def _look_into(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if type(leaf) is not Value and has_attributes(leaf):
+                self.opaque = True
+                found = values_in(leaf)
+                if found:
+                    self.objects[id(leaf)] = found
+
+    def all_values(self) -> list[Value]:
+        """The values of all results, objects' among them, in order of appearance."""
+        found = []
+        for leaves in self.leaves:
+            for x in leaves:
+                if type(x) is Value:
+                    found.append(x)
+                elif self.objects:
+                    found += self.objects.get(id(x), [])
+        return found
 
     @property
     def values(self) -> np.ndarray:
         """Distinct value ids, in order of first appearance."""
-        ids = [x.id for leaves in self.leaves for x in leaves if type(x) is Value]
-        return np.array(list(dict.fromkeys(ids)), dtype=np.int64)
+        return np.array(list(dict.fromkeys(x.id for x in self.all_values())), dtype=np.int64)
+
+    def made_alike(self) -> Results:
+        """The same results as leaves of one structure, or a ResultError.
+
+        Objects that hold tensors are taken apart by attribute, and dictionaries get the order of the first one's keys.
+        """
+        if self._is_alike() and not self.opaque:
+            return self
+        found = self
+        if self.opaque:
+            found = self._taken_apart()
+            if not found._is_alike() and not self.objects:
+                found = self  # objects that the forward did not compute stay as they are
+        if not found._is_alike():
+            ordered = [in_order_of(result, self.results[0]) for result in self.results]
+            if any(a is not b for a, b in zip(ordered, self.results, strict=True)):
+                found = Results(ordered)
+                found = found._taken_apart() if found.opaque else found
+        _same_structure(found)
+        return found
+
+    def _is_alike(self) -> bool:
+        return all(spec == self.specs[0] for spec in self.specs)
+
+    def _taken_apart(self) -> Results:
+        found = Results(())
+        found.results = self.results
+        for result in self.results:
+            leaves, structure = take_apart(result)
+            found.leaves.append(leaves)
+            found.specs.append(structure)
+        return found
 
 
 @functools.cache
@@ -56,7 +122,7 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
     """One pytree with the structure of one instance's result, its leaves stacked on a new first dimension."""
     if not found.leaves:
         return torch.empty(0)
-    _same_structure(found)
+    found = found.made_alike()
     columns = list(zip(*found.leaves, strict=True))
     requests: list[np.ndarray] = []
     for column in columns:
@@ -68,7 +134,7 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
     rows = iter(take(requests))
     stacked = [_stack_column(column, rows) for column in columns]
     spec = found.specs[0]
-    return stacked[0] if spec is None else tree_unflatten(stacked, spec)
+    return stacked[0] if spec is None else put_together(stacked, spec)
 
 
 def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> Any:
@@ -87,7 +153,7 @@ def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> Any:
 
 def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take) -> list[Any]:
     """A list of per-instance results with real tensors in place of values."""
-    flat = [x for leaves in found.leaves for x in leaves if type(x) is Value]
+    flat = found.all_values()
     by_type: dict[Any, dict[int, int]] = {}
     for x in flat:
         by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(x.id, 0)
@@ -98,7 +164,9 @@ def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take:
     out = []
     for leaves, spec in zip(found.leaves, found.specs, strict=True):
         real = [tensors[x.id] if type(x) is Value else x for x in leaves]
-        out.append(real[0] if spec is None else tree_unflatten(real, spec))
+        if found.objects:
+            real = [fill(x, tensors) if id(x) in found.objects else x for x in real]
+        out.append(real[0] if spec is None else put_together(real, spec))
     return out
 
 
@@ -106,10 +174,10 @@ def stack_real(results: Sequence[Any]) -> Any:
     """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
     found = Results(results)
     if len(found.values):  # inside a recording: stacking is recorded too
-        _same_structure(found)
+        found = found.made_alike()
         stacked = [_stack_recorded(column) for column in zip(*found.leaves, strict=True)]
         spec = found.specs[0]
-        return stacked[0] if spec is None else tree_unflatten(stacked, spec)
+        return stacked[0] if spec is None else put_together(stacked, spec)
     return stack(found, lambda ids: ids, lambda requests: [])
 
 
@@ -122,8 +190,7 @@ def _stack_recorded(column: Sequence[Any]) -> Any:
 
 def nest(results: Sequence[Any]) -> Any:
     """One pytree whose tensor leaves are jagged nested tensors over the instances."""
-    found = Results(results)
-    _same_structure(found)
+    found = Results(results).made_alike()
     leaves = [
         torch.nested.as_nested_tensor(list(column), layout=torch.jagged)
         if all(isinstance(x, torch.Tensor) for x in column)
@@ -131,7 +198,7 @@ def nest(results: Sequence[Any]) -> Any:
         for column in zip(*found.leaves, strict=True)
     ]
     spec = found.specs[0]
-    return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+    return leaves[0] if spec is None else put_together(leaves, spec)
 
 
 def _same_structure(found: Results) -> None:
@@ -139,13 +206,19 @@ def _same_structure(found: Results) -> None:
     for i, spec in enumerate(found.specs):
         if spec != first:
             raise ResultError(
-                f"instance {i} returned a different structure than instance 0: "
-                f'{_describe(spec)} against {_describe(first)}; use out="list" for results that differ'
+                f"instance {i} returned a different structure than instance 0: {_describe(found, i)} against "
+                f'{_describe(found, 0)}; use out="list" for results that differ'
             )
 
 
-def _describe(spec: TreeSpec | None) -> str:
-    return "a tensor" if spec is None else str(spec)
+def _describe(found: Results, i: int) -> str:
+    spec, leaves = found.specs[i], found.leaves[i]
+    if spec is None:
+        return "a tensor"
+    if len(leaves) == 1 and not isinstance(spec, Structure) and spec.is_leaf():
+        return repr(leaves[0])[:60] if isinstance(leaves[0], (int, float, str)) else type(leaves[0]).__name__
+    text = " ".join(str(spec).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _same_types(column: Sequence[Any]) -> None:

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
-from fxbatch.passes.find_needs import Needs, early_needs, find_needs
-from fxbatch.passes.frontier import count_signatures
-from fxbatch.passes.survey import count_values, spread_outputs
+from fxbatch.passes.signature_graph import (
+    Needs,
+    count_values,
+    early_needs,
+    find_needs,
+    spread_outputs,
+    survey,
+)
 from fxbatch.runtime.buffers import Buffer
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
@@ -29,11 +34,11 @@ from fxbatch.runtime.family import Family, Operands, Template
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.phase import OperationRows, Phase
 from fxbatch.runtime.slab import Slab
+from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 
 if TYPE_CHECKING:
-    from fxbatch.codegen.workspace import Workspace
-    from fxbatch.runtime.captured import Captured
+    from fxbatch.codegen.kernel import Workspace
     from fxbatch.runtime.engine import Engine
 
 Renumber = Callable[[np.ndarray], np.ndarray]
@@ -61,6 +66,7 @@ class Run:
 
     def __init__(self, engine: Engine, *, grad: bool) -> None:
         self.engine = engine
+        engine.pool.begin()
         self.grad = grad
         self.type_ids: dict[TensorType, int] = {}
         self.arenas: list[Buffer] = []
@@ -76,8 +82,8 @@ class Run:
         self._type_numbers: dict[SignatureColumns, np.ndarray] = {}
         self.launches = 0
         self._operands: Operands = {}  # what shared operands are in this run
-        self.native = engine.options.native
-        self.lent: Captured | None = None  # whose memory this run is on
+        self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
+        self.native = engine.options.native and not self.watched
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
         self.released = False
 
@@ -89,17 +95,14 @@ class Run:
         if self.released:
             return
         self.released = True
-        if self.lent is not None:
-            self.lent.take_back()
-        else:
-            for buffer in self.arenas:
-                buffer.release()
-            for rows in self.rows_of.values():
-                rows.release()
-            if self.slab is not None:
-                self.slab.release()
+        for buffer in self.arenas:
+            buffer.release()
+        for rows in self.rows_of.values():
+            rows.release()
+        if self.slab is not None:
+            self.slab.release()
         self.slab = None
-        self.arenas, self.rows_of, self.lent = [], {}, None
+        self.arenas, self.rows_of = [], {}
         for phase in self.phases:
             phase.pieces, phase.layout = [], None
         self.phases.clear()
@@ -168,8 +171,7 @@ class Run:
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
-        graphs = self.engine.cuda_graphs
-        if graphs is None or not graphs.run(self, phase):
+        with shown_modes() if self.watched else nullcontext():
             execute_forward(self, phase)
         self._remember(phase.program, phase.plan, phase.needs)
 
@@ -237,7 +239,7 @@ class Run:
             known_needs=known_needs,
         )
         postponed = self.engine.postponed
-        late = postponed.choose(program.signatures, count_signatures(program).tolist())
+        late = postponed.choose(program.signatures, survey(program).counts.tolist())
         family.settled = not late
         compiled = tuple(
             self.engine.compiled(

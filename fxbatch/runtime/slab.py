@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fxbatch.codegen.looped import group_type
+from fxbatch.codegen.native import address
+from fxbatch.codegen.step_functions import group_type
 from fxbatch.ir import VIEW, Plan, TensorType, tensor_type
 from fxbatch.runtime.buffers import Buffer, BufferPool
 from fxbatch.runtime.compiled import CompiledOperation
@@ -120,7 +121,7 @@ class Slab:
         self.plan = plan
         self._memory = Buffer(pool, _LINES)
         memory = self._memory.reserve(plan.lines)
-        self.pointer = memory.data_ptr()  # where it begins
+        self.pointer = address(memory, plan.lines * LINE)  # where it begins, None where C must not look
         self._typed = {torch.float32: memory}  # the same memory by type
 
     def tensor(self, array: int) -> torch.Tensor:

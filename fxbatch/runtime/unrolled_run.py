@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from fxbatch.codegen.contract import OperationGraphs, Unbatched
+from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
 from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Program, Schedule
-from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.fold import batch_calls
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.differentiable import DifferentiableRun
 

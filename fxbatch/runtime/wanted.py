@@ -1,6 +1,6 @@
 """What backward does with each signature of a phase: the same for all runs of the same operations.
 
-wanted = engine.wanted(tuple(phase.compiled), reached)      # reached: bool a signature, see passes/find_needs.py
+wanted = engine.wanted(tuple(phase.compiled), reached)      # reached: bool a signature, see passes/signature_graph.py
 wanted.outputs[s]                                           # the outputs whose gradients signature s takes
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxbatch.passes.plan_arenas import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 
 

@@ -18,7 +18,7 @@
 
 static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
-    Py_ssize_t sid, types, alone, row;                                  /* of an Entry */
+    Py_ssize_t sid, types, alone, row, guards;                          /* of an Entry */
     Py_ssize_t sigs, inputs, count, known, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
     Py_ssize_t m_grad, m_inference, m_autocast, m_functions, m_warnings, m_recorder; /* of ThreadModes */
@@ -227,11 +227,24 @@ static PyObject *entry_like(PyObject *recorder, PyObject *t)
     return found;
 }
 
+/* Where a tensor's storage says whether it may be resized (torch_private.resizable_place); -1: not known. */
+static Py_ssize_t to_impl = -1, to_storage, to_resizable;
+
+/* Whether somebody else may write to the memory of a plain tensor unseen (numpy, another process); 1 too where that
+   can't be told here: then Python does. */
+static int is_foreign(PyObject *t)
+{
+    if (to_impl < 0)
+        return 1;
+    const char *impl = *(char **)((char *)t + to_impl), *storage = impl ? *(char **)(impl + to_storage) : NULL;
+    return !storage || !storage[to_resizable];
+}
+
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
     PyObject *owners = SLOT(recorder, at.owners), *v = NULL;
-    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key))
+    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || is_foreign(t))
         return NULL;
     PyObject *layout = ask(get_layout, t), *version = NULL;
     PyObject *entry = layout == strided ? entry_like(recorder, t) : NULL;
@@ -335,6 +348,20 @@ static int default_dtype_is(PyObject *expected)
     return known == expected;
 }
 
+/* Whether what an entry's body reads, and user code may change unseen, is as it was (Entry.guards). */
+static int holds(PyObject *entry)
+{
+    PyObject *guards = SLOT(entry, at.guards);
+    if (!guards || guards == Py_None)
+        return 1;
+    for (Py_ssize_t i = 0; i + 2 < PyTuple_GET_SIZE(guards); i += 3) {
+        PyObject *dict = PyTuple_GET_ITEM(guards, i);
+        if (!PyDict_Check(dict) || PyDict_GetItem(dict, PyTuple_GET_ITEM(guards, i + 1)) != PyTuple_GET_ITEM(guards, i + 2))
+            return 0;
+    }
+    return 1;
+}
+
 /* The result of a call that was met before; NULL without an error when it was not. */
 static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const *args, Py_ssize_t n,
                             int tensors)
@@ -357,7 +384,7 @@ static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const
     }
     known = (KnownCalls *)SLOT(recorder, at.known);
     PyObject *entry = known->room ? known_place(known->calls, known->room, &call)->entry : NULL;
-    if (!entry)
+    if (!entry || !holds(entry))
         return NULL;
     Py_INCREF(entry);
     PyObject *result = record(recorder, entry, ids, n);
@@ -490,7 +517,7 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
     if (!Py_IS_TYPE(known, &KnownCallsType) || !known->pattern_used)
         return NULL;
     PyObject *entry = pattern_place(known->patterns, known->pattern_room, &wanted)->entry;
-    if (!entry)
+    if (!entry || !holds(entry))
         return NULL;
     Py_INCREF(entry);
     PyObject *result = record(recorder, entry, a.ids, a.inputs);
@@ -731,7 +758,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     if (slot(value, "_value", &at.value) || slot(value, "_type", &at.type) ||
         slot(value, "_recorder", &at.recorder) || slot(value, "_alias", &at.alias) ||
         slot(entry, "sid", &at.sid) || slot(entry, "types", &at.types) || slot(entry, "alone", &at.alone) ||
-        slot(entry, "row", &at.row) || slot(columns, "sigs", &at.sigs) ||
+        slot(entry, "row", &at.row) || slot(entry, "guards", &at.guards) || slot(columns, "sigs", &at.sigs) ||
         slot(columns, "inputs", &at.inputs) || slot(columns, "count", &at.count) ||
         slot(columns, "met", &at.known) || slot(columns, "mode", &at.mode) ||
         slot(columns, "grad", &at.grad) || slot(columns, "autocast", &at.autocast) ||
@@ -794,6 +821,11 @@ static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
     return NULL;
 }
 
+static PyObject *find_resizable(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return PyArg_ParseTuple(args, "nnn", &to_impl, &to_storage, &to_resizable) ? Py_NewRef(Py_None) : NULL;
+}
+
 static PyObject *recycle(PyObject *Py_UNUSED(module), PyObject *on)
 {
     pool_limit = PyObject_IsTrue(on) ? POOL : 0;
@@ -809,6 +841,7 @@ static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
+    {"find_resizable", find_resizable, METH_VARARGS, "Say where storages say whether they may be resized; once."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},

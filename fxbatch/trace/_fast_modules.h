@@ -68,7 +68,7 @@ static PyObject *attributes_of(PyObject *owner)
     return PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_dict : PyModule_GetDict(owner);
 }
 
-/* What entries ((owner, name, new), ...) would replace, in reverse. */
+/* What entries ((owner, name, new), ...) would replace, in reverse; None for what is not there. */
 static PyObject *replaced(PyObject *entries)
 {
     Py_ssize_t n = PyTuple_GET_SIZE(entries);
@@ -77,10 +77,8 @@ static PyObject *replaced(PyObject *entries)
         PyObject *dict = NULL, *row = NULL, *old = NULL;
         if (PyArg_ParseTuple(PyTuple_GET_ITEM(entries, i), "OUO", &owner, &name, &new))
             dict = attributes_of(owner);
-        if (dict && (old = PyDict_GetItemWithError(dict, name)))
-            row = PyTuple_Pack(3, owner, name, old);
-        else if (dict && !PyErr_Occurred())
-            PyErr_SetObject(PyExc_AttributeError, name);
+        if (dict && ((old = PyDict_GetItemWithError(dict, name)) || !PyErr_Occurred()))
+            row = PyTuple_Pack(3, owner, name, old ? old : Py_None);
         if (row)
             PyTuple_SET_ITEM(before, n - 1 - i, row);
         else
@@ -89,8 +87,8 @@ static PyObject *replaced(PyObject *entries)
     return before;
 }
 
-/* swap(((owner, name, new), ...), saved): put attributes of classes and Python modules; what was there is appended
-   to the list `saved` before, in reverse. The classes' methods are none that have a slot, or such that are Python
+/* swap(((owner, name, new), ...), saved): put attributes of classes and Python modules (None: take it away); what was
+   there is appended to the list `saved` before, in reverse. The classes' methods are none that have a slot, or such that are Python
    functions before and after. */
 static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -105,7 +103,8 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
         if (changed && changed != owner)
             PyType_Modified((PyTypeObject *)changed);
         changed = PyType_Check(owner) ? owner : NULL;
-        failed = PyDict_SetItem(attributes_of(owner), PyTuple_GET_ITEM(row, 1), PyTuple_GET_ITEM(row, 2)) < 0;
+        PyObject *name = PyTuple_GET_ITEM(row, 1), *new = PyTuple_GET_ITEM(row, 2), *dict = attributes_of(owner);
+        failed = (new == Py_None ? PyDict_DelItem(dict, name) : PyDict_SetItem(dict, name, new)) < 0;
     }
     if (changed)
         PyType_Modified((PyTypeObject *)changed);

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.values import Value
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 class Alias:
     """A Value's place among the Values that share its memory."""
 
-    __slots__ = ("again", "call", "output", "source", "views")
+    __slots__ = ("again", "call", "grad", "output", "source", "views")
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class Alias:
         self.again = again  # records the view anew, from the source's new content
         self.call = call  # (func, args, kwargs), if a function
         self.output = output  # which leaf of the result
+        self.grad = torch.is_grad_enabled()  # whether gradients go through the view
         self.views: list[weakref.ref[Value]] = []
 
 

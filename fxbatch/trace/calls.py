@@ -9,6 +9,7 @@ Values, or what the eager function would raise.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,24 +19,30 @@ import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Signature, Template
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.signature import Frozen
+from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments, view_of_shared
+from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.dependent import call_with_values
+from fxbatch.trace.examined import ExaminedFunction
 from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
-from fxbatch.trace.lifting import call_lifted
+from fxbatch.trace.lifting import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import (
     FUNCTION,
     LIFTS,
     LIFTS_FLOAT,
     MARKED,
+    CustomFunction,
+    Functional,
     function_name,
     on_views,
     plain_function,
     take_at,
 )
+from fxbatch.trace.packed import FUNCTIONS, on_packed
 from fxbatch.trace.settled import remember_call, settled_call
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry
@@ -68,6 +75,10 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     """Record `func(*args, **kwargs)` and give its result with Values."""
     recorder.sync_modes()
     func = plain_function(func)
+    if type(func) is CustomFunction:
+        func = _examined_custom(recorder, func)
+    if func in FUNCTIONS and (instead := on_packed(func, args)) is not None:
+        return instead(*args, **kwargs)
     settled = settled_call(recorder, func, args, kwargs)
     if settled is not None:
         return settled
@@ -99,7 +110,17 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
             raise InPlaceError(
                 f"{function_name(func)}: out= can't be recorded; use the result instead{at_line()}"
             )
-        entry = _new_function(recorder, key, func, args, kwargs, arguments)
+        if isinstance(func, HigherOrderOperator):
+            raise TraceError(
+                f"{function_name(func)} met a value: torch's operators that take functions can't be recorded; write "
+                f"torch.cond, or an `if` or a loop in Python{at_line()}"
+            )
+        keeps_changing = _floats_keep_changing(recorder, key)
+        lifted = with_lifted_floats(recorder, func, args, kwargs) if keeps_changing else None
+        if lifted is not None:
+            return call_function(recorder, *lifted, {})
+        reason = "an argument of it keeps changing" if keeps_changing else ""
+        entry = _new_function(recorder, key, func, args, kwargs, arguments, reason)
     if type(entry) is Known:
         return entry.result
     if type(entry) is Dependent:
@@ -110,9 +131,63 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     if entry.aliased:
         again = functools.partial(call_function, recorder, func, args, kwargs)
         link_views(entry, result, arguments, again, (func, args, kwargs))
-    else:
+    elif type(func) is not CustomFunction or func.examined.guards is not None:
         remember_call(recorder, func, args, kwargs, entry)
     return result
+
+
+MANY_STATES = 4  # a function whose code reads something that had more contents than this is no operation
+
+
+def examined_function(recorder: Recorder, func: Any) -> ExaminedFunction:
+    """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed."""
+    found = recorder.examined.get(id(func))
+    if found is not None and found.reads.near():
+        return found
+    known = recorder.table.functions.setdefault(id(func), [])
+    found = known[0] if known else None
+    if found is None or not found.reads.unchanged():
+        reads = Reads.of_function(func) if found is None else found.reads.again()
+        found = _function_as_it_is(known, func, reads)
+    recorder.examined[id(func)] = found
+    return found
+
+
+def _function_as_it_is(known: list[ExaminedFunction], func: Any, reads: Reads) -> ExaminedFunction:
+    """The one of a function's states that has this content, made where it is new; it becomes the first."""
+    for i, x in enumerate(known):
+        if x.reads.key == reads.key and not x.reason:
+            known.insert(0, known.pop(i))
+            x.reads, x.guards = reads, reads.guards()
+            return x
+    through = reads.opaque
+    if not through and len(known) >= MANY_STATES:
+        changed = known[0].reads.differs_from(reads) or "what it reads"
+        through = f"{changed} keeps changing: its parts are recorded with what it is each time"
+    made = ExaminedFunction(func, reads, len(known), through)
+    if not through or not known or not known[0].reason:
+        known.insert(0, made)
+    else:
+        known[0] = made
+    return made
+
+
+def _examined_custom(recorder: Recorder, func: CustomFunction) -> CustomFunction:
+    """The CustomFunction of a class for what its code reads now."""
+    found = examined_function(recorder, func.cls)
+    if found.custom is None:
+        found.custom = CustomFunction(func.cls, found)
+    return found.custom
+
+
+def _floats_keep_changing(recorder: Recorder, key: Any) -> bool:
+    """Whether a new call is one that was met with many other floats: building it once more would not pay."""
+    structure, floats = without_floats(key)
+    if not floats:
+        return False
+    met = recorder.functions.setdefault(("floats", structure), {})
+    met[floats] = None
+    return len(met) > MANY_NUMBERS
 
 
 def _call_on_views(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,6 +219,7 @@ def _new_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     arguments: Arguments,
+    reason: str,
 ) -> Any:
     table = recorder.table
     with table.lock, tracing(None):
@@ -151,15 +227,25 @@ def _new_function(
         if entry is None:
             name = function_name(args[0] if func is on_views else func)
             target = Operation(name, "function", func, FUNCTION)
-            entry = function_entry(recorder, target, args, kwargs, arguments)
+            examined = func.examined if type(func) in (CustomFunction, Functional) else None
+            entry = function_entry(recorder, target, args, kwargs, arguments, examined, reason)
             recorder.functions[key] = entry
         return entry
 
 
 def function_entry(
-    recorder: Recorder, made: Operation, args: Any, kwargs: Any, arguments: Arguments
+    recorder: Recorder,
+    made: Operation,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+    examined: ExaminedFunction | None = None,
+    reason: str = "",
 ) -> Entry | Known | Dependent:
-    """The signature of a function call that was not met before, from one run on fake tensors."""
+    """The signature of a function call that was not met before, from one run on fake tensors.
+
+    examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
+    """
     table = recorder.table
     name = made.name
     _refuse_running_statistics(made.target, args, kwargs)
@@ -171,12 +257,18 @@ def function_entry(
         return made.target(*a, **k)
 
     real = [s.resolve() for s in arguments.shared]
+
+    def run() -> Outcome:
+        return run_on_fakes(body, inputs, real, grad=recorder.grad)
+
     try:
-        outcome = run_on_fakes(body, inputs, real, grad=recorder.grad)
+        outcome = run() if examined is None else _run_watched(recorder, examined, run)
+    except BodyError as error:
+        if examined is None or made.rule == MARKED:
+            raise TraceError(f"{name}: {error}{at_line()}") from None
+        examined.reason, outcome = str(error), run()  # it runs call by call, as it stands
     except NEEDS_VALUES as error:
         return Dependent(_why_values(error))
-    except BodyError as error:
-        raise TraceError(f"{name}: {error}{at_line()}") from None
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
         raise
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
@@ -191,13 +283,31 @@ def function_entry(
         (made.target, made.name, outcome.random),
         lambda: Operation(made.name, made.kind, made.target, made.rule, random=outcome.random),
     )
-    return table.add(
+    entry = table.add(
         Signature(
             operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result,
-            recorder.modes(), location=user_line(),
+            recorder.modes(detaches=outcome.detaches(inputs)), location=user_line(),
+            reason=reason if examined is None else examined.reason,
+            frozen=None if examined is None else Frozen(None, examined.reads),
         ),
         outcome,
     )  # fmt: skip
+    entry.guards = None if examined is None else examined.guards or None
+    return entry
+
+
+def _run_watched(recorder: Recorder, examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
+    """Run the body of a user's function; BodyError where it does more than give a result."""
+    for _ in range(4):
+        outcome, effects = examined.reads.run(run)
+        if not effects.unknown:
+            break
+        examined.reads = examined.reads.again(effects.unknown)
+        examined.guards = examined.reads.guards()
+    reason = examined.reads.opaque or (f"changes {effects.changed}" if effects.changed else effects.effect)
+    if reason:
+        raise BodyError(reason)
+    return outcome
 
 
 def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
@@ -255,8 +365,12 @@ def call_marked(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     recorder.sync_modes()
     arguments = Arguments(recorder)
     name = function_name(func)
+    examined = examined_function(recorder, func)
+    if examined.reason:
+        recorder.table.note_traced_through(name, f"{examined.reason} (marked @operation)", user_line())
+        return func(*args, **kwargs)
     try:
-        key = ("marked", func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
+        key = ("marked", func, examined.state, arguments.key(args), arguments.key(kwargs) if kwargs else None)
     except OpaqueArgumentError as error:
         recorder.table.note_traced_through(name, f"{error} (marked @operation)", user_line())
         return func(*args, **kwargs)
@@ -264,7 +378,7 @@ def call_marked(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
         return func(*args, **kwargs)
     entry = recorder.functions.get(key)
     if entry is None:
-        entry = _new_marked(recorder, key, func, name, args, kwargs, arguments)
+        entry = _new_marked(recorder, key, examined, name, args, kwargs, arguments)
     if type(entry) is not Entry or entry.written:
         return func(*args, **kwargs)
     result = recorder.emit(entry, arguments.ids())
@@ -275,16 +389,21 @@ def call_marked(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _new_marked(
-    recorder: Recorder, key: Any, func: Any, name: str, args: Any, kwargs: Any, arguments: Arguments
+    recorder: Recorder,
+    key: Any,
+    examined: ExaminedFunction,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
 ) -> Any:
     table = recorder.table
     with table.lock, tracing(None):
         entry = recorder.functions.get(key)
         if entry is None:
             try:
-                entry = function_entry(
-                    recorder, Operation(name, "function", func, MARKED), args, kwargs, arguments
-                )
+                made = Operation(name, "function", examined.target, MARKED)
+                entry = function_entry(recorder, made, args, kwargs, arguments, examined)
             except (BatchCoupledError, InPlaceError):
                 raise
             except (

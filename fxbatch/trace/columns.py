@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from fxbatch.trace.table import Entry
     from fxbatch.trace.values import Value
+
+
+Owner = TypeVar("Owner")
 
 
 class KnownCalls:
@@ -98,11 +101,12 @@ def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarra
     return sig, out, not len(out) or (int(out.min()) >= 0 and int(out.max()) < count - base)
 
 
-def written_to(constants: list[tuple[Value, torch.Tensor, int | None]]) -> Value | None:
-    """The value of the first constant whose tensor was written to since it was met; None if none was."""
+def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
+    """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
     if Switch.on:
-        return _fast.written_to(constants)
-    return next((v for v, t, version in constants if version is not None and t._version != version), None)
+        found: Owner | None = _fast.written_to(tensors)
+        return found
+    return next((x for x, t, version in tensors if version is not None and t._version != version), None)
 
 
 def leaves_of(constants: dict[int, tuple[Value, torch.Tensor, int | None]]) -> list[int]:

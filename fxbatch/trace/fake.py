@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fxbatch.ir import Slot, Template, TensorType
 from fxbatch.torch_private import (
@@ -27,6 +29,7 @@ from fxbatch.torch_private import (
     UnsupportedOperatorException,
     tree_flatten,
 )
+from fxbatch.trace.operations import on_views
 
 # What a body raises on fake tensors when it needs values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -57,6 +60,11 @@ class Outcome:
     random: bool  # draws torch random numbers
     gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
 
+    def detaches(self, inputs: Sequence[TensorType]) -> bool:
+        """Whether gradients could go through by the types, and don't."""
+        through = any(t.differentiable for t in inputs) and any(t.differentiable for t in self.outputs)
+        return through and not any(self.gradients)
+
 
 class _RandomWatch(TorchDispatchMode):
     """Sees whether an operation draws random numbers."""
@@ -68,6 +76,39 @@ class _RandomWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.random = True
+        return func(*args, **(kwargs or {}))
+
+
+# What a tensor is besides its type and content: the fakes here don't say it as the real ones will.
+_OF_MEMORY = frozenset(
+    {
+        getattr(torch.Tensor, name)
+        for name in (
+            "stride", "storage_offset", "is_contiguous", "dim_order", "data_ptr", "const_data_ptr", "as_strided",
+            "as_strided_", "as_strided_copy", "as_strided_scatter", "storage", "untyped_storage", "set_", "is_set_to",
+            "is_shared", "is_pinned", "is_conj", "is_neg", "is_inference", "_is_view",
+        )
+        if hasattr(torch.Tensor, name)
+    }
+    | {torch.as_strided, torch.as_strided_copy, torch.as_strided_scatter}
+    | {torch.is_conj, torch.is_neg, torch.is_inference}
+    | {getattr(torch.Tensor, name).__get__ for name in ("_version", "_base", "_cdata", "output_nr")}
+)  # fmt: skip
+
+
+class _MemoryWatch(TorchFunctionMode):
+    """Refuses what the user's code asks about a tensor's memory. Torch's own code only chooses a faster way by it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_MEMORY:
+            asking = sys._getframe(1)
+            torchs = asking.f_globals.get("__name__", "").split(".")[0] == "torch"
+            if not torchs and asking.f_code is not on_views.__code__:
+                name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+                raise BodyError(
+                    f"{name} asks for the memory of a tensor, which batched tensors don't have one by one; clone(), "
+                    "reshape() and contiguous() need not know it"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -109,7 +150,7 @@ def _run_on_fakes(
         states = _python_random_states()
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
-            with watch:
+            with watch, _MemoryWatch():
                 result = body(list(fakes), fake_shared)
         finally:
             _LOG.disabled = quiet

@@ -19,6 +19,7 @@ from fxbatch.torch_private import (
     function_modes_enabled,
     handle_torch_function,
     mode_addresses,
+    resizable_place,
     warning_handler_address,
 )
 from fxbatch.trace.columns import Columns, Switch, _fast
@@ -61,7 +62,7 @@ def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
     return entry.signature.result.fill(output=outputs)
 
 
-Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there
+Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 
 
 def put_attributes(entries: Entries, saved: list[Entries]) -> None:
@@ -70,9 +71,12 @@ def put_attributes(entries: Entries, saved: list[Entries]) -> None:
     if Switch.on:
         _fast.swap(entries, saved)
         return
-    saved.append(tuple((owner, name, owner.__dict__[name]) for owner, name, _ in reversed(entries)))
+    saved.append(tuple((owner, name, owner.__dict__.get(name)) for owner, name, _ in reversed(entries)))
     for owner, name, new in entries:
-        setattr(owner, name, new)
+        if new is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, new)
 
 
 def quicken_modules(on: bool) -> None:
@@ -93,5 +97,6 @@ if extension_available():
         torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(), torch.device("cpu"),
         mode_addresses(),
     )  # fmt: skip
+    _fast.find_resizable(*resizable_place())
     _MODULE_CALL = _fast.Method(None, settle_call)
     use_extension(True)

@@ -7,21 +7,19 @@ In: what a trace says of a signature, the model. Out: the id; StaleTraceError wh
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fxbatch.errors import StaleTraceError
-from fxbatch.ir import Modes, Template
+from fxbatch.ir import Template
 from fxbatch.trace.calls import call_function, call_marked
 from fxbatch.trace.described import Described
 from fxbatch.trace.location import user_line
 from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.references import Reference
-from fxbatch.trace.state import tracing
+from fxbatch.trace.state import entered_modes, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
@@ -34,7 +32,7 @@ def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | Non
         return table.number(s.outputs[0].dtype, s.outputs[0].device).sid
     scratch = Recorder(table, (model,) if model is not None else (), 1)
     inputs = [scratch.row(table.constant(t), ())[0] for t in s.inputs]
-    with tracing(scratch), _modes(s.modes):
+    with tracing(scratch), entered_modes(s.modes, ("cpu", "cuda")):
         _record_again(s, scratch, inputs, model)
     if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
         raise StaleTraceError(f"{s} is no operation of this model any more{_at()}")
@@ -82,15 +80,6 @@ def _attribute(model: torch.nn.Module, name: str) -> Any:
         except AttributeError:
             raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
     return found
-
-
-@contextlib.contextmanager
-def _modes(modes: Modes) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for kind, dtype in modes.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield
 
 
 def _at() -> str:

@@ -18,6 +18,7 @@ import torch
 from fxbatch.ir import TensorType
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.foreign import is_foreign
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
 _INTEGERS: dict[torch.dtype, Any] = {
@@ -60,7 +61,7 @@ def _read_integers(tensors: list[torch.Tensor], numbers: np.ndarray, versions: n
 class IntegerColumn(Sequence[torch.Tensor]):
     """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
 
-    __slots__ = ("_chosen", "_parts", "_tensors", "_versions", "numbers")
+    __slots__ = ("_chosen", "_foreign", "_parts", "_tensors", "_versions", "numbers")
 
     def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
         self.numbers = numbers  # int64
@@ -70,6 +71,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
         ] = ()  # what it was joined from, while nobody has asked for a tensor
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
         self._versions: np.ndarray | None = None  # of the tensors when they were read
+        self._foreign = False  # whether others may write to their memory, which versions don't tell
 
     @staticmethod
     def of(tensors: list[torch.Tensor], dtype: torch.dtype, *, watched: bool = True) -> IntegerColumn | None:
@@ -83,6 +85,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
             return None
         column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
         column._versions = versions
+        column._foreign = watched and any(map(is_foreign, tensors))
         return column
 
     @staticmethod
@@ -100,11 +103,15 @@ class IntegerColumn(Sequence[torch.Tensor]):
         return column
 
     def written_to(self) -> bool:
-        """Whether torch has written to one of the tensors since its number was read."""
+        """Whether one of the tensors was written to since its number was read."""
         if self._parts:
             return any(p.written_to() for p in self._parts)
         if self._versions is None:
             return False
+        if self._foreign and self._tensors:
+            now = read_integers(self._tensors, self._tensors[0].dtype)
+            if now is None or not np.array_equal(now, self.numbers):
+                return True
         if Switch.on:
             return not _fast.versions_are(self._tensors, self._versions)
         return [t._version for t in self._tensors or ()] != self._versions.tolist()

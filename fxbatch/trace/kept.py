@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from fxbatch.torch_private import has_global_hooks
 from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.examined import HOOKS
 from fxbatch.trace.values import Value
@@ -40,6 +41,7 @@ class Kept:
         "constant_entries",
         "examined",
         "met",
+        "operands",
         "owners",
         "parts",
         "roots",
@@ -53,6 +55,7 @@ class Kept:
         self.seen = recorder.seen
         self.owners = recorder.owners
         self.examined = recorder.examined
+        self.operands = recorder.operands
         self.met = recorder.met
         self.by_mode = by_mode
         self.constant_entries = recorder.constant_entries
@@ -70,10 +73,13 @@ def recall(recorder: Recorder) -> None:
         or len(kept.roots) != len(recorder.roots)
         or any(a is not b for a, b in zip(kept.roots, recorder.roots, strict=True))
         or not as_they_were(kept.parts)
+        or has_global_hooks()
+        or not all(x.reads.unchanged() for x in kept.examined.values())
     ):
         find_owners(recorder)
         return
     recorder.parts, recorder.seen, recorder.owners = kept.parts, kept.seen, kept.owners
+    recorder.operands = [(name, t, t._version) for name, t, _ in kept.operands]
     recorder.examined = kept.examined
     recorder.met, recorder.constant_entries = kept.met, kept.constant_entries
     recorder.know_modes(kept.by_mode)
@@ -87,8 +93,7 @@ def keep(recorder: Recorder, by_mode: Any) -> None:
     if not all(x.lasts for x in examined.values()):  # those are to be looked at again
         recorder.examined = {key: x for key, x in examined.items() if x.lasts}
     with recorder.table.lock:
-        if recorder.generation == recorder.table.generation:
-            recorder.table.kept = Kept(recorder, by_mode)
+        recorder.table.kept = Kept(recorder, by_mode)
 
 
 def find_owners(recorder: Recorder) -> Owners:
@@ -96,12 +101,17 @@ def find_owners(recorder: Recorder) -> Owners:
     owners: Owners = {}
     parts: list[Part] = []
     seen: set[int] = set()  # only looked up
+    known = {id(t): version for _, t, version in recorder.operands}
+    operands = []
     for root in (*recorder.roots, *recorder.table.owners.values()):
         for module in root.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, t in tensors.items():
-                    if t is not None:
-                        owners.setdefault(id(t), (module, name))
+                    if t is not None and id(t) not in owners:
+                        owners[id(t)] = module, name
+                        if not is_lazy(t) and not t.is_inference():
+                            version = known.get(id(t), t._version)
+                            operands.append((f"{type(module).__name__}.{name}", t, version))
             if id(module) not in seen:
                 seen.add(id(module))
                 if _lists_its_own(module):
@@ -109,6 +119,9 @@ def find_owners(recorder: Recorder) -> Owners:
                 else:
                     recorder.lasts = False
     recorder.owners, recorder.parts, recorder.seen = owners, parts, seen
+    recorder.operands = (
+        operands if recorder.recalled else []
+    )  # a lazy block may outlast a step of the optimizer
     return owners
 
 

@@ -21,6 +21,9 @@ _BY_VALUE = (
 )  # fmt: skip
 
 
+ATOMS = frozenset({*_BY_VALUE, float, complex})  # types of plain data without parts
+
+
 class OpaqueArgumentError(Exception):
     """An argument that is neither a tensor nor plain data; `kind` is its type's name."""
 

@@ -5,6 +5,10 @@ to have
 the same number, `fixed_numbers` puts it back.
 
     call_lifted(recorder, torch.mul, (h, 0.5))   # mul(f32[3], f32[])
+
+Floats that are arguments of a function (a slope, a probability, a bound) stay static, since few of them ever change.
+One that has had more than MANY_NUMBERS contents is lifted too where the function has a form that takes a tensor; the
+others run call by call from then on, so that a schedule of them builds nothing at each step.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from fxbatch.ir import Operation, Signature, Slot, Template
 from fxbatch.trace.aliases import link_view
@@ -29,6 +34,80 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 _GETITEM = torch.Tensor.__getitem__
+MANY_NUMBERS = 4  # contents of a static float before it is lifted
+
+Form = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values and numbers in their place
+
+
+def dropout_at(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`F.dropout(x, p)` in training for a probability that is a tensor."""
+    kept = torch.rand_like(x) >= p
+    return torch.where(kept, x / torch.where(p < 1, 1 - p, 1), 0)
+
+
+def leaky_relu_at(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """`F.leaky_relu(x, slope)` for a slope that is a tensor."""
+    return torch.where(x > 0, x, x * slope)
+
+
+def elu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """`F.elu(x, alpha)` for a scale that is a tensor."""
+    return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x)))
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Form | None:
+    return (dropout_at, (input, p)) if training is True and not inplace else None
+
+
+def _leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Form | None:
+    return None if inplace else (leaky_relu_at, (input, negative_slope))
+
+
+def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Form | None:
+    return None if inplace else (elu_at, (input, alpha))
+
+
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Form | None:
+    return torch.clamp, (input, min, max)
+
+
+_FORMS: dict[Any, Callable[..., Form | None]] = {
+    F.dropout: _dropout, F.leaky_relu: _leaky_relu, F.elu: _elu,
+    **dict.fromkeys((torch.clamp, torch.clip, torch.Tensor.clamp, torch.Tensor.clip), _clamp),
+}  # fmt: skip
+
+
+def with_lifted_floats(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Form | None:
+    """A call whose static floats are values, None for functions that have no such form."""
+    form = _FORMS.get(func)
+    if form is None or recorder.autocast is None:
+        return None
+    try:
+        found = form(*args, **kwargs)
+    except TypeError:  # torch raises it again in its own words
+        return None
+    if found is None or type(found[1][0]) is not Value:
+        return None
+    t = recorder.type_of(found[1][0])
+    if t.dtype not in (torch.float32, torch.float64):
+        return None
+    lift = [recorder.number(x, t.dtype, t.device) if type(x) in (int, float) else x for x in found[1]]
+    return found[0], tuple(lift)
+
+
+def without_floats(key: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The key of a call without the floats in it, and those floats."""
+    floats: list[Any] = []
+
+    def strip(x: Any) -> Any:
+        if type(x) is not tuple:
+            return x
+        if len(x) == 2 and x[0] is float:
+            floats.append(x[1])
+            return (float,)
+        return tuple(map(strip, x))
+
+    return strip(key), tuple(floats)
 
 
 def call_lifted(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> Any:

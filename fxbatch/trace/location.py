@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -31,13 +32,17 @@ def _user_file(frame: FrameType) -> str:
     code = frame.f_code
     found = _files.get(code)
     if found is None:
-        name = code.co_filename
-        module = frame.f_globals.get("__name__", "")
-        others = name.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES)
         if len(_files) >= _MOST:
             _files.clear()
-        found = _files[code] = "" if others else os.path.basename(name)
+        own = in_users_code(code, frame.f_globals)
+        found = _files[code] = os.path.basename(code.co_filename) if own else ""
     return found
+
+
+def in_users_code(code: CodeType, names: dict[str, Any]) -> bool:
+    """Whether code with these globals is the user's, not torch's, ours or a library's that passes calls on."""
+    module = names.get("__name__", "")
+    return not (code.co_filename.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
 
 
 def user_frame() -> FrameType | None:

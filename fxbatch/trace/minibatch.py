@@ -10,6 +10,7 @@ with Values as leaves, what is still pending, and counts.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,10 +24,11 @@ from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
+from fxbatch.trace.instances import Instances, settings_now
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.kept import recall
-from fxbatch.trace.location import user_place
-from fxbatch.trace.patch import patched
+from fxbatch.trace.location import at_line, user_place
+from fxbatch.trace.patch import attributes_read, patched
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.statistics import Statistics
@@ -88,6 +90,7 @@ def record_minibatch(
     return_exceptions: bool = False,
     roots: Sequence[torch.nn.Module] | None = None,
     runs_now: bool = False,
+    ahead: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -96,7 +99,8 @@ def record_minibatch(
     An exception of an instance is raised with a note that names the instance, after all other instances
     were closed;
     with return_exceptions it becomes that instance's result.
-    runs_now: the recording is for this one run, so that buffers may be taken as they are.
+    runs_now: the recording is for this one run, so that buffers may be taken as they are; ahead: its last phase runs
+    later, with parameters that may be others by then.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
@@ -104,6 +108,7 @@ def record_minibatch(
     recorder = Recorder(table, roots, len(instances))
     recall(recorder)
     recorder.copies = {} if runs_now else None
+    recorder.watches_operands = runs_now and not ahead
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     with patched():
         for root in roots:
@@ -151,7 +156,7 @@ def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
 class _Parked:
     """An instance that waits for values."""
 
-    __slots__ = ("answer", "greenlet", "instance", "modes", "plain", "values")
+    __slots__ = ("answer", "greenlet", "instance", "modes", "plain", "turn", "values")
 
     def __init__(
         self, instance: int, waiting: Any, values: list[Value], plain: bool, modes: ThreadModes
@@ -160,6 +165,7 @@ class _Parked:
         self.greenlet = waiting
         self.values = values
         self.modes = modes
+        self.turn = False  # whether it waits for all earlier instances, and for no value
         self.plain = plain  # whether it waits for Python numbers
         self.answer: list[Any] = []
 
@@ -192,6 +198,9 @@ class _Run:
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
         self.context = contextvars.copy_context()
+        self.waiting: Instances | None = None  # what instances set on modules, once one has waited
+        self.settings = settings_now()
+        self.stack = contextlib.ExitStack()
 
     def all(self) -> None:
         """Run every instance to its end."""
@@ -205,6 +214,7 @@ class _Run:
             raise
         finally:
             self.recorder.ask = None
+            self.stack.close()
             self.modes.restore()
 
     # In the main greenlet
@@ -229,10 +239,14 @@ class _Run:
         numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         for p in self.resuming:
+            if p.turn and self.waiting is not None and self.waiting.settled < p.instance:
+                self.parked.append(p)
+                continue
             found = numbers if p.plain else answers
             p.answer = [found[v._value] for v in p.values]
-            self.running = p.instance
-            self.recorder.begin(p.instance)
+            self._runs(p.instance)
+            if self.waiting is not None:
+                self.waiting.enter(p.instance)
             p.modes.restore_if_other()
             p.greenlet.switch()
             if self.failed is not None:
@@ -249,6 +263,11 @@ class _Run:
         wanted = list(dict.fromkeys([v._value for p in parked for v in p.values]))
         base = self.recorder.base
         return dict(zip(wanted, read([w - base for w in wanted]), strict=True)) if wanted else {}
+
+    def _runs(self, instance: int) -> None:
+        """The code that runs from here on is this instance's."""
+        self.running = self.recorder.running = instance
+        self.recorder.begin(instance)
 
     def _raise(self) -> None:
         if self.failed is not None:
@@ -271,14 +290,17 @@ class _Run:
         while self.next < len(self.instances):
             instance = self.next
             self.next += 1
-            self.running = instance
-            self.recorder.begin(instance)
+            self._runs(instance)
+            if self.waiting is not None:
+                self.waiting.begin(instance)
             args, kwargs = self.instances[instance]
             parks = self.statistics.suspensions
             try:
                 if self.vectors:
                     args = self._with_values(args)
                 self.results[instance] = self.fn(*args, **kwargs)
+                if self.waiting is not None:
+                    self.waiting.end(instance)
             except greenlet.GreenletExit:
                 if not self.closing:
                     raise
@@ -289,6 +311,8 @@ class _Run:
                     self.failed = error
                     return
                 self.results[instance] = error
+                if self.waiting is not None:
+                    self.waiting.end(instance)
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self.failed = error
                 return
@@ -319,13 +343,48 @@ class _Run:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
         if must_not_switch():
             return self._answer_here(values, plain)
+        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay()):
+            self.statistics.stayed = self.statistics.stayed or reason
+            return self._answer_here(values, plain)
         if not self.usual.are_those_now():
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.parked.append(parked)
         self.statistics.asked(user_place(), len(values))
-        self.main.switch()
+        self._park(parked)
         return parked.answer
+
+    def _park(self, parked: _Parked) -> None:
+        self.parked.append(parked)
+        if self.waiting is not None:
+            self.waiting.leave(parked.instance)
+        self.main.switch()
+
+    def _wait_begins(self) -> Instances:
+        """From the first instance that waits on, what instances set on modules is their own."""
+        if self.waiting is None:
+            self.waiting = Instances(self.recorder, self.fn, len(self.instances), self.running, self.settings)
+            self.waiting.turn = self._turn
+            self.recorder.waiting = self.waiting
+            self.stack.callback(self._waits_are_over)
+            self.stack.enter_context(attributes_read())
+        return self.waiting
+
+    def _waits_are_over(self) -> None:
+        if self.waiting is not None:
+            self.waiting.close()
+        self.waiting = self.recorder.waiting = None
+
+    def _turn(self) -> None:
+        """Park this instance until all earlier ones are done."""
+        me = greenlet.getcurrent()
+        if self.closing or me.parent is not self.main or must_not_switch():
+            raise TraceError(
+                f"an attribute that earlier instances may still set is read where it can't be waited for{at_line()}"
+            )
+        parked = _Parked(self.running, me, [], False, ThreadModes())
+        parked.turn = True
+        self.statistics.suspensions += 1
+        self._park(parked)
 
     def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
         """The answer to `_ask` without leaving this instance: what is pending runs now."""

@@ -11,6 +11,7 @@ run with Values.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,19 @@ import torch
 
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation, Signature
-from fxbatch.signature import structural_twin
+from fxbatch.mistakes import report
+from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import Switch, _fast, quicken
-from fxbatch.trace.examined import Examined
+from fxbatch.trace.examined import Examined, has_hooks
 from fxbatch.trace.fake import BodyError, run_on_fakes
-from fxbatch.trace.keys import OpaqueArgumentError
+from fxbatch.trace.keys import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
+from fxbatch.trace.reached import is_own
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
@@ -37,21 +41,30 @@ if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
+MANY_STATES = 4  # so is one that reads something that had more contents than this
+
+
+class LookAgain(Exception):
+    """A body ran code that had not been found before; what is known of its module now has it."""
 
 
 class ModuleRecord:
     """What the table knows of one module (or one marked method of it)."""
 
-    __slots__ = ("examined", "method", "module", "through", "variants")
+    __slots__ = ("changed", "examined", "method", "module", "states", "through", "variants")
 
     def __init__(self, module: torch.nn.Module, method: str | None) -> None:
         self.module = module
         self.method = method
         self.examined: Examined | None = None  # as it was when last called in a new minibatch
+        self.changed = ""  # what it reads that changed last
         self.through = ""  # why it is traced through from now on, whatever it is called with
         self.variants: dict[
             Any, dict[Any, Any]
-        ] = {}  # (modes, parameter types) -> argument key -> Entry or reason
+        ] = {}  # (modes, what it is and reads) -> argument key -> Entry or reason
+        self.states: dict[
+            Any, dict[Any, None]
+        ] = {}  # modes and types of tensors -> contents of what it reads
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +86,7 @@ def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             ids.append(a._value)
         else:
             entry = recorder.met.find(self, recorder.mode, tuple(types))
-            if entry is not None:
+            if entry is not None and entry.holds():
                 return recorder.emit(entry, ids)
     return call_module(recorder, self, args, kwargs)
 
@@ -118,7 +131,7 @@ def _call(
     _refuse_what_cannot_be_seen(module)
     record = _record(recorder, module, method)
     if record.through:
-        return through()
+        return _pass_through(recorder, record, module, args, kwargs, through)
     arguments = Arguments(recorder)
     try:
         key = (arguments.key(args), arguments.key(kwargs) if kwargs else None)
@@ -131,9 +144,7 @@ def _call(
     examined = _examined(recorder, record)
     if examined.reason:
         _note(recorder, module, method, examined.reason)
-        if method is None and _rule(module, None) is TORCH_MODULE and len(arguments.values) == len(args):
-            return module_call(module, *arguments.values, **kwargs)  # what hooks see are values
-        return through()
+        return _pass_through(recorder, record, module, args, kwargs, through)
     if examined.coupled:
         raise BatchCoupledError(
             f"{examined.coupled} in training would mix instances or change running "
@@ -142,26 +153,63 @@ def _call(
         )
     entries = examined.entries.get(recorder._mode_key)
     if entries is None:
+        if _keeps_changing(recorder, record, examined):
+            return _pass_through(recorder, record, module, args, kwargs, through)
         entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
         examined.entries[recorder._mode_key] = entries
     entry = entries.get(key)
     if entry is None:
-        entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
+        try:
+            entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
+        except LookAgain:
+            return _call(recorder, module, method, args, kwargs, through)
     if type(entry) is not Entry:
-        if method is None and _rule(module, None) is TORCH_MODULE and len(arguments.values) == len(args):
-            return module_call(module, *arguments.values, **kwargs)  # so that its functions are recorded
-        return through()
+        return _pass_through(recorder, record, module, args, kwargs, through)
+    entry.guards = examined.guards or None
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         again = functools.partial(_call, recorder, module, method, args, kwargs, through)
         link_views(
             entry, result, arguments, again, None if method or not _whole(entry) else (module, args, kwargs)
         )
+    elif examined.guards is None or module is not record.module:
+        pass  # what it reads is compared at each call, in Python
     elif method is None and not kwargs and len(arguments.values) == len(args):
         recorder.met.add(module, recorder.mode, tuple(v._type for v in arguments.values), entry)
     elif method is None and Switch.on:
         _fast.remember(recorder, module, args, kwargs, entry)
     return result
+
+
+def _pass_through(
+    recorder: Recorder,
+    record: ModuleRecord,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    through: Callable[[], Any],
+) -> Any:
+    """Run a module that is no operation; what torch's own modules and their hooks see are values."""
+    if record.method is None and _rule(module, None) is TORCH_MODULE:
+        arguments = Arguments(recorder)
+        with contextlib.suppress(OpaqueArgumentError):
+            arguments.key(args)
+        if len(arguments.values) == len(args):
+            return module_call(module, *arguments.values, **kwargs)
+    return through()
+
+
+def _keeps_changing(recorder: Recorder, record: ModuleRecord, examined: Examined) -> bool:
+    """Whether what a module reads had so many contents that building one more operation would not pay."""
+    states = record.states.setdefault((recorder._mode_key, examined.structure), {})
+    states[examined.reads.key] = None
+    if len(states) <= MANY_STATES:
+        return False
+    recorder.lasts = False  # its known calls would go on being one operation
+    changed = record.changed or "what it reads"
+    record.through = f"{changed} keeps changing: its parts are recorded with what it is each time"
+    _note(recorder, record.module, record.method, record.through)
+    return True
 
 
 def _copies_of_buffers(
@@ -222,6 +270,10 @@ def _whole(entry: Entry) -> bool:
 def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> ModuleRecord:
     table = recorder.table
     record = table.modules.get((id(module), method))
+    if record is None and id(module) not in recorder.seen and (same := stateless_key(module)) is not None:
+        with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
+            like = table.stateless.setdefault(same, structural_twin(module, {}))
+            return table.modules.setdefault((id(like), method), ModuleRecord(like, method))
     if record is None:
         with table.lock:
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
@@ -231,13 +283,41 @@ def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> 
     return record
 
 
+def stateless_key(module: torch.nn.Module) -> Any:
+    """What tells modules without tensors apart: class, mode, plain attributes, parts; None for other modules."""
+    state = module.__dict__
+    tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())
+    if any(t is not None for t in tensors) or has_hooks(module):
+        return None
+    attributes = []
+    for name, x in state.items():
+        if is_own(name):
+            if type(x) not in ATOMS:
+                return None
+            attributes.append((name, static_key(x)))
+    parts = []
+    for name, part in state["_modules"].items():
+        key = None if part is None else stateless_key(part)
+        if key is None:
+            return None
+        parts.append((name, key))
+    return ByIdentity(type(module)), module.training, tuple(attributes), tuple(parts)
+
+
 def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
     """The record's module as it is: looked at once a minibatch, and anew where it changed."""
     found = recorder.examined.get(id(record))
+    if found is not None and not found.reads.near():
+        recorder.forget_modules()
+        found = None
     if found is None:
         found = record.examined
-        if found is None or not found.unchanged():
-            found = record.examined = Examined(record.module)
+        if found is None:
+            found = record.examined = Examined(record.module, Reads.of_module(record.module, record.method))
+        elif not found.unchanged():
+            reads = found.reads.again()
+            record.changed = found.reads.differs_from(reads) or record.changed
+            found = record.examined = Examined(record.module, reads)
         recorder.examined[id(record)] = found
         if id(record.module) not in recorder.seen:  # it may change unseen
             recorder.lasts = False
@@ -274,21 +354,33 @@ def _new_entry(
         entry = entries.get(key)
         if entry is not None:
             return entry
-        if rule is PLAIN_MODULE and sum(type(e) is Entry for e in entries.values()) >= MANY_SHAPES:
+        if rule is PLAIN_MODULE and _shapes_met(recorder, record, examined) >= MANY_SHAPES:
             recorder.lasts = False  # its known calls would go on being one operation
             record.through = f"met more than {MANY_SHAPES} signatures: its parts batch better"
             _note(recorder, module, method, record.through)
             return record.through
         try:
             entry = _signature(recorder, record, examined, rule, args, kwargs, arguments)
-        except FxbatchError:
+        except (FxbatchError, LookAgain):
             raise
         except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
+            report(error, _name(recorder, module), verify=recorder.table.verify)
             text = str(error).splitlines()[0][:160] if str(error) else ""
             entry = text if isinstance(error, BodyError) else f"{type(error).__name__}: {text}"
             _note(recorder, module, method, entry)
+            if isinstance(error, BodyError):
+                examined.reason = entry  # whatever it is called with
         entries[key] = entry
         return entry
+
+
+def _shapes_met(recorder: Recorder, record: ModuleRecord, examined: Examined) -> int:
+    """How many different arguments a module was recorded with, whatever its code read meanwhile."""
+    met: set[Any] = set()  # only counted
+    for (mode, (structure, _)), entries in record.variants.items():
+        if mode == recorder._mode_key and structure == examined.structure:
+            met.update(key for key, entry in entries.items() if type(entry) is Entry)
+    return len(met)
 
 
 def _signature(
@@ -305,6 +397,9 @@ def _signature(
     template = arguments.template(args, kwargs, first_shared=len(names))
     inputs = tuple(recorder.type_of(v) for v in arguments.values)
     shared = (*examined.shared, *arguments.shared)
+    is_buffer = {
+        n: s.name not in s.owner.__dict__ for n, s in zip(names, examined.shared, strict=True) if s.owner
+    }
     twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
     twin = structural_twin(module, twins)
 
@@ -315,14 +410,23 @@ def _signature(
         with reparametrized(twin, tensors_now):
             result = module_call(twin, *a, **k) if method is None else getattr(twin, method)(*a, **k)
         changed = [n for n in names if tensors_now[n] is not given[n]]
-        if changed:
+        if any(map(is_buffer.__getitem__, changed)):
             raise BatchCoupledError(f"{type(module).__name__}: assigns its buffer {changed[0]!r}{at_line()}")
+        if changed:  # a tensor that an earlier call left there
+            raise BodyError(f"changes its attribute {changed[0]!r}")
         return result
 
-    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
-    changed = _changed_attribute(twins)
-    if changed:
-        raise BodyError(f"changes its attribute {changed!r}")
+    outcome, effects = examined.reads.run(
+        lambda: run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
+    )
+    if effects.unknown:  # code that runs and was not found: look at what it reads, and try again
+        record.examined = recorder.examined[id(record)] = Examined(
+            module, examined.reads.again(effects.unknown)
+        )
+        raise LookAgain
+    changed = _changed_attribute(twins) or effects.changed
+    if changed or effects.effect:
+        raise BodyError(f"changes {changed}" if changed else effects.effect)
     if outcome.written_shared:
         raise BatchCoupledError(
             f"{type(module).__name__}: writes to a parameter or buffer, which all instances share{at_line()}"
@@ -338,7 +442,8 @@ def _signature(
     )
     signature = Signature(
         operation, inputs, outcome.outputs, shared, template, outcome.result,
-        recorder.modes(module.training), names, location=user_line(),
+        recorder.modes(module.training, detaches=outcome.detaches(inputs)), names, location=user_line(),
+        frozen=Frozen(structural_twin(module, {}), examined.reads),
     )  # fmt: skip
     return table.add(signature, outcome)
 
@@ -359,7 +464,7 @@ def _changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]
         before = module.__dict__
         for name, value in twin.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
-                return name
+                return f"its attribute {name!r}"
     return ""
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.torch_private import reparametrized, tree_flatten, tree_unflatten
 from fxbatch.trace.state import state
 
 TORCH_MODULE = "a torch.nn module (rule 1)"
@@ -87,6 +88,48 @@ class Attribute:
 def attribute(name: str) -> Attribute:
     """The one Attribute of a name."""
     return Attribute(name)
+
+
+class CustomFunction:
+    """A `torch.autograd.Function` as a plain function: `CustomFunction(cls)(x)` is `cls.apply(x)`.
+
+    examined: what its code reads, of which there is one CustomFunction for each content; None: not looked at yet.
+    """
+
+    def __init__(self, cls: type[torch.autograd.Function], examined: Any = None) -> None:
+        self.cls = cls
+        self.examined = examined
+        self.__name__ = cls.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return CustomFunction, (self.cls,)
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A module as a function of all of its tensors: equal for one module in one mode that reads the same."""
+
+    module: torch.nn.Module
+    training: tuple[bool, ...]
+    tie_weights: bool
+    state: int = 0  # a number for the content of what its code reads
+    examined: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def __name__(self) -> str:
+        return f"functional_call_{type(self.module).__name__}"
+
+    def __call__(
+        self, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with reparametrized(self.module, tensors, tie_weights=self.tie_weights):
+            return self.module(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "examined": None}
 
 
 def plain_function(func: Any) -> Any:

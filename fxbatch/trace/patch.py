@@ -6,14 +6,23 @@ with patched():
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.torch_private import let_dynamo_read_torch, tree_leaves, tree_map
+from fxbatch.signature import bodies
+from fxbatch.torch_private import (
+    dynamo_questions,
+    let_dynamo_read_torch,
+    memory_is_real,
+    tree_leaves,
+    tree_map,
+)
 from fxbatch.trace.fast_path import (
     Entries,
     handle_torch_function_method,
@@ -21,7 +30,9 @@ from fxbatch.trace.fast_path import (
     put_attributes,
     quicken_modules,
 )
+from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.location import at_line
+from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.state import state
 from fxbatch.trace.transforms import TRANSFORMS
 from fxbatch.trace.values import Value
@@ -64,40 +75,55 @@ class patched:
     __del__ = end
 
 
+_readers: list[Any] = []  # uses of `attributes_read` under way
+_saved_reader: list[Entries] = []
+
+
+@contextlib.contextmanager
+def attributes_read() -> Iterator[None]:
+    """While inside, attributes that modules have not are asked of the recording (trace/instances.py)."""
+    use = object()
+    with patching:
+        _readers.append(use)
+        if not _saved_reader:
+            put_attributes(((_Module, "__getattr__", traced_getattr),), _saved_reader)
+    try:
+        yield
+    finally:
+        with patching:
+            _readers.remove(use)
+            if not _readers and _saved_reader:
+                put_attributes(_saved_reader[0], [])
+                _saved_reader.clear()
+
+
 @functools.cache
 def _entries(handle: Any, module_call: Any) -> Entries:
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    return ((_Module, "__call__", module_call), *_PATCHES, *handles)
+    questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in dynamo_questions())
+    return ((_Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 
-class CustomFunction:
-    """A `torch.autograd.Function` as a plain function: `CustomFunction(cls)(x)` is `cls.apply(x)`."""
+def _uncompiled(ask: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    """What a function that torch.compile made asks: where values are, and in bodies, it is the Python that it was
+    made from, which is recorded call by call."""
 
-    def __init__(self, cls: type[torch.autograd.Function]) -> None:
-        self.cls = cls
-        self.__name__ = cls.__name__
+    def asked(*args: Any) -> Any:
+        plain = state.recorder is not None or bodies.running or not memory_is_real()
+        return answer if plain else ask(*args)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.cls.apply(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return custom_function, (self.cls,)
+    return asked
 
 
-@functools.cache
-def custom_function(cls: type[torch.autograd.Function]) -> CustomFunction:
-    """The one CustomFunction of a class."""
-    return CustomFunction(cls)
-
-
-_apply = torch.autograd.Function.__dict__["apply"].__func__
+# A class method, in Python until torch 2.13 and in C from 2.14 on: both bind by `__get__`.
+_apply = torch.autograd.Function.__dict__["apply"]
 
 
 def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder = state.recorder
     if recorder is not None and any(type(x) is Value for x in tree_leaves((args, kwargs))):
-        return recorder.call(custom_function(cls), args, kwargs)
-    return _apply(cls, *args, **kwargs)
+        return recorder.call(CustomFunction(cls), args, kwargs)
+    return _apply.__get__(None, cls)(*args, **kwargs)
 
 
 def _with_real_tensors(func: Any) -> Any:
@@ -151,6 +177,9 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
     recorder = state.recorder
     if recorder is None:
         return _setattr(self, name, value)
+    recorder.attribute_changes(self, name)
+    if isinstance(value, torch.Tensor):
+        recorder.operand_replaced(self, name, value)
     if type(value) is Value:
         if name in self.__dict__.get("_buffers", ()) or name in self.__dict__.get("_parameters", ()):
             raise TraceError(
@@ -158,21 +187,75 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
                 "value of one"
                 f"{at_line()}"
             )
+        if recorder.is_read(name):
+            recorder.forget_modules()
         object.__setattr__(self, name, value)
         return None
-    if name == "training" or isinstance(value, (torch.Tensor, torch.nn.Module)):
+    if name == "training" or isinstance(value, (torch.Tensor, torch.nn.Module)) or recorder.is_read(name):
         recorder.forget_modules()
     return _setattr(self, name, value)
+
+
+def _refusing_values(call: Any) -> Any:
+    """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.recorder is not None and any(type(x) is Value for x in tree_leaves((args, kwargs))):
+            raise TraceError(
+                f"{getattr(self, 'name', 'a function')} is TorchScript, whose code can't be recorded: call the Python "
+                f"function that it was made from, or call it in a submodule{at_line()}"
+            )
+        return call(self, *args, **kwargs)
+
+    return refused
+
+
+_delattr = torch.nn.Module.__delattr__
+
+
+def _traced_delattr(self: torch.nn.Module, name: str) -> None:
+    if state.recorder is not None:
+        state.recorder.attribute_changes(self, name)
+    _delattr(self, name)
+
+
+_plain_numpy = torch.Tensor.numpy
+
+
+def _traced_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if state.recorder is not None and type(self) is not Value:
+        state.recorder.lend_memory(self)
+    return _plain_numpy(self, *args, **kwargs)
+
+
+_plain_requires_grad: Any = torch.Tensor.requires_grad
+_plain_requires_grad_ = torch.Tensor.requires_grad_
+
+
+def _switch_gradient(t: torch.Tensor, on: bool) -> None:
+    if state.recorder is not None and _plain_requires_grad.__get__(t) is not bool(on):
+        state.recorder.gradient_switched(t)
+
+
+def _traced_requires_grad_(self: torch.Tensor, requires_grad: bool = True) -> Any:
+    _switch_gradient(self, requires_grad)
+    return _plain_requires_grad_(self, requires_grad)
+
+
+def _traced_requires_grad(self: torch.Tensor, requires_grad: bool) -> None:
+    _switch_gradient(self, requires_grad)
+    _plain_requires_grad.__set__(self, requires_grad)
 
 
 _Module = torch.nn.Module
 _HANDLING = (torch.nn.functional, torch.functional, torch._tensor)
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (_Module, "__setattr__", _traced_setattr),
+    (_Module, "__delattr__", _traced_delattr),
     *(
         (_Module, name, _invalidating(_Module.__dict__[name]))
         for name in (
-            "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
+            "__delattr__", "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
             "register_full_backward_hook", "register_full_backward_pre_hook", "register_buffer",
             "register_parameter", "add_module",
         )
@@ -183,5 +266,9 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
         for name in ("tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye")
     ),
     (torch, "as_tensor", _traced_as_tensor),
+    (torch.Tensor, "numpy", _traced_numpy),
+    (torch.Tensor, "requires_grad_", _traced_requires_grad_),
+    (torch.Tensor, "requires_grad", property(_plain_requires_grad.__get__, _traced_requires_grad)),
+    *((c, "__call__", _refusing_values(c.__call__)) for c in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
     *TRANSFORMS,
 )  # fmt: skip

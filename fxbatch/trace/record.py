@@ -23,12 +23,15 @@ from fxbatch.torch_private import any_autocast, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.columns import Columns, Switch, _fast, columns_of, new_column, new_known_calls, written_to
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
+from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.gradients import GradientFlags
+from fxbatch.trace.instances import Instances
 from fxbatch.trace.kept import find_owners, keep
 from fxbatch.trace.known_types import KnownTypes
+from fxbatch.trace.layout import laid_out
 from fxbatch.trace.lifting import call_row
 from fxbatch.trace.location import at_line
-from fxbatch.trace.state import autocast_state, state
+from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable
 from fxbatch.trace.values import Value, new_value
 from fxbatch.trace.writes import rebind
@@ -45,10 +48,7 @@ class Recorder(Columns):
     def __init__(
         self, table: SignatureTable, roots: Sequence[torch.nn.Module] = (), instances: int = 0
     ) -> None:
-        if len(table) > table.limit:
-            table.clear()
         self.table = table
-        self.generation = table.generation
         self.roots = tuple(roots)  # traced through, and searched for owners of parameters
         self.instances = instances
         self.base = next(_ranges) * _RANGE
@@ -69,6 +69,10 @@ class Recorder(Columns):
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
         self.parts: list[Any] = []  # all modules as they were when owners were found (trace/kept.py)
         self.seen: set[int] = set()  # their ids
+        self.operands: list[
+            tuple[str, torch.Tensor, int]
+        ] = []  # name, parameter or buffer, version at first sight
+        self.watches_operands = False  # whether its calls run here and now, before the user's next step
         self.recalled = False  # whether it began with, and leaves, what is known of modules
         self.lasts = True  # whether what is known of them may be true in the next minibatch too
         self.over = ""  # why no call can be added any more
@@ -76,7 +80,13 @@ class Recorder(Columns):
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
         self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
         self.gradients = GradientFlags()
+        self.foreign = Foreign()  # tensors whose memory others may write to
+        self.graded = False  # whether some call was made with gradients on
         self.calls = 0  # calls that phases have run
+        self.running = 0  # the instance whose code runs
+        self.waiting: Instances | None = None  # what instances set on modules, once one has waited
+        self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
+        self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
         self._known = 0
         self._known_types = KnownTypes(table)
@@ -98,12 +108,10 @@ class Recorder(Columns):
         ):
             return
         self.grad = torch.is_grad_enabled()
+        self.graded = self.graded or self.grad
         self.autocast = None if any_autocast() else False
-        casts: tuple[tuple[str, torch.dtype], ...] = ()
-        if self.autocast is None:
-            casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
-        self.floats = torch.get_default_dtype()
-        key = (self.grad, casts, self.floats)
+        key = RecordedUnder.now()
+        self.floats = key.default_dtype
         if key != self._mode_key:
             self._mode_key = key
             if key not in self._by_mode:
@@ -116,10 +124,17 @@ class Recorder(Columns):
         self._by_mode, self._mode_key = by_mode, None
         self.sync_modes()
 
-    def modes(self, training: bool = False) -> Modes:
-        """The modes of a signature made now."""
+    def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
+        """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
         grad, casts, default = self._mode_key
-        return Modes(training, grad, casts, default)
+        return Modes(training, grad and not detaches, casts, default)
+
+    def attribute_changes(self, module: torch.nn.Module, name: str) -> None:
+        """The instance that runs is about to set an attribute of a module, or to delete it."""
+        if self.waiting is not None:
+            self.waiting.set(module, name, self.running)
+        else:
+            self.set_before[id(module), name] = module
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
@@ -127,6 +142,10 @@ class Recorder(Columns):
         self.met.clear()
         self.examined.clear()
         self.owners, self.lasts = None, False
+
+    def is_read(self, name: str) -> bool:
+        """Whether a module that was called reads an attribute of this name."""
+        return any(name in x.reads.names for x in self.examined.values() if not x.reason)
 
     # Calls
 
@@ -195,12 +214,23 @@ class Recorder(Columns):
     def finish(self) -> None:
         """No more calls: a value that is used from here on is an error with the user's line."""
         if self.recalled:
+            self._refuse_unseen_changes()
             keep(self, self._by_mode)
         self.over = "its minibatch is over"
         self.ask = None
         self.met = new_known_calls()
         self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
         self.functions = {}
+
+    def _refuse_unseen_changes(self) -> None:
+        """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
+        for examined in self.examined.values():
+            changed = "" if examined.reason else examined.reads.unseen()
+            if changed:
+                raise TraceError(
+                    f"{changed} was changed while instances ran, in a way that can't be seen at each call: set "
+                    "attributes of modules as attributes, not through __dict__, and don't replace code there"
+                )
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
@@ -248,6 +278,10 @@ class Recorder(Columns):
         """Give v, and what shares its memory, the content of `new`."""
         rebind(self, v, new, name)
 
+    def laid_out(self, v: Value) -> torch.Tensor:
+        """A fake tensor with the strides that an eager tensor would have here."""
+        return laid_out(self, v)
+
     def can_read(self) -> bool:
         """Whether a value can be asked for now, here."""
         return self.ask is not None and state.recorder is self
@@ -262,6 +296,36 @@ class Recorder(Columns):
         """Whether an eager tensor would require a gradient here."""
         return self.gradients.of(self, v)
 
+    def gradient_switched(self, t: torch.Tensor) -> None:
+        """Whether t requires a gradient is about to change: refused where a call has used it the other way."""
+        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
+        used = np.unique(np.concatenate(met)).tolist()
+        if id(t) in self.constants or any(
+            o.resolve() is t for s in used for o in self.table.signatures[s].shared
+        ):
+            found = self.owner_of(t)
+            name = f"{type(found[0]).__name__}.{found[1]}" if found is not None else "a tensor"
+            raise TraceError(
+                f"requires_grad of {name} changes after a call has used it: all calls of a minibatch see the one of "
+                f"its end; use detach() or no_grad() for those calls, or change it outside the forward{at_line()}"
+            )
+
+    def operand_replaced(self, module: torch.nn.Module, name: str, new: torch.Tensor) -> None:
+        """A parameter or buffer is about to be another tensor: refused where a call has used the one before."""
+        for table in (module._parameters, module._buffers):
+            t = table.get(name)
+            if t is not None and t is not new and self._has_used(t):
+                raise TraceError(
+                    f"{type(module).__name__}.{name} is replaced after a call has used it: all calls of a minibatch "
+                    f"see the one of its end; keep it in a local variable, or in another attribute{at_line()}"
+                )
+
+    def _has_used(self, t: torch.Tensor) -> bool:
+        """Whether a call of this minibatch has a parameter or buffer as its shared operand."""
+        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
+        used = np.unique(np.concatenate(met)).tolist()
+        return any(o.resolve() is t for s in used for o in self.table.signatures[s].shared)
+
     # Constants, numbers, shared operands
 
     def constant(self, t: torch.Tensor) -> Value | None:
@@ -274,6 +338,29 @@ class Recorder(Columns):
             owners = find_owners(self)
         if id(t) in owners:
             return None
+        if is_foreign(t):
+            return self.foreign.value(self, t)
+        return self.constant_of_own(t)
+
+    def lend_memory(self, t: torch.Tensor) -> None:
+        """A tensor's memory is about to be numpy's as well: calls that wait keep what it holds now."""
+        if t.layout is not _STRIDED or is_foreign(t):
+            return
+        storage = t.untyped_storage()._cdata
+        for place, (v, met, version) in reversed(list(enumerate(self.unchecked))):
+            if met.untyped_storage()._cdata != storage or (version is not None and met._version != version):
+                continue
+            with torch.set_grad_enabled(met.requires_grad):
+                copy = met.clone()
+            for payload in self.payload.values():
+                payload[:] = [copy if x is met else x for x in payload]
+            del self.unchecked[place]
+            self.constants.pop(id(met), None)
+            self.constants[id(copy)] = v, copy, None
+            self.foreign.tensors[id(copy)] = met, copy
+
+    def constant_of_own(self, t: torch.Tensor) -> Value:
+        """The value of a real tensor that is met now, whose memory nobody writes to unseen."""
         entry = self.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
@@ -351,6 +438,7 @@ class Recorder(Columns):
             )
         if self.lifted:
             sig, inputs = fix_uniform_numbers(self, sig, inputs)
+        self._refuse_written_operands(sig)
         program = Program(
             signatures=table.snapshot(),
             sig=sig,
@@ -385,14 +473,26 @@ class Recorder(Columns):
     def _check(self) -> None:
         if self.closed:
             raise TraceError(f"this recording can't go on: {self.closed}")
-        if self.generation != self.table.generation:
-            raise TraceError("the table of signatures was cleared while a recording was going on")
         written = written_to(self.unchecked)
         if written is not None:
             raise InPlaceError(
                 f"a tensor {self.type_of(written)} was written to after an operation had used it, before the "
                 "operation ran: clone() it before the write"
             )
+
+    def _refuse_written_operands(self, sig: np.ndarray) -> None:
+        """A parameter or buffer that pending calls read must be as it was when the instances began."""
+        if not self.watches_operands or written_to(self.operands) is None:
+            return
+        changed = {id(t): name for name, t, version in self.operands if t._version != version}
+        for s in np.unique(sig).tolist():
+            for operand in self.table.signatures[s].shared:
+                name = changed.get(id(operand.resolve()))
+                if name is not None:
+                    raise InPlaceError(
+                        f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
+                        "instances share it, and its calls run after them; write to it outside of the forward"
+                    )
 
     def _mark_run(self, sig: np.ndarray) -> None:
         self._known = self.count - self.base

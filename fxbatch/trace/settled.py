@@ -36,7 +36,7 @@ def settled_call(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
     if found is None:
         return None
     entry = recorder.functions.get(found[0])
-    if entry is None:
+    if entry is None or not entry.holds():
         return None
     _remember_here(recorder, func, args, kwargs, entry)
     return recorder.emit(entry, found[1])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fxbatch.errors import TraceError
+from fxbatch.ir import Modes
 from fxbatch.torch_private import (
     any_autocast,
     function_mode_count,
@@ -128,3 +129,56 @@ def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> N
         torch.set_autocast_enabled(kind, enabled)
         if dtype is not None:
             torch.set_autocast_dtype(kind, dtype)
+
+
+class RecordedUnder(NamedTuple):
+    """The modes that a recording begins in: what is recorded depends on them."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_dtype: torch.dtype
+
+    @staticmethod
+    def now() -> RecordedUnder:
+        """This thread's."""
+        casts: tuple[tuple[str, torch.dtype], ...] = ()
+        if any_autocast():
+            casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
+        return RecordedUnder(torch.is_grad_enabled(), casts, torch.get_default_dtype())
+
+    def hold_in(self, now: RecordedUnder) -> bool:
+        """Whether what was recorded under these is what would be recorded now. Gradients that are not asked for do
+        no harm."""
+        return (self.grad or not now.grad) and self[1:] == now[1:]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """These modes, in any thread. The default dtype is all threads' and stays."""
+        with torch.set_grad_enabled(self.grad), contextlib.ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+    def __str__(self) -> str:
+        casts = ", ".join(f"autocast to {dtype} on {kind}" for kind, dtype in self.autocast) or "no autocast"
+        return f"{casts}, default dtype {self.default_dtype}, gradients {'on' if self.grad else 'off'}"
+
+
+@contextlib.contextmanager
+def entered_modes(modes: Modes, devices: Sequence[str]) -> Iterator[None]:
+    """Grad, autocast and default dtype as they were when something was recorded, which uses these types of devices."""
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        wanted = dict(modes.autocast)
+        for device in dict.fromkeys([*devices, *wanted]):
+            if device in wanted:
+                cast = torch.autocast(device, dtype=wanted[device], cache_enabled=False)
+                stack.enter_context(cast)
+            elif device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        torch.set_default_dtype(modes.default_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -29,6 +29,7 @@ class Statistics:
         self.suspensions = 0
         self._places: dict[Place, int] = {}  # where the user's code asked -> how often
         self.values_read = 0
+        self.stayed = ""  # why an instance that asked was not left, so that others could not run
 
     def asked(self, place: Place, values: int) -> None:
         """An instance asked for values at this place of the user's code."""
@@ -53,6 +54,10 @@ class Statistics:
         """Advice when values are asked for in a way that prevents batching, else ""."""
         if self.instances < 2 or not self.phases:
             return ""
+        if self.stayed:
+            return (
+                f"an instance that asked for a value was not left, as {self.stayed}: values come one by one"
+            )
         alone = sum(p.instances == 1 for p in self.phases)
         empty = sum(p.calls == 0 for p in self.phases)
         lines = self.lines

@@ -1,7 +1,7 @@
 """The signature table: one id for each whole key, one object for each signature.
 
 In: what a call is (operation, input types, shared operands, static arguments, modes). Out: stable integer
-ids. A table lives as long as its decorated callable, so what is made per signature is found by id.
+ids. A table only grows: one that is `full` is left to the recordings that use it, and new ones get another.
 
     table = SignatureTable()
     sid = table.intern(key, lambda: Signature(...))
@@ -37,6 +37,7 @@ class Entry:
     __slots__ = (
         "aliased",
         "alone",
+        "guards",
         "outcome",
         "pair",
         "row",
@@ -65,6 +66,12 @@ class Entry:
             int, ...
         ] = ()  # inputs that the user's call writes to: outputs are their new contents
         self.write: Outcome | None = None  # of the call as the user made it
+        self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
+
+    def holds(self) -> bool:
+        """Whether what its body reads and user code may change unseen is as it was."""
+        g = self.guards
+        return g is None or all(d.get(k) is x for d, k, x in zip(g[::3], g[1::3], g[2::3], strict=True))
 
 
 def _is_row(result: Template, outputs: int) -> bool:
@@ -83,16 +90,16 @@ class Lifted:
 
 
 class SignatureTable:
-    """Interns signatures by their whole key; thread safe; ids are stable until `clear()`."""
+    """Interns signatures by their whole key; thread safe; ids are stable."""
 
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(
+        self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., Any] | None = None
+    ) -> None:
         self.limit = limit
+        self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
         self.lock = threading.RLock()
-        self.generation = 0  # bumped by clear(): ids of another generation mean nothing
         self.hits = 0
-        self._reset()
-
-    def _reset(self) -> None:
+        self.forward = forward  # the decorated callable, where there is one
         self.signatures: list[Signature] = []
         self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs
         self.gradients: list[tuple[bool, ...]] = []  # per signature and output: whether a gradient can pass
@@ -101,6 +108,12 @@ class SignatureTable:
         self.type_ids: dict[TensorType, int] = {}
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
+        self.stateless: dict[
+            Hashable, torch.nn.Module
+        ] = {}  # one of all modules without tensors that are equal
+        self.functions: dict[
+            int, list[Any]
+        ] = {}  # users' functions as they were with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
         self.uniform: dict[
@@ -114,11 +127,10 @@ class SignatureTable:
         self._arity = np.empty(0, dtype=np.int64)
         self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
-    def clear(self) -> None:
-        """Forget all signatures. Not while a recording is going on."""
-        with self.lock:
-            self.generation += 1
-            self._reset()
+    @property
+    def full(self) -> bool:
+        """Whether new recordings are to use another table."""
+        return len(self.signatures) > self.limit
 
     def __len__(self) -> int:
         return len(self.signatures)

@@ -25,13 +25,16 @@ from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Program, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.columns import Switch, _fast
-from fxbatch.trace.described import Described, as_tree, describe, from_tree, module_names
+from fxbatch.trace.described import Described, as_tree, describe, fingerprint, from_tree, module_names
 from fxbatch.trace.find_again import find_again
 from fxbatch.trace.integers import IntegerColumn, read_payload
 from fxbatch.trace.known_model import KnownModel, known_model
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
+from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.patch import patched
+from fxbatch.trace.reached import MISSING
 from fxbatch.trace.record import Recorder
+from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
@@ -52,6 +55,7 @@ class Trace:
     outputs: tuple[int, ...]  # value numbers of the result's leaves
     output_types: tuple[TensorType, ...]
     fingerprint: tuple[str, ...]  # "name: what" of each module and parameter of the model
+    under: RecordedUnder  # the modes that it was made in
     digest: bytes  # of signatures and fingerprint: equal for traces that need the same of a model
     not_cacheable: str = ""  # why this trace must not be used again, "" when it may
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
@@ -137,13 +141,21 @@ def trace_instance(
     model: torch.nn.Module | None = None,
 ) -> Trace:
     """Record one instance. `fn` is called with exactly these arguments."""
-    before = _random_states()
-    recording = record_minibatch(
-        fn, [(args, kwargs)], table, execution, roots=(model,) if model is not None else None
-    )
+    before, under = _random_states(), RecordedUnder.now()
+    reads = known_model(table, model).reads
+    try:
+        recording = record_minibatch(
+            fn, [(args, kwargs)], table, execution, roots=(model,) if model is not None else None
+        )
+    finally:
+        changed = reads.changes()
+        reads.restore(changed)
     recorder = recording.recorder
-    reason = ""
-    if recording.statistics.suspensions:
+    reason = reads.opaque
+    written = [x.path for x, now in changed if not (isinstance(now, torch.Tensor) and _is_result(x.value))]
+    if written:
+        reason = f"the forward changes {written[0]}"
+    elif recording.statistics.suspensions:
         lines = ", ".join(recording.statistics.lines)
         reason = f"it branches on values ({lines})"
     elif any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
@@ -152,7 +164,12 @@ def trace_instance(
         reason = "the forward computes tensors from parameters outside operations"
     elif any(t.requires_grad for _, t, _ in recorder.constants.values()):
         reason = "the instance brings tensors that require gradients"
-    return _trace(recording, table, model, reason)
+    return _trace(recording, table, model, reason, under)
+
+
+def _is_result(x: Any) -> bool:
+    """Whether an attribute held nothing yet, or a tensor: state that a forward sets before it reads it."""
+    return x is MISSING or x is None or isinstance(x, torch.Tensor)
 
 
 def _random_states() -> list[torch.Tensor]:
@@ -162,7 +179,13 @@ def _random_states() -> list[torch.Tensor]:
     return states
 
 
-def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module | None, reason: str) -> Trace:
+def _trace(
+    recording: Recording,
+    table: SignatureTable,
+    model: torch.nn.Module | None,
+    reason: str,
+    under: RecordedUnder,
+) -> Trace:
     recorder = recording.recorder
     leaves, spec = tree_flatten(recording.results[0])
     if recorder.known:
@@ -172,13 +195,20 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
     sigs = np.array(recorder.sigs, dtype=np.int32)
     used, sig = np.unique(sigs, return_inverse=True)
     names = module_names(model)
-    numbers = dict(recorder.payload)
+    numbers = {}
+    for s, payload in recorder.payload.items():
+        kept = recorder.foreign.originals(payload) if recorder.foreign.tensors else payload
+        if kept is None:
+            reason = reason or "the forward writes to memory that a tensor shares with numpy"
+        numbers[s] = payload if kept is None else kept
     samples = _samples(recorder, sigs)
     described = tuple(
         describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
     )
     now = known_model(table, model).fingerprint
     found = [x for x in leaves if type(x) is Value]
+    if any(has_attributes(x) and values_in(x) for x in leaves):
+        reason = reason or "its result holds values in an object that torch's pytree does not know"
     slots = tuple(Slot("output", x.id) if type(x) is Value else x for x in leaves)
     trace = Trace(
         signatures=described,
@@ -190,7 +220,8 @@ def _trace(recording: Recording, table: SignatureTable, model: torch.nn.Module |
         outputs=tuple(dict.fromkeys(x.id for x in found)),
         output_types=tuple(recorder.type_of(x) for x in {x.id: x for x in found}.values()),
         fingerprint=now,
-        digest=hashlib.sha256(repr((now, [d.key for d in described])).encode()).digest(),
+        under=under,
+        digest=hashlib.sha256(repr((now, under, [d.key for d in described])).encode()).digest(),
         not_cacheable=reason,
         live=(table, model),
     )
@@ -232,7 +263,9 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     """
     recorder = Recorder(table, (model,) if model is not None else (), len(traces))
     known = known_model(table, model)
-    _check_fresh(traces, known.fingerprint)
+    # A table of its own does not know which forward was traced: then the modules alone are compared.
+    whole = table.forward is not None
+    _check_fresh(traces, known.fingerprint if whole else fingerprint(model), whole=whole)
     ids = _signature_ids(traces, recorder, model, known)
     integers = _concatenate(traces, recorder, ids) if traces else []
     type_ids: dict[int, int] = {}  # by id of the type: hashing a type costs a microsecond
@@ -266,13 +299,17 @@ class _Offset:
         return self.values[number]
 
 
-def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...]) -> None:
+def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...], *, whole: bool) -> None:
+    """whole: `now` also tells what the forward reads, not its modules alone."""
     checked: dict[bytes, bool] = {}
+    under = RecordedUnder.now()
     for i, trace in enumerate(traces):
         if trace.digest in checked:
             continue
         checked[trace.digest] = True
-        if trace.fingerprint != now and (trace.fingerprint or now):
+        if not trace.under.hold_in(under):
+            raise StaleTraceError(f"trace {i} was made with {trace.under}, now there is {under}")
+        if trace.fingerprint != now if whole else trace.fingerprint[: len(now)] != now:
             was = next((a for a in trace.fingerprint if a not in now), "")
             is_now = next((b for b in now if b not in trace.fingerprint), "")
             raise StaleTraceError(f"trace {i} was made of another model: it had {was!r}, now {is_now!r}")

@@ -13,36 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.torch_private import functorch_transforms, functorch_vmap, reparametrized, stateless, tree_leaves
+from fxbatch.torch_private import functorch_transforms, functorch_vmap, stateless, tree_leaves
+from fxbatch.trace.calls import examined_function
 from fxbatch.trace.location import at_line
+from fxbatch.trace.operations import Functional
 from fxbatch.trace.state import state
 from fxbatch.trace.values import Value
-
-
-@dataclass(frozen=True)
-class Functional:
-    """A module as a function of all of its tensors: equal for one module in one mode."""
-
-    module: torch.nn.Module
-    training: tuple[bool, ...]
-    tie_weights: bool
-
-    @property
-    def __name__(self) -> str:
-        return f"functional_call_{type(self.module).__name__}"
-
-    def __call__(
-        self, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with reparametrized(self.module, tensors, tie_weights=self.tie_weights):
-            return self.module(*args, **kwargs)
-
 
 _functional_call = stateless._functional_call
 
@@ -67,7 +48,8 @@ def _traced_functional_call(
         raise TraceError(f"functional_call of a {type(module).__name__} with hooks{at_line()}")
     args = () if args is None else args if isinstance(args, tuple) else (args,)
     tensors = _all_tensors(module, parameters_and_buffers, tie_weights and not strict)
-    function = Functional(module, tuple(m.training for m in parts), tie_weights)
+    examined = examined_function(recorder, module)
+    function = Functional(module, tuple(m.training for m in parts), tie_weights, examined.state, examined)
     return recorder.call(function, (tensors, args, kwargs or {}), {})
 
 
@@ -107,6 +89,16 @@ def _traced_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return _backward(tensors, *args, **kwargs)
 
 
+_cond = torch.cond
+
+
+def _traced_cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """The branch that the value chooses: the instance waits for it, as at an `if`."""
+    if state.recorder is None:
+        return _cond(pred, true_fn, false_fn, operands)
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
 TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
     (stateless, "_functional_call", _traced_functional_call),
     (
@@ -116,5 +108,6 @@ TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
     ),
     (functorch_vmap, "_add_batch_dim", _refusing(functorch_vmap._add_batch_dim)),
     (functorch_vmap, "_remove_batch_dim", _refusing(functorch_vmap._remove_batch_dim)),
+    (torch, "cond", functools.wraps(_cond)(_traced_cond)),
     (torch.autograd, "backward", functools.wraps(_backward)(_traced_backward)),
 )

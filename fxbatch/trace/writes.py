@@ -165,6 +165,27 @@ def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> Any:
     return write.result.fill(output=outputs)
 
 
+def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The content of `new` with the gradient of `old`: what a tensor is after a write under `no_grad`."""
+    written = old.clone()
+    written.detach().copy_(new)
+    return written
+
+
+def _unseen_by_autograd(recorder: Recorder, old: Value, new: Value) -> Value:
+    """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
+    if recorder.grad or not recorder.graded or new._type != old._type:
+        return new
+    if not recorder.type_of(old).differentiable:
+        return new
+    from fxbatch.trace.calls import call_function
+
+    with torch.enable_grad():
+        kept: Value = call_function(recorder, with_content, (recorder.value(old._value, old._type), new), {})
+    recorder.sync_modes()
+    return kept
+
+
 def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
     """Give v, and whatever shares its memory, the new content."""
     alias = alias_of(v)
@@ -178,6 +199,8 @@ def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
             f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
         )
     if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views)):
+        new = _unseen_by_autograd(recorder, v, new)
+        recorder.rewritten.add(new._value)
         v._value, v._type = new._value, new._type
         return
     if new._type != v._type:
@@ -186,7 +209,8 @@ def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
     for node, source in itertools.pairwise(path):
         contents.append(_scatter(recorder, source, node, contents[-1], name))
     for node, content in zip(path, contents, strict=True):
-        node._value = content._value
+        node._value = _unseen_by_autograd(recorder, node, content)._value
+        recorder.rewritten.add(node._value)
     _refresh(root, {id(p) for p in path}, name)
 
 
@@ -243,7 +267,8 @@ def _refresh(source: Value, fresh: set[int], name: str) -> None:
                     f"{name} writes to a tensor of which {label}() gave a view or a copy, by its strides: "
                     f"use view() or clone(){at_line()}"
                 )
-            result = [x for x in tree_leaves(below.again()) if type(x) is Value][below.output]
+            with torch.set_grad_enabled(below.grad):
+                result = [x for x in tree_leaves(below.again()) if type(x) is Value][below.output]
             view._value = result._value
         _refresh(view, fresh, name)
     alias.views[:] = kept

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_depth import depths
-from fxbatch.passes.frontier import source_calls
+from fxbatch.passes.schedule import depths
+from fxbatch.passes.signature_graph import source_calls
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import numpy as np
 
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.ir import GATHER_KINDS, Plan, Program, Schedule, Signature
-from fxbatch.passes.batch_by_depth import depths
+from fxbatch.passes.schedule import depths
 
 SCHEMA_VERSION = 1
 

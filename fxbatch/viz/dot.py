@@ -14,8 +14,8 @@ import numpy as np
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.errors import FxbatchError
 from fxbatch.ir import Plan, Program, Schedule
-from fxbatch.passes.batch_by_depth import depths
-from fxbatch.passes.frontier import source_calls
+from fxbatch.passes.schedule import depths
+from fxbatch.passes.signature_graph import source_calls
 from fxbatch.viz.palette import colour
 from fxbatch.viz.picture import SignatureKey
 

@@ -277,6 +277,11 @@ function showStage(i, focus = false) {
   keep(graph, null);
   graph.show(data.stages[current].name);
   document.getElementById("caption").textContent = data.stages[current].caption;
+  const runs = data.stages[current].runs;
+  for (const row of all("#legend .row")) { // what is counted is what this stage shows
+    row.hidden = !(row.dataset.sig in runs);
+    one(".runs", row).textContent = runs[row.dataset.sig] ?? "";
+  }
   runSearch();
 }
 tabs.forEach((tab, k) => tab.addEventListener("click", () => showStage(k)));

@@ -18,7 +18,7 @@ from typing import Any
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_signature
 from fxbatch.viz.palette import DARK, LIGHT, Surface, colour
 from fxbatch.viz.picture import Picture
-from fxbatch.viz.report import Report
+from fxbatch.viz.report import Report, Row
 from fxbatch.viz.svg import picture_to_svg
 
 
@@ -35,13 +35,19 @@ def page_of(report: Report) -> str:
         "STYLE": style,
         "COUNTS": "".join(_count(name, value) for name, value in report.counts),
         "TABS": "".join(_tab(i, stage.name) for i, stage in enumerate(report.stages)),
-        "LEGEND": "".join(_legend_row(report, i) for i in range(len(report.rows))),
+        "LEGEND": "".join(_legend_row(report, row) for row in _legend(report)),
         "PICTURES": "\n".join(_template(report, name, picture) for name, picture in _pictures(report)),
         "DATA": _json(_data(report)),
         "SCRIPT": script,
     }
     # One pass, so that what is put in is never searched for markers.
     return re.sub(r"<!--([A-Z]+)-->|@([A-Z]+)@", lambda m: parts[m[1] or m[2]], template)
+
+
+def _legend(report: Report) -> list[Row]:
+    """A row a signature of any stage; which of them are shown, and what they count, goes by the stage."""
+    rows = [row for stage in report.stages for row in stage.rows] + list(report.rows)
+    return list({row.signature: row for row in rows}.values())
 
 
 def _template(report: Report, name: str, picture: Picture) -> str:
@@ -78,7 +84,10 @@ def _data(report: Report) -> dict[str, Any]:
         "form": "page",
         "title": report.title,
         "signatures": signatures,
-        "stages": [{"name": s.name, "caption": s.caption} for s in report.stages],
+        "stages": [
+            {"name": s.name, "caption": s.caption, "runs": {r.signature: _runs(report, r) for r in s.rows}}
+            for s in report.stages
+        ],
         "pictures": pictures,
     }
 
@@ -108,14 +117,17 @@ def _tab(i: int, name: str) -> str:
     )
 
 
-def _legend_row(report: Report, i: int) -> str:
-    row = report.rows[i]
+def _runs(report: Report, row: Row) -> str:
+    """How often a signature is called, and in how many steps."""
+    if report.key.colour(row.signature) < 0:
+        return "data"
+    return f"{row.calls:,} → {row.steps:,}" if row.steps else f"{row.calls:,}"
+
+
+def _legend_row(report: Report, row: Row) -> str:
     signature = report.key.signatures[row.signature]
     number = report.key.colour(row.signature)
-    runs = "data" if number < 0 else f"{row.calls:,} → {row.steps:,}"
-    title = html.escape(
-        f"{signature}\n{row.calls:,} calls in {row.steps:,} steps, up to {row.largest:,} at once"
-    )
+    runs, title = html.escape(_runs(report, row)), html.escape(str(signature))
     return (
         f'<button class="row" data-sig="{row.signature}" title="{title}">'
         f'<span class="swatch s{number if number >= 0 else "x"}"></span>'

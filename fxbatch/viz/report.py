@@ -16,7 +16,7 @@ import numpy as np
 
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.ir import INDEX, Plan, Program, Schedule
-from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes.schedule import lower_bound
 from fxbatch.viz.draw_form import Form, draw_form
 from fxbatch.viz.draw_program import draw_instances
 from fxbatch.viz.draw_schedule import draw_schedule
@@ -41,16 +41,17 @@ class Stage:
     name: str
     caption: str
     picture: Picture
+    rows: tuple[Row, ...]  # of the legend, while it is shown
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A signature in the legend: how often it is called and launched."""
+    """A signature in the legend: how often it is called and, where steps are known, launched."""
 
     signature: int
     calls: int
-    steps: int
-    largest: int
+    steps: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +87,11 @@ def make_report(
     if isinstance(merged, Program):
         same = schedule if merged is program else None
         picture = draw_instances(merged, key, instances=instances, schedule=same)
-        stages.append(Stage("trace", CAPTIONS["trace"], picture))
+        stages.append(Stage("trace", CAPTIONS["trace"], picture, _call_rows(merged, key)))
     for name, form in forms.items():
         same = schedule if _program_of(form, program) is program else None
         picture = draw_form(form, key, title=name, program=program, schedule=same)
-        stages.append(Stage(name, CAPTIONS.get(name, ""), picture))
+        stages.append(Stage(name, CAPTIONS.get(name, ""), picture, _rows_of(form, program, schedule, key)))
     plan = next((f for f in forms.values() if isinstance(f, Plan)), None)
     return Report(
         title,
@@ -106,6 +107,29 @@ def _program_of(form: Form, program: Program) -> Program:
     if isinstance(form, Program):
         return form
     return form.program if isinstance(form, BatchedGraph) else program
+
+
+def _rows_of(form: Form, program: Program, schedule: Schedule, key: SignatureKey) -> tuple[Row, ...]:
+    """What the legend counts in a stage: calls of a program, batches of a graph, else what the schedule runs."""
+    if isinstance(form, Program):
+        return _call_rows(form, key)
+    if isinstance(form, BatchedGraph):
+        batches: dict[int, list[int]] = {}
+        for _, node in form.nodes("batch"):
+            batches.setdefault(node.signature, []).append(len(node.calls))
+        signatures = form.program.signatures
+        return tuple(
+            Row(key.number(signatures[s]), sum(sizes), len(sizes), max(sizes)) for s, sizes in batches.items()
+        )
+    return signature_rows(program, schedule, key)
+
+
+def _call_rows(program: Program, key: SignatureKey) -> tuple[Row, ...]:
+    """A row a signature that is called, in the order of the program."""
+    calls = np.bincount(program.sig, minlength=len(program.signatures))
+    return tuple(
+        Row(key.number(program.signatures[s]), int(calls[s])) for s in dict.fromkeys(program.sig.tolist())
+    )
 
 
 def signature_rows(program: Program, schedule: Schedule, key: SignatureKey) -> tuple[Row, ...]:

@@ -128,7 +128,7 @@ def test_tagger_scores_and_the_embedding_once() -> None:
 
 @pytest.mark.parametrize("kind", ["mixed", "known", "rare"])
 def test_char_tagger(kind: str) -> None:
-    model, instances = char_tagger.example(sentences=12)
+    model, instances = char_tagger.minibatch(sentences=12)
     model = model.double()
     if kind != "mixed":
         rare = kind == "rare"
@@ -138,7 +138,7 @@ def test_char_tagger(kind: str) -> None:
 
 
 def test_molecules() -> None:
-    model, instances = molecules.example(molecules=10)
+    model, instances = molecules.minibatch(molecules=10)
     model = model.double()
     expected = torch.stack(one_by_one(molecules.MoleculeNetwork.forward, model, instances))
     wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
@@ -150,7 +150,7 @@ def test_molecules() -> None:
 
 
 def test_molecules_of_one_atom() -> None:
-    model, instances = molecules.example(molecules=30)
+    model, instances = molecules.minibatch(molecules=30)
     lone = [molecule for molecule in instances if not molecule.bonds]
     assert lone, "the draw has molecules of one atom"
     expected = torch.stack(one_by_one(molecules.MoleculeNetwork.forward, model, lone))
@@ -158,7 +158,7 @@ def test_molecules_of_one_atom() -> None:
 
 
 def test_parser() -> None:
-    model, instances = parser.example(sentences=6)
+    model, instances = parser.minibatch(sentences=6)
     model = model.double()
     for model.round in range(3):
         check_loss(model, instances, BatchedParser(model))

@@ -73,7 +73,7 @@ def test_dgl_trees() -> None:
 
 def test_pyg_molecules() -> None:
     pyg = adapter("pyg")
-    model, instances = molecules.example(molecules=12)
+    model, instances = molecules.minibatch(molecules=12)
     model = model.double()
     expected = torch.stack([molecules.MoleculeNetwork.forward.__wrapped__(model, m) for m in instances])
     wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))

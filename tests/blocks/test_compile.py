@@ -19,7 +19,7 @@ import fxbatch
 import fxbatch.blocks as fb
 
 S = fb.Scalar
-SCHEDULES = ("agenda", "depth", "fold", "lookahead", "best", "none")
+SCHEDULES = ("agenda", "depth", "fold", "lookahead", "none")
 
 
 def is_list(x: Any) -> bool:

@@ -49,6 +49,33 @@ def test_the_table_of_blocks(name: str, example: str, gives: str) -> None:
     assert repr(eval(example, dict(NAMES))) == gives
 
 
+DIFFERENCE = re.compile(r"^\| `([^|]+)` \| ([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
+
+
+def differences() -> list[tuple[str, str]]:
+    """(program, what it gives here) of each row under "What stays different"."""
+    text = (DOCS / "coming-from-fold.md").read_text(encoding="utf-8").partition("## What stays different")[2]
+    return [(program, here) for program, _, here in DIFFERENCE.findall(text)]
+
+
+@pytest.mark.parametrize(("program", "here"), differences())
+def test_the_list_of_differences(program: str, here: str) -> None:
+    errors = {
+        "BlockTypeError": fb.BlockTypeError,
+        "BlockValueError": fb.BlockValueError,
+        "ValueError": ValueError,
+    }
+    if here in errors:
+        with pytest.raises(errors[here]):
+            eval(program, dict(NAMES))
+    else:
+        assert repr(eval(program, dict(NAMES))) == here
+
+
+def test_all_differences_are_found() -> None:
+    assert len(differences()) >= 20
+
+
 def blocks() -> list[str]:
     """The names of all blocks and layers that the package offers."""
     bases = (fb.Block, fb.Typed, fb.Layer)

@@ -16,6 +16,7 @@ from examples.fold import (
     count_lines,
     fizzbuzz,
     language_id,
+    text2vec,
     text_pipeline,
     tree_lstm,
     weave,
@@ -36,10 +37,11 @@ TREES = ["(3 (2 It) (4 (2 's) (3 good)))", "(2 Fine)", "(1 (1 (2 not) (3 good)) 
 
 def case(name: str) -> tuple[Any, Any, Any, list[Any]]:
     """(layers, block, plain, instances), all in float64."""
-    if name == "text_pipeline":
-        layers: Any = text_pipeline.Layers(["a", "good", "film"], size=5, hidden=6)
+    if name in ("text_pipeline", "text2vec"):
+        module = text_pipeline if name == "text_pipeline" else text2vec
+        layers: Any = module.Layers(["a", "good", "film"], size=5, hidden=6)
         instances: list[Any] = [("a good film", 4), ("", 0), ("an unknown word", 2), ("good", 3)]
-        return layers, text_pipeline.build(layers), text_pipeline.plain, instances
+        return layers, module.build(layers), module.plain, instances
     if name == "attention":
         layers = attention.Layers(6)
         return layers, attention.build(layers), attention.plain, attention.adding_task(6, 8, 0)
@@ -124,8 +126,9 @@ def test_attention_reduces_the_error() -> None:
     assert attention.main(["--length", "6", "--instances", "400", "--epochs", "8"]) > 0.1
 
 
-def test_text_pipeline_and_tree_lstm_train_on_the_treebank(data_root: Path) -> None:
-    assert text_pipeline.main(["--data", str(data_root / "sst"), "--sentences", "60", "--epochs", "1"]) > 0.1
+def test_text_pipelines_and_tree_lstm_train_on_the_treebank(data_root: Path) -> None:
+    for pipeline in (text_pipeline, text2vec):
+        assert pipeline.main(["--data", str(data_root / "sst"), "--sentences", "60", "--epochs", "1"]) > 0.1
     assert tree_lstm.main(["--data", str(data_root / "sst"), "--trees", "60", "--epochs", "1"]) > 0.1
 
 

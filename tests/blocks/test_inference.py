@@ -41,9 +41,9 @@ def test_through_map_fold_reduce_rnn_zip_broadcast() -> None:
     assert inner.input_type == T((2,))
     start = fb.Zeros()
     fold = fb.Fold(fb.Function(torch.add).set_input_type((2, 2)), start)
-    assert start.output_type == T((2,)) and fold.input_type == fb.SequenceType(T((2,)))
+    assert start.output_type == T((2,)) == fold.output_type and fold.input_type is None
     rnn = fb.RNN(nn.LSTMCell(2, 3))
-    assert rnn.input_type == fb.SequenceType(T((2,)))
+    assert rnn.input_type is None  # a sequence, or a tuple
     assert rnn.output_type == fb.TupleType(fb.SequenceType(T((3,))), (3, 3))
     assert fb.Broadcast().set_input_type([]).output_type == fb.BroadcastSequenceType(T(()))
     assert (S() >> fb.Broadcast() >> fb.Map(fb.Identity())).output_type == (fb.BroadcastSequenceType(T(())))
@@ -74,13 +74,16 @@ MISMATCHES: list[tuple[Any, list[str]]] = [
     (lambda: fb.Vector(3) >> fb.FC(2) >> fb.Embedding(3, 4), ["Embedding(3, 4)", "integer scalar", "FC(2)", "(2,)"]),
     (lambda: S("int64") >> fb.FC(2), ["FC(2)", "floating point vector", "TensorType((), 'int64')", "Scalar"]),
     (lambda: fb.Map(fb.Vector(3)) >> fb.RNN(nn.GRUCell(4, 2)),
-     ["RNN(", "SequenceType(TensorType((4,), 'float32'))", "Map(Vector(3))", "SequenceType(TensorType((3,)"]),
+     ["RNN(", "elements of TensorType((4,), 'float32')", "Map(Vector(3))", "SequenceType(TensorType((3,)"]),
     (lambda: (S(), fb.Map(S())) >> fb.Function(torch.add), ["Function(add)", "(Scalar(), Map(Scalar()))", "Sequence"]),
     (lambda: (fb.Vector(2), fb.Vector(3)) >> fb.Function(torch.add),
      ["Function(add)", "can't be applied to", "(Vector(2), Vector(3))", "size"]),
     (lambda: fb.Vector(3) >> fb.Function(lambda x: "text"), ["gives str", "no tensor", "Vector(3)"]),
     (lambda: S() >> fb.Concat(), ["Concat()", "TensorType((), 'float32')", "Scalar()", "TupleType"]),
-    (lambda: (S(), S()) >> fb.Concat(), ["Concat()", "no dimension 0"]),
+    (lambda: (S(), S()) >> fb.Concat(1), ["Concat(concat_dim=1)", "no dimension 1"]),
+    (lambda: (S(), fb.Tensor([2, 2])) >> fb.Concat(), ["Concat()", "(2, 2)", "TensorType(()"]),
+    (lambda: (S(), fb.Map(S())) >> fb.Concat(flatten=True), ["Concat(", "SequenceType"]),
+    (lambda: (S(), fb.Void()) >> fb.Concat(flatten=True), ["Concat(", "VoidType()"]),
     (lambda: (fb.Vector(1), (fb.Vector(1),)) >> fb.Concat(), ["flatten=True"]),
     (lambda: (fb.Tensor([1, 2]), fb.Tensor([1, 3])) >> fb.Concat(), ["TensorType((1, 2)", "TensorType((1, 3)"]),
     (lambda: (S(), S()) >> fb.GetItem(2), ["GetItem(2)", "no item 2", "(Scalar(), Scalar())"]),
@@ -97,7 +100,8 @@ MISMATCHES: list[tuple[Any, list[str]]] = [
     (lambda: (S(), S()) >> fb.Nth(), ["Nth()", "(Scalar(), Scalar())"]),
     (lambda: (S(), S()) >> fb.Metric("m"), ["Metric('m')", "(TensorType, PyObjectType)"]),
     (lambda: fb.Map(S()) >> fb.Metric("m"), ["Metric('m')", "SequenceType", "Map(Scalar())"]),
-    (lambda: (S(), S()) >> fb.Record({"a": fb.Identity()}), ["takes PyObjectType()", "(Scalar(), Scalar()) gives"]),
+    (lambda: (S(), S()) >> fb.Record({"a": fb.Identity()}), ["{'a': Identity()}", "no order", "(Scalar(), Scalar())"]),
+    (lambda: (S(), S()) >> fb.Record({"a": S()}), ["takes PyObjectType()", "(Scalar(), Scalar()) gives"]),
     (lambda: (S(), S()) >> fb.Record((fb.Identity(),)), ["1 items", "got 2"]),
     (lambda: S() >> fb.InputTransform(len), ["InputTransform(len) takes PyObjectType()", "Scalar() gives"]),
     (lambda: (S(), S()) >> fb.OneOf(len, (fb.Identity(),)), ["InputTransform(len)", "PyObjectType()", "TupleType"]),
@@ -183,26 +187,35 @@ def test_composition_without_input_or_with_metrics_only() -> None:
 
 def test_composition_errors() -> None:
     c = fb.Composition()
-    with pytest.raises(fb.BlockTypeError, match="unused output"), c.scope():
+    with c.scope():
         S().reads(c.input)
+    with pytest.raises(fb.BlockTypeError, match="unused output"):
+        c.eval(1)
     c = fb.Composition()
-    with pytest.raises(fb.BlockTypeError, match="cycle"), c.scope():
+    with pytest.raises(fb.BlockTypeError, match="cycle") as cycle, c.scope():
         f, g = fb.Function(torch.add), fb.Function(torch.neg)
         f.reads(c.input, g)
         g.reads(f)
         c.output.reads(f)
+    assert isinstance(cycle.value, ValueError)
     c = fb.Composition()
-    with pytest.raises(fb.BlockTypeError, match="reads nothing"), c.scope():
+    with c.scope():
         c.output.reads(fb.Function(torch.neg))
+    with pytest.raises(fb.BlockTypeError, match="reads nothing"):
+        fb.compile(c)
+    with pytest.raises(fb.BlockTypeError, match="no output"):
+        fb.Composition().eval(1)
     c = fb.Composition()
-    with pytest.raises(fb.BlockTypeError, match="already connected"), c.scope():
+    with pytest.raises(fb.BlockValueError, match="already connected"), c.scope():
         x = S().reads(c.input)
         x.reads(c.input)
     c = fb.Composition()
-    with pytest.raises(fb.BlockTypeError, match="output can't be read"), c.scope():
+    with pytest.raises(fb.BlockValueError, match="output can't be read"), c.scope():
         S().reads(c.output)
-    with pytest.raises(fb.BlockTypeError, match="input can't read"), c.scope():
+    with pytest.raises(fb.BlockValueError, match="input can't read"), c.scope():
         c.input.reads(S())
+    with pytest.raises(fb.BlockValueError, match="another composition"), c.scope():
+        S().reads(fb.Composition().input)
     c = fb.Composition()
     with pytest.raises(fb.BlockTypeError, match=r"(?s)takes PyObjectType\(\).*Vector\(2\) gives"), c.scope():
         S().reads(fb.Vector(2).reads(c.input))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fxbatch import ir
-from fxbatch.codegen.contract import OperationGraphs, Ref, Unbatched
-from fxbatch.codegen.kernels import Kernel, Workspace, emit_kernel
-from fxbatch.codegen.operation import build_operation
+from fxbatch.codegen.build_operation import build_operation
+from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
+from fxbatch.codegen.operation_graphs import OperationGraphs, Ref, Unbatched
 from fxbatch.torch_private import tree_flatten
 
 Slot = ir.Slot
@@ -55,13 +55,10 @@ def build(
     target: Any, inputs: Sequence[torch.Tensor], *, grad: bool = True, **options: Any
 ) -> tuple[OperationGraphs | Unbatched, list[torch.Tensor]]:
     """The graphs of a module or function with every gradient that can be had (or none)."""
-    memory = options.pop("memory", "save")
     signature, shared = signature_of(target, inputs, **options)
     needs = tuple(grad and x.differentiable for x in signature.inputs)
     shared_needs = tuple(grad and x.is_floating_point() and x.requires_grad for x in shared)
-    graphs = build_operation(
-        signature, input_needs=needs, shared_needs=shared_needs, shared=shared, memory=memory
-    )
+    graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
     return graphs, shared
 
 
@@ -179,11 +176,11 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | N
 
 
 def assert_equals_rows(
-    target: Any, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor] = (), *, memory: str = "save"
+    target: Any, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor] = ()
 ) -> None:
     """The kernels of a module or function against it one row at a time, values and gradients: 1, 9, 2."""
     torch.manual_seed(0)
-    graphs, operands = build(target, inputs, memory=memory, **({"shared": shared} if shared else {}))
+    graphs, operands = build(target, inputs, **({"shared": shared} if shared else {}))
     assert isinstance(graphs, OperationGraphs), graphs
     workspace = Workspace()
     for n in (1, 9, 2):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxbatch.codegen.contract import Unbatched
+from fxbatch.codegen.operation_graphs import Unbatched
 from tests.codegen.operation_cases import assert_equals_rows, build
 
 IDX = torch.tensor

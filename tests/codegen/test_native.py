@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxbatch.codegen.kernels import emit_kernel
+import fxbatch
+from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.native_program import INPUT, LOCAL, OUTPUT, NativeProgram, make_program
-from fxbatch.codegen.sizes import add_call, shape
-from fxbatch.codegen.workspace import Workspace
+from fxbatch.codegen.native_lower import INPUT, LOCAL, OUTPUT, NativeProgram, make_program
+from fxbatch.codegen.shapes import add_call, shape
+from tests.oracle import check_equal
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built")
@@ -363,3 +364,38 @@ def test_a_program_that_would_leave_its_memory_is_refused() -> None:
     program = extension.Program(made.bases, made.instructions, none)
     too_little = np.array([(0, 8)] * 5, dtype=np.int64)
     assert not extension.run(program, extension.Room(), 3, too_little)
+
+
+CONCATENATED = {
+    "softmax": lambda x: torch.softmax(x, 0),
+    "log_softmax": lambda x: torch.log_softmax(x, 0),
+    "gelu": torch.nn.functional.gelu,
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (5,)),
+}
+
+
+@pytest.mark.parametrize("name", CONCATENATED)
+def test_what_is_written_into_part_of_a_concatenation(name: str) -> None:
+    """Forward: the result goes into a part. Backward of a split: the gradient does."""
+    call = CONCATENATED[name]
+
+    @fxbatch.operation
+    def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([y.sin(), call(x), y])
+
+    @fxbatch.operation
+    def parted(x: torch.Tensor) -> torch.Tensor:
+        a, b, c = x.split([2, 5, 4])
+        return call(b) * a.sum() + c.sin().sum()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 11)
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return joined(parted(y).sin(), y)
+
+    check_equal(Model(), torch.randn(7, 4))

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxbatch.codegen.kernels import emit_kernel
+from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.sizes import add_call
-from fxbatch.codegen.workspace import Workspace
+from fxbatch.codegen.shapes import add_call
 from fxbatch.torch_private import thread_addresses
 from tests.codegen import test_native as native
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxbatch import ir
-from fxbatch.codegen.contract import OperationGraphs, Unbatched
-from fxbatch.codegen.kernels import Workspace, emit_kernel
-from fxbatch.codegen.operation import UnbatchedKernel, build_operation
+from fxbatch.codegen.build_operation import UnbatchedKernel, build_operation
+from fxbatch.codegen.kernel import Workspace, emit_kernel
+from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
 from tests.codegen.operation_cases import (
     assert_equals_rows,
     build,
@@ -219,10 +219,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["save", "recompute"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_batched_equals_rows(name: str, memory: str) -> None:
-    assert_equals_rows(*CASES[name], memory=memory)
+def test_batched_equals_rows(name: str) -> None:
+    assert_equals_rows(*CASES[name])
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -291,7 +290,7 @@ def test_tree_cell_is_few_kernels() -> None:
         assert isinstance(graphs, OperationGraphs)
         assert graphs.layout == ir.Layout(((0, 2), (1,), (3,)))
         assert emit_kernel(graphs.forward).launches == 8
-        assert graphs.backward is not None and emit_kernel(graphs.backward).launches <= 12
+        assert graphs.backward is not None and emit_kernel(graphs.backward).launches <= 14
         assert graphs.parameters is not None and emit_kernel(graphs.parameters).launches == 2
 
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import fx
 
-from fxbatch.codegen.clean import clean
-from fxbatch.codegen.rewrite_batched_products import rewrite_batched_products
-from fxbatch.codegen.rewrite_gates import rewrite_gates
-from fxbatch.codegen.rewrite_linear import rewrite_linear
-from fxbatch.codegen.rewrite_lookups import rewrite_lookups
-from fxbatch.codegen.rewrite_products import rewrite_products
-from fxbatch.codegen.rewrite_slices import rewrite_slices
-from fxbatch.codegen.sizes import add_call
+from fxbatch.codegen.rewrites import apply_rewrite
+from fxbatch.codegen.shapes import add_call
+from fxbatch.codegen.simplify import clean
 from fxbatch.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 SIZES = (5, 7)
 Build = Callable[..., Any]
+Rewrite = str | Callable[[fx.Graph], Any]  # a row of the table, or `clean`
+
+
+def apply(graph: fx.Graph, rewrite: Rewrite) -> Any:
+    return rewrite(graph) if callable(rewrite) else apply_rewrite(graph, rewrite)
 
 
 class Draft:
@@ -234,42 +234,42 @@ def rows_last_by_themselves(d: Draft) -> Any:
     return d.call(aten.mul.Tensor, turned, d.w("w", 3, 1))
 
 
-CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
-    (rewrite_linear, product_and_bias, ["add(mm(x, w), b)"], ["addmm(b, x, w)"]),
+CASES: list[tuple[Rewrite, Build, list[str], list[str]]] = [
+    ("linear", product_and_bias, ["add(mm(x, w), b)"], ["addmm(b, x, w)"]),
     (
-        rewrite_linear,
+        "linear",
         product_of_matrices_and_bias,
         ["add(reshape(mm(reshape(x, [-1, 4]), w), [n, 2, 3]), b)"],
         ["reshape(addmm(b, reshape(x, [-1, 4]), w), [n, 2, 3])"],
     ),
-    (rewrite_products, added_product, ["add(x, mul(a, b))"], ["addcmul(x, a, b)"]),
+    ("products", added_product, ["add(x, mul(a, b))"], ["addcmul(x, a, b)"]),
     (
-        rewrite_products,
+        "products",
         two_linear,
         ["add(addmm(b, x, w), addmm(c, h, u))"],
         ["addmm(addmm(add(b, c), x, w), h, u)"],
     ),
     (
-        rewrite_products,
+        "products",
         added_derivative,
         ["add(x, tanh_backward(mul(a, b), y))"],
         ["addcmul(x, tanh_backward(a, y), b)"],
     ),
-    (rewrite_lookups, look_up, ["embedding(table, i)"], ["index_select(table, 0, i)"]),
+    ("lookups", look_up, ["embedding(table, i)"], ["index_select(table, 0, i)"]),
     (
-        rewrite_lookups,
+        "lookups",
         look_up_many,
         ["embedding(table, i, 5)"],
         ["reshape(index_select(table, 0, reshape(i, [mul(n, 8)])), [n, 2, 4, 3])"],
     ),
     (
-        rewrite_batched_products,
+        "batched_products",
         rows_and_shared_matrix,
         ["bmm(x, expand(w, [n, 4, 3]))"],
         ["reshape(mm(reshape(x, [mul(n, 2), 4]), w), [n, 2, 3])"],
     ),
     (
-        rewrite_batched_products,
+        "batched_products",
         shared_matrix_and_vector,
         ["bmm(expand(reshape(w, [1, 3, 4]), [n, 3, 4]), x)"],
         [
@@ -277,49 +277,49 @@ CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
         ],
     ),
     (
-        rewrite_batched_products,
+        "batched_products",
         outer_products_added,
         ["sum(reshape(bmm(g, x), [n, 1, 3, 4]), [0])", "bmm(a, b)"],
         ["reshape(mm(permute(reshape(g, [n, 3]), [1, 0]), reshape(x, [n, 4])), [1, 3, 4])", "mul(a, b)"],
     ),
     (
-        rewrite_batched_products,
+        "batched_products",
         dots,
         ["bmm(x, y)"],
         ["reshape(sum(mul(reshape(x, [n, 4]), reshape(y, [n, 4])), [1]), [n, 1, 1])"],
     ),
     (
-        rewrite_batched_products,
+        "batched_products",
         rows_last,
         ["permute(tanh(mm(w, permute(x, [1, 0]))), [1, 0])"],
         ["permute(permute(tanh(mm(x, permute(w, [1, 0]))), [1, 0]), [1, 0])"],
     ),
     (
-        rewrite_gates,
+        "gates",
         gates,
         ["sigmoid(z[0:3])", "sigmoid(z[3:6])", "tanh(z[6:9])"],
         ["sigmoid(z[0:6])[0:3]", "sigmoid(z[0:6])[3:6]", "tanh(z[6:9])"],
     ),
     (
-        rewrite_gates,
+        "gates",
         gates_of_two_products,
         ["sigmoid(add(z[0:3], y[0:3]))", "sigmoid(add(z[3:6], y[3:6]))"],
         ["sigmoid(add(z, y))[0:3]", "sigmoid(add(z, y))[3:6]"],
     ),
     (
-        rewrite_gates,
+        "gates",
         gradients_of_gates,
         ["cat([sigmoid_backward(exp(a), s[0:3]), sigmoid_backward(exp(b), s[3:6])], 1)"],
         ["sigmoid_backward(cat([exp(a), exp(b)], 1), s)"],
     ),
     (
-        rewrite_slices,
+        "slices",
         gradients_of_slices,
         ["add(slice_backward(g, [n, 6], 1, 0, 3, 1), slice_backward(h, [n, 6], 1, 3, 6, 1))"],
         ["cat([g, h], 1)"],
     ),
     (
-        rewrite_slices,
+        "slices",
         gradient_of_one_slice,
         ["slice_backward(g, [n, 9], 1, 3, 6, 1)"],
         ["cat([zeros([n, 3]), g, zeros([n, 3])], 1)"],
@@ -328,17 +328,17 @@ CASES: list[tuple[Callable[[fx.Graph], Any], Build, list[str], list[str]]] = [
     (clean, views_in_circles, ["squeeze(unsqueeze(x, 1), 1)", "t(t(x))"], ["x", "x"]),
     (clean, neutral_numbers, ["add(mul(x, 1), zeros([n, 3]))"], ["x"]),
 ]
-UNCHANGED: list[tuple[Callable[[fx.Graph], Any], Build]] = [
-    (rewrite_linear, product_used_twice),
-    (rewrite_linear, bias_of_rows),
-    (rewrite_products, added_broadcast),
-    (rewrite_products, derivative_of_a_factor_without_rows),
-    (rewrite_products, derivative_read_twice),
-    (rewrite_lookups, added_product),
-    (rewrite_batched_products, matrix_of_each_row),
-    (rewrite_batched_products, rows_last_by_themselves),
-    (rewrite_gates, gates_apart),
-    (rewrite_gates, crossed_slices),
+UNCHANGED: list[tuple[Rewrite, Build]] = [
+    ("linear", product_used_twice),
+    ("linear", bias_of_rows),
+    ("products", added_broadcast),
+    ("products", derivative_of_a_factor_without_rows),
+    ("products", derivative_read_twice),
+    ("lookups", added_product),
+    ("batched_products", matrix_of_each_row),
+    ("batched_products", rows_last_by_themselves),
+    ("gates", gates_apart),
+    ("gates", crossed_slices),
     (clean, cast_away_and_back),
     (clean, product_and_bias),
 ]
@@ -354,26 +354,24 @@ def graph_of(build: Build) -> fx.Graph:
 @pytest.mark.parametrize(
     ("rewrite", "build", "before", "after"), CASES, ids=lambda x: getattr(x, "__name__", "")
 )
-def test_before_and_after(
-    rewrite: Callable[[fx.Graph], Any], build: Build, before: list[str], after: list[str]
-) -> None:
+def test_before_and_after(rewrite: Rewrite, build: Build, before: list[str], after: list[str]) -> None:
     graph = graph_of(build)
     assert text(graph) == before
-    assert rewrite(graph)
+    assert apply(graph, rewrite)
     graph.lint()
     assert text(graph) == after
 
 
 @pytest.mark.parametrize(("rewrite", "build"), UNCHANGED, ids=lambda x: getattr(x, "__name__", ""))
-def test_nothing_to_do(rewrite: Callable[[fx.Graph], Any], build: Build) -> None:
+def test_nothing_to_do(rewrite: Rewrite, build: Build) -> None:
     graph = graph_of(build)
     before = text(graph)
-    changed = rewrite(graph)
+    changed = apply(graph, rewrite)
     assert changed is graph or not changed
     assert text(graph) == before
 
 
 def test_overlapping_gradients_are_added() -> None:
     graph = graph_of(overlapping_slices)
-    rewrite_slices(graph)
+    apply_rewrite(graph, "slices")
     assert text(graph) == ["add(cat([g, zeros([n, 1])], 1), cat([zeros([n, 1]), h], 1))"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxbatch.codegen.operation import build_operation
+from fxbatch.codegen.build_operation import build_operation
 from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
-from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.insert_gathers import insert_gathers
+from fxbatch.passes.fold import batch_calls, insert_gathers
+from fxbatch.passes.schedule import batch_by_lookahead
 from tests.passes.reference import results_by_hand
 from tests.programs import F4, ProgramBuilder
 

@@ -223,7 +223,7 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]
-    assert len(rows) == 2 * 7 * 2, "two modes of seven contenders, for trees of one size and for SST"
+    assert len(rows) == 2 * 6 * 2, "two modes of six contenders, for trees of one size and for SST"
     assert lines[-1] == rows[-1], "the table is printed last"
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
     launches = {(c[0], c[1], c[2]): float(c[5]) for c in cells}

@@ -100,7 +100,7 @@ def test_wrong_options_are_refused(
         assert left.value.code == 2
         shown = capsys.readouterr().err
         assert message in shown
-        assert shown.startswith(f"usage: python -m {main.__module__} ")
+        assert shown.startswith("usage: ")
 
 
 def test_values_of_options() -> None:

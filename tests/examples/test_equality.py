@@ -45,7 +45,7 @@ def assert_batched(fn: Any, instances: Any) -> None:
 
 @pytest.mark.parametrize("example", WITH_LOSS, ids=name)
 def test_loss(example: Any) -> None:
-    model, instances = example.example()
+    model, instances = example.minibatch()
     check_equal(model.loss, instances)
     check_equal(model.loss, instances[:1])
     assert_batched(model.loss, instances)
@@ -54,7 +54,7 @@ def test_loss(example: Any) -> None:
 @pytest.mark.parametrize("example", WITH_FORWARD, ids=name)
 def test_forward(example: Any) -> None:
     """What the command takes as a target: a model and the instances that it can be called with."""
-    model, instances = example.example()
+    model, instances = example.minibatch()
     assert isinstance(model, nn.Module)
     check_equal(model, instances)
     check_equal(model, instances[:1])
@@ -67,7 +67,7 @@ def test_the_demos_model_is_batched_sparse_look_ups_too() -> None:
 
 
 def test_parser_loss_with_exploration_over_rounds() -> None:
-    model, sentences = parser.example(sentences=5)
+    model, sentences = parser.minibatch(sentences=5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for model.round in range(3):
         with fxbatch.disabled():
@@ -80,7 +80,7 @@ def test_parser_loss_with_exploration_over_rounds() -> None:
 
 
 def test_parses() -> None:
-    model, sentences = parser.example(sentences=6)
+    model, sentences = parser.minibatch(sentences=6)
     model.eval()
     with fxbatch.disabled():
         expected = model(sentences)
@@ -89,12 +89,12 @@ def test_parses() -> None:
 
 
 def test_sequence_to_sequence() -> None:
-    model, pairs = seq2seq.example()
+    model, pairs = seq2seq.minibatch()
     check_equal(model, [pair.source for pair in pairs], [pair.target for pair in pairs])
 
 
 def test_decoding() -> None:
-    model, pairs = seq2seq.example()
+    model, pairs = seq2seq.minibatch()
     sources = [pair.source for pair in pairs]
     with torch.no_grad():
         with fxbatch.disabled():

@@ -124,7 +124,7 @@ def test_projective(heads: list[int], expected: bool) -> None:
 
 
 def test_judge_wants_the_relation_only_on_gold_arcs() -> None:
-    model, _ = parser.example()
+    model, _ = parser.minibatch()
     state = Configuration(2, stack=[0], buffer=1)
     scores = [float(i) for i in range(len(model.actions))]
     right, wrong = model.judge(state, [1, 2], [3, 0], scores)  # word 0 hangs on word 1 by relation 3
@@ -134,7 +134,7 @@ def test_judge_wants_the_relation_only_on_gold_arcs() -> None:
 
 
 def test_judge_takes_any_relation_where_the_head_is_lost() -> None:
-    model, _ = parser.example()
+    model, _ = parser.minibatch()
     state = Configuration(3, stack=[1], buffer=2, heads={0: 1}, relations={0: 0})
     scores = [float(i) for i in range(len(model.actions))]
     right, _ = model.judge(state, [1, 0, 3], [0, 0, 0], scores)  # word 1's head, word 0, has gone
@@ -143,7 +143,7 @@ def test_judge_takes_any_relation_where_the_head_is_lost() -> None:
 
 
 def test_learns_to_parse() -> None:
-    model, sentences = parser.example(sentences=4, hidden=12)
+    model, sentences = parser.minibatch(sentences=4, hidden=12)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for model.round in range(40):
         loss = torch.stack([parser.Parser.loss.__wrapped__(model, s) for s in sentences]).sum()
@@ -156,7 +156,7 @@ def test_learns_to_parse() -> None:
 
 
 def test_attachment_counts_words() -> None:
-    _, sentences = parser.example(sentences=3)
+    _, sentences = parser.minibatch(sentences=3)
     gold = [Parse(list(s.heads), list(s.relations)) for s in sentences]
     words = sum(len(s.words) for s in sentences)
 

@@ -178,7 +178,7 @@ def test_grammar_trees_come_back_from_their_actions() -> None:
 
 
 def test_grammar_probabilities_of_a_tiny_model_are_uniform_without_weights() -> None:
-    model, trees = rnng.example(hidden=4)
+    model, trees = rnng.minibatch(hidden=4)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -9,17 +9,18 @@ import torch
 from hypothesis import given, settings
 
 from fxbatch.batched_graph import BatchedGraph
-from fxbatch.codegen.contract import Unbatched
+from fxbatch.codegen.operation_graphs import Unbatched
 from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_agenda import batch_by_agenda
-from fxbatch.passes.batch_by_depth import batch_by_depth
-from fxbatch.passes.batch_calls import batch_calls
-from fxbatch.passes.elide_gathers import elide_gathers
-from fxbatch.passes.elide_pass_throughs import elide_pass_throughs
-from fxbatch.passes.insert_cats import insert_cats
-from fxbatch.passes.insert_gathers import insert_gathers
-from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
+from fxbatch.passes.fold import (
+    batch_calls,
+    elide_gathers,
+    elide_pass_throughs,
+    insert_cats,
+    insert_gathers,
+    insert_pass_throughs,
+)
+from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth
 from fxbatch.verify import verify_batched_graph
 from tests.passes.reference import results_by_hand
 from tests.programs import ProgramBuilder, programs

@@ -11,9 +11,8 @@ import torch
 import fxbatch
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
-from fxbatch.passes import deduplicate_large as module
-from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.deduplicate_large import LargeDeduplicator, deduplicate_large
+from fxbatch.passes import deduplicate as module
+from fxbatch.passes.deduplicate import Deduplicator, deduplicate, deduplicate_large
 from fxbatch.runtime.options import Options, deduplication
 from tests import models as M
 from tests.oracle import check_equal
@@ -45,7 +44,7 @@ def test_few_calls_and_few_equal_ones_are_left_alone() -> None:
 
 
 def test_one_structure_with_other_data_is_left_alone_from_then_on() -> None:
-    rewrite = LargeDeduplicator()
+    rewrite = Deduplicator()
     one, other = words_program(*range(100), *range(500)), words_program(*range(300), *range(300))
     first = rewrite(one)
     assert len(first) < len(one)
@@ -55,7 +54,7 @@ def test_one_structure_with_other_data_is_left_alone_from_then_on() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 2)
-    rewrite = LargeDeduplicator()
+    rewrite = Deduplicator()
     for length in (500, 502, 504, 506):
         rewrite(words_program(*range(length), *range(200)))
     assert len(rewrite._result) == 2
@@ -83,7 +82,7 @@ def test_tensors_that_need_gradients_are_equal_to_themselves_alone() -> None:
     assert [t.requires_grad for t in kept] == [True, False]
 
 
-@pytest.mark.parametrize("way", [{}, {"backward": "autograd"}, {"memory": "recompute"}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"backward": "autograd"}], ids=str)
 def test_a_minibatch_that_repeats_itself_equals_the_loop(way: dict) -> None:
     model, trees = M.TreeLSTM(), M.trees(2, SIZES)
     trees += trees[:10]
@@ -108,7 +107,7 @@ def test_where_auto_stays_away() -> None:
     assert deduplication(Options()) == ["deduplicate_large"]
     assert deduplication(Options(deduplicate=True)) == ["deduplicate"]
     assert deduplication(Options(deduplicate=False)) == []
-    for other in ({"mode": "unrolled"}, {"cuda_graphs": True}, {"schedule": "fold"}, {"schedule": "none"}):
+    for other in ({"mode": "unrolled"}, {"schedule": "fold"}, {"schedule": "none"}):
         assert deduplication(Options.of(**other)) == []
         assert deduplication(Options.of(**other, deduplicate=True)) == ["deduplicate"]
 

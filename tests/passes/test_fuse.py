@@ -11,11 +11,9 @@ import torch
 from hypothesis import given, settings
 
 from fxbatch.ir import Operation, Program, Signature
-from fxbatch.passes import find_blocks
-from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
-from fxbatch.passes.find_blocks import Stream
-from fxbatch.passes.fuse import Fuser
-from fxbatch.passes.lower_bound import lower_bound
+from fxbatch.passes import fuse as find_blocks
+from fxbatch.passes.fuse import Fuser, Stream
+from fxbatch.passes.schedule import batch_by_lookahead, lower_bound
 from fxbatch.verify import verify_program, verify_schedule
 from tests.passes.fusion_models import Functions
 from tests.passes.reference import results_by_hand

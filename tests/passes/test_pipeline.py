@@ -9,8 +9,8 @@ from hypothesis import given
 
 from fxbatch.errors import OptionError, VerifyError
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_depth import batch_by_depth
 from fxbatch.passes.pipeline import PASSES, STAGES, Pipeline, batched_stages
+from fxbatch.passes.schedule import batch_by_depth
 from tests.passes.fusion_models import Functions
 from tests.passes.test_rewrites import check_same_results
 from tests.programs import programs, tree_lstm_program
@@ -48,7 +48,7 @@ def test_the_result_of_a_pass_is_verified_and_the_pass_named() -> None:
 def test_unknown_passes_list_the_known() -> None:
     with pytest.raises(
         OptionError,
-        match="unknown pass 'fusee'; known are eliminate_dead, unstack_sums, split, fuse, deduplicate",
+        match="unknown pass 'fusee'; known are eliminate_dead, unstack_sums, fuse, deduplicate",
     ):
         Pipeline({"fusee"})
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 from fxbatch.ir import Program
-from fxbatch.passes.add_pass_through_calls import add_pass_through_calls, pass_through
-from fxbatch.passes.deduplicate import _merge_by_call, _merge_by_depth, deduplicate
-from fxbatch.passes.eliminate_dead import eliminate_dead
-from fxbatch.passes.frontier import Frontier
+from fxbatch.passes.deduplicate import deduplicate
+from fxbatch.passes.fold import add_pass_through_calls, pass_through
+from fxbatch.passes.select import eliminate_dead
 from fxbatch.text import parse_program
 from fxbatch.verify import verify_program, verify_schedule
 from tests.passes.reference import check_schedule, depths_by_hand, results_by_hand, sources
@@ -74,13 +72,6 @@ def test_deduplicate_keeps_results_and_is_idempotent(program: Program) -> None:
     once = deduplicate(program)
     check_same_results(program, once)
     assert deduplicate(once) is once
-
-
-@given(programs(max_calls=60))
-def test_deduplicate_lists_and_arrays_agree(program: Program) -> None:
-    frontier, same = Frontier(program), np.arange(len(program))
-    by_call, by_depth = _merge_by_call(program, frontier, same), _merge_by_depth(program, frontier, same)
-    assert by_call.tolist() == by_depth.tolist()
 
 
 def test_random_calls_are_never_equal() -> None:

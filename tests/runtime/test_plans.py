@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxbatch.ir import Layout, Plan, Program, Schedule
-from fxbatch.passes.batch_by_agenda import batch_by_agenda
-from fxbatch.passes.batch_by_depth import batch_by_depth
-from fxbatch.passes.batch_by_lookahead import batch_by_lookahead
-from fxbatch.passes.find_needs import find_needs
-from fxbatch.passes.order_rows import RowOrderer, indexed_rows, order_rows
-from fxbatch.passes.plan_arenas import plan_arenas, tabulate_slots
-from fxbatch.passes.plan_gradients import (
+from fxbatch.passes.gradients import (
     GRADIENT_INDEX,
     GRADIENT_SUM,
     GRADIENT_VIEW,
@@ -25,6 +19,10 @@ from fxbatch.passes.plan_gradients import (
     PhaseGradients,
     plan_gradients,
 )
+from fxbatch.passes.order_rows import RowOrderer, indexed_rows, order_rows
+from fxbatch.passes.plan import plan_arenas, tabulate_slots
+from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth, batch_by_lookahead
+from fxbatch.passes.signature_graph import find_needs
 from tests import programs as P
 
 

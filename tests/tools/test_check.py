@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fxbatch_cli import terminal
+from rich.console import Console
 
 from fxbatch.runtime import run as run_module
 from fxbatch.runtime.backward import Backward
 from tests.tools.running import BROKEN, TARGET, run
-from tools.compare import difference
+from tools.run_target import Runnable
 
 
 def test_equal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,14 +84,72 @@ def test_what_the_forward_raises_is_status_4(capsys: pytest.CaptureFixture[str])
     assert "no such tree" in err
 
 
-def test_difference_on_wrong_data() -> None:
-    exact = torch.linspace(-1, 1, 9, dtype=torch.float64)
-    loop = exact.float()
-    assert difference(loop.clone(), loop, exact)[0] == ""
-    assert "error" in difference(loop + 1e-4, loop, exact)[0]
-    assert "f" in difference(loop.double(), loop, exact)[0]
-    assert "NaN" in difference(torch.full((9,), torch.nan), loop, exact)[0]
-    assert difference(torch.tensor([1]), torch.tensor([2]), torch.tensor([2]))[0] == "not equal"
-    assert "no gradient" in difference(None, loop, exact)[0]
-    assert difference(None, torch.zeros(2), torch.zeros(2))[0] == ""
-    assert "[8]" in difference(loop[:8], loop, exact)[0]
+STATES = f"{Path(__file__).with_name('states.py')}"
+
+
+def test_a_model_that_counts_is_compared_from_the_same_state(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "check", f"{STATES}:counted")
+    assert status == 0
+    assert out.startswith("equal")
+    assert "the same model runs again (instance 0, tensor 0 of its result)" in out
+
+
+@pytest.mark.parametrize("name", ["counted_outside", "drawn_from_the_system"])
+def test_what_the_loop_does_not_repeat_is_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "check", f"{STATES}:{name}")
+    assert status == 1
+    told = "not comparable: the loop gives something else when it runs again"
+    # By chance two draws of the loop are close to each other, and the batched one is not: that is different as well.
+    assert told in out if name == "drawn_from_the_system" else out.startswith(told)
+    assert "instance 2, tensor 0 of its result" in out or name == "drawn_from_the_system"
+    status, out, _ = run(capsys, "check", f"{STATES}:{name}", "--format", "json")
+    assert status == 1
+    assert not json.loads(out)["equal"] and json.loads(out)["unrepeatable"]
+
+
+def test_what_differs_the_second_time_only_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batched, calls = Runnable.batched, []
+
+    def wrong(self: Runnable, instances: Sequence[Any]) -> list[Any]:
+        results = batched(self, instances)
+        if len(instances) == 1:  # the loop
+            return results
+        calls.append(1)
+        return results if len(calls) % 2 else [16 * x for x in results]
+
+    monkeypatch.setattr(Runnable, "batched", wrong)
+    status, out, _ = run(capsys, "check", TARGET)
+    assert status == 1
+    assert "instance 3, tensor 0 of its result, the second time: error" in out
+
+
+def test_a_model_that_can_not_be_copied_is_status_4(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "check", f"{STATES}:locked")
+    assert status == 4
+    assert "can't be copied" in err and "__deepcopy__" in err
+
+
+def test_the_first_example_of_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its table has sparse gradients."""
+    target = Path(__file__).parents[2] / "examples" / "tree_lstm.py"
+    status, out, _ = run(capsys, "check", f"{target}:minibatch", "--arg", "trees=8")
+    assert status == 0
+    assert out.startswith("equal: 8 instances, 16 values, 9 gradients; referee: float64")
+
+
+def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(terminal, "notices", lambda: console)
+    assert list(terminal.counted([1, 2, 3], 3, "one by one")) == [1, 2, 3]
+    with terminal.doing("7 instances, batched"):
+        pass
+    assert "one by one" in screen.getvalue()
+    assert "3/3" in screen.getvalue()
+    assert "7 instances, batched" in screen.getvalue()
+
+
+def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", TARGET)[2] == ""

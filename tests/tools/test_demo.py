@@ -158,7 +158,7 @@ def test_real_files_and_a_malformed_tree(empty: Path, capsys: Captured) -> None:
         (["--dropout", "1"], 2, "expected a number from 0 to below 1"),
         (["--epochs", "many"], 2, "argument --epochs"),
         (["--data", "nowhere"], 3, "nowhere: no sst here"),
-        (["--resume"], 3, "no such checkpoint"),
+        (["--resume"], 3, "--resume: there is no "),
     ],
 )
 def test_mistakes(arguments: list[str], status: int, message: str, capsys: Captured) -> None:
@@ -211,3 +211,17 @@ def test_options_are_known_to_the_help(capsys: Captured) -> None:
 def test_on_a_gpu(capsys: Captured) -> None:
     assert main(["demo", "--epochs", "1", "--device", "cuda", "--compare", "2", *SMALL]) == 0
     assert "agree to float32 rounding" in capsys.readouterr().out
+
+
+def test_the_checkpoint_is_checked_before_anything_runs(empty: Path, capsys: Captured) -> None:
+    (empty / "file").touch()
+    for arguments, message in (
+        (["--checkpoint", str(empty)], "is a folder"),
+        (["--checkpoint", str(empty / "file" / "demo.pt")], "can't be written"),
+        (["--resume"], f"there is no {empty / 'checkpoints' / 'demo.pt'}"),
+    ):
+        assert main(["demo", *SMALL, *arguments]) != 0
+        shown = capsys.readouterr()
+        assert message in shown.err
+        assert "data list" not in shown.err
+        assert shown.out == ""

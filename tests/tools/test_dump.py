@@ -110,3 +110,12 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         status, out, _ = run(capsys, command, "--help")
         assert status == 0
         assert f"  fxbatch {command} " in out
+
+
+@pytest.mark.parametrize(("stage", "number"), [("trace", 99), ("merged", 1), ("code", 0)])
+def test_an_instance_that_there_is_not_or_not_of_a_trace_is_refused(
+    capsys: pytest.CaptureFixture[str], stage: str, number: int
+) -> None:
+    status, out, err = run(capsys, "dump", TARGET, "--stage", stage, "--instance", number)
+    assert (status, out) == (2, "")
+    assert "--instance" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,40 @@ def test_what_the_forward_raises_is_status_4(capsys: pytest.CaptureFixture[str])
     assert status == 4
     assert "no such tree" in err
     assert "target_model.py:" in err
+
+
+def test_at_80_columns_nothing_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "explain", TARGET)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    for row in fxbatch.explain(*target_model.minibatch()).operations:
+        assert row.operation in out
+        assert row.location in out
+    assert "embed(i64[]) -> (f32[8])" in out
+    assert "why an operation: embed" in out
+
+
+def test_instances_that_are_tuples_are_the_arguments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    for command in ("explain", "check"):
+        status, out, err = run(capsys, command, f"{tmp_path / 'pairs.py'}:minibatch")
+        assert (status, err) == (0, ""), out
+
+
+PAIRS = """
+import fxbatch, torch
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+    @fxbatch.autobatch
+    def forward(self, source, target):
+        return self.linear(source) * target
+def minibatch():
+    return Pairs(), [(torch.randn(3), torch.randn(3)) for _ in range(4)]
+"""

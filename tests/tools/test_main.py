@@ -12,7 +12,7 @@ from fxbatch_cli import registry
 from fxbatch_cli.errors import CommandError, Status
 from fxbatch_cli.main import build_parser, main
 
-from fxbatch.errors import DataError, OptionError, TraceError
+from fxbatch.errors import DataError, MissingDataError, OptionError, TraceError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -123,6 +123,34 @@ def test_errors_become_statuses(
     if not isinstance(error, KeyboardInterrupt):
         main(["completion", "bash", "--traceback"])
         assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [(DataError("x.pt: no checkpoint"), ""), (MissingDataError("no sst"), "hint: `fxbatch data list` shows")],
+)
+def test_hints_fit_the_fault(
+    error: Exception, hint: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr(registry.COMMANDS[-1].load(), "run", fail)
+    assert main(["completion", "bash"]) == Status.DATA
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + bool(hint)
+    assert lines[-1].startswith(hint)
+
+
+def test_no_error_is_longer_than_a_screen(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise CommandError("word " * 10_000)
+
+    monkeypatch.setattr(registry.COMMANDS[-1].load(), "run", fail)
+    main(["completion", "bash"])
+    err = capsys.readouterr().err
+    assert len(err) < 80 * 24
+    assert "(49,999 characters; --traceback shows them)" in err
 
 
 def test_brackets_in_messages_are_printed_as_they_are(

@@ -34,6 +34,18 @@ def fails():
 
 def deeper():
     raise ValueError("no\\nluck")
+
+import fxbatch
+
+@fxbatch.autobatch
+def forward(tree):
+    return tree
+
+def one_tree():
+    forward(3)
+
+def collated():
+    fxbatch.collate(["x" * 100] * 1000)
 """
 
 
@@ -104,7 +116,10 @@ def test_values_are_literals_or_text() -> None:
         ("my_models.py:nothing", [], Status.MODEL, "returned NoneType, expected (model, instances)", ""),
         ("my_models.py:one_tuple", [], Status.MODEL, "returned tuple, expected (model, instances)", ""),
         ("my_models.py:no_model", [], Status.MODEL, "a model of type int, which can't be called", ""),
-        ("my_models.py:no_list", [], Status.MODEL, "instances of type int, expected a list", ""),
+        ("my_models.py:no_list", [], Status.MODEL, "instances of type int, expected a list", "[instance]"),
+        ("my_models.py:one_tree", [], Status.MODEL, "did you mean [tree]?", ""),
+        ("my_models.py:one_tree", [], Status.MODEL, "(my_models.py:34)", ""),
+        ("my_models.py:collated", [], Status.MODEL, "collate_fn=fxbatch.collate(model)", ""),
         ("my_models.py:fails", [], Status.MODEL, "ValueError: no luck (my_models.py:25)", "--traceback"),
         ("broken.py:f", [], Status.MODEL, "importing broken.py: SyntaxError", ""),
         (

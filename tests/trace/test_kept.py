@@ -22,7 +22,8 @@ class Parts:
     """What `find_owners` reads and writes of a recorder."""
 
     def __init__(self, *roots: nn.Module) -> None:
-        self.roots, self.lasts = roots, True
+        self.roots, self.lasts, self.recalled = roots, True, True
+        self.operands: list[Any] = []
         self.table = type("Table", (), {"owners": {}})()
         self.parts: list[Any] = []
         kept.find_owners(self)  # type: ignore[arg-type]  # all that it takes

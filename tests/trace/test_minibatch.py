@@ -83,10 +83,10 @@ def test_autocast_does_not_leak() -> None:
 
 
 def test_an_exception_names_the_instance_and_closes_the_others() -> None:
-    closed = []
+    closed: list[int] = []
 
-    def fn(pair: Any) -> Any:
-        i, x = pair
+    def fn(given: Any) -> Any:
+        i, x, closed = given  # its own: a variable of all would be changed in turn
         try:
             LIN(x).sum().item()
             if i == 3:
@@ -96,7 +96,7 @@ def test_an_exception_names_the_instance_and_closes_the_others() -> None:
             closed.append(i)
 
     with pytest.raises(KeyError) as caught:
-        recorded(fn, [((i, x),) for i, x in enumerate(X)])
+        recorded(fn, [((i, x, closed),) for i, x in enumerate(X)])
     assert "instance 3" in caught.value.__notes__[0]
     assert sorted(closed) == list(range(len(X)))
     assert any(e.name == "fn" for e in caught.traceback)
@@ -115,10 +115,10 @@ def test_return_exceptions() -> None:
 
 
 def test_keyboard_interrupt_closes_everything() -> None:
-    closed = []
+    closed: list[int] = []
 
-    def fn(pair: Any) -> Any:
-        i, x = pair
+    def fn(given: Any) -> Any:
+        i, x, closed = given
         try:
             LIN(x).sum().item()
             raise KeyboardInterrupt
@@ -126,7 +126,7 @@ def test_keyboard_interrupt_closes_everything() -> None:
             closed.append(i)
 
     with pytest.raises(KeyboardInterrupt):
-        recorded(fn, [((i, x),) for i, x in enumerate(X)])
+        recorded(fn, [((i, x, closed),) for i, x in enumerate(X)])
     assert sorted(closed) == list(range(len(X)))
 
 

@@ -221,11 +221,11 @@ class Case:
 
 
 WAYS = (
-    {}, {"schedule": "depth"}, {"schedule": "fold"}, {"schedule": "lookahead"}, {"schedule": "best"},
+    {}, {"schedule": "depth"}, {"schedule": "fold"}, {"schedule": "lookahead"},
     {"schedule": "none"}, {"backward": "autograd"}, {"mode": "unrolled"}, {"deduplicate": True},
-    {"fuse": False}, {"split": True}, {"memory": "recompute"},
+    {"fuse": False},
     {"schedule": "depth", "backward": "autograd", "deduplicate": True},
-    {"schedule": "lookahead", "memory": "recompute", "fuse": False},
+    {"schedule": "lookahead", "fuse": False},
 )  # fmt: skip
 
 

@@ -156,16 +156,18 @@ def cold_faults(stride: int) -> None:
             check_point(point, ERRORS[k // stride % len(ERRORS)], small_model(), expected)
 
 
+# Python drops what is raised in a finalizer, or in the callback of a weak reference: then the step simply goes on.
+dropped = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@dropped
 def test_faults_in_a_warm_step() -> None:
     warm_faults(stride=151)
 
 
+@dropped
 def test_faults_in_a_cold_step() -> None:
     cold_faults(stride=801)
-
-
-# Python drops what is raised in a finalizer, or in the callback of a weak reference: then the step simply goes on.
-dropped = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.mark.slow

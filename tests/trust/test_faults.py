@@ -147,7 +147,7 @@ def test_finally_blocks_of_waiting_instances_run() -> None:
     closed: list[int] = []
 
     def forward(self: Any, sample: Any) -> Any:
-        i, x = sample
+        i, x, closed = sample  # its own: a variable of all would be changed in turn
         try:
             if self.a(x).sum().item() > -1e9 and i == 2:
                 raise ValueError("third")
@@ -157,7 +157,7 @@ def test_finally_blocks_of_waiting_instances_run() -> None:
 
     made = model(forward, {"a": nn.Linear(4, 4)})
     with pytest.raises(ValueError, match="third"):
-        made(list(enumerate(vectors(4, 4, 4, 4))))
+        made([(i, x, closed) for i, x in enumerate(vectors(4, 4, 4, 4))])
     assert sorted(closed) == [0, 1, 2, 3]
     assert_clean()
 

@@ -70,7 +70,9 @@ def test_one_row_and_one_feature() -> None:
 
 def test_one_tensor_in_two_instances() -> None:
     x = torch.randn(4, requires_grad=True)
-    assert_equal(lambda self, s: self.a(s[0]) * s[1], [(x, x), (x, x.detach()), (x.clone(), x)], linear())
+    assert_equal(
+        lambda self, s: self.a(s[0]) * s[1], [(x, x), (x, x.detach()), (x.detach().clone(), x)], linear()
+    )
 
 
 def test_views_of_one_tensor_are_instances() -> None:

@@ -12,6 +12,7 @@ import torch
 import fxbatch
 from tests import models as M
 from tests.oracle import run
+from tests.ordinary.states import sources
 from tests.trust import test_hard_cases
 from tests.trust.programs import model, vectors
 
@@ -26,14 +27,32 @@ def test_runs_are_equal_bit_by_bit() -> None:
         assert all(a is b or torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_every_test_that_a_promise_names_exists() -> None:
-    text = (ROOT / "docs" / "promises.md").read_text()
-    last = ""
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", text):
+def _missing(text: str) -> list[str]:
+    """What a text of promises names that does not exist: files, tests, cases of tests/ordinary/states.py."""
+    last, missing, cases = "", [], sources()
+    for path, name, case in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?(?:\[([^\]`]+)\])?`", text):
         last = path or last
-        if path or name:
-            source = (ROOT / last).read_text()
-            assert not name or f"def {name}(" in source, f"{last}::{name}"
+        if path and not (ROOT / path).is_file():
+            missing.append(path)
+        elif name and f"def {name}(" not in (ROOT / last).read_text():
+            missing.append(f"{last}::{name}")
+        if case and case not in cases:
+            missing.append(f"[{case}]")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    return missing + [row for row in rows if "tests/" not in row and "`[" not in row]
+
+
+def test_every_test_that_a_promise_names_exists() -> None:
+    promises, versions = (ROOT / "docs" / "promises.md").read_text().split("## Supported versions")
+    assert _missing(promises) == []
+    assert "PyTorch" in versions
+
+
+def test_a_promise_without_its_test_is_found() -> None:
+    wrong = (
+        "| a | `tests/nothing.py` |\n| b | `tests/oracle.py::nothing` |\n| c | `[nothing]` |\n| d | soon |"
+    )
+    assert _missing(wrong) == ["tests/nothing.py", "tests/oracle.py::nothing", "[nothing]", "| d | soon |"]
 
 
 def test_every_hard_case_has_its_test() -> None:

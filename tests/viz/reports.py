@@ -6,13 +6,10 @@ report_of(tree_lstm_program([(0, (1, 2))]))
 from __future__ import annotations
 
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_depth import batch_by_depth
-from fxbatch.passes.batch_calls import batch_calls
 from fxbatch.passes.deduplicate import deduplicate
-from fxbatch.passes.insert_cats import insert_cats
-from fxbatch.passes.insert_gathers import insert_gathers
-from fxbatch.passes.insert_pass_throughs import insert_pass_throughs
-from fxbatch.passes.plan_arenas import plan_arenas
+from fxbatch.passes.fold import batch_calls, insert_cats, insert_gathers, insert_pass_throughs
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import batch_by_depth
 from fxbatch.viz.draw_form import Form
 from fxbatch.viz.report import Report, make_report
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fxbatch.ir import Program
-from fxbatch.passes.batch_by_depth import batch_by_depth, depths
-from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.fold import batch_calls
+from fxbatch.passes.schedule import batch_by_depth, depths
 from fxbatch.viz.page import page_of
+from fxbatch.viz.picture import is_constant
 from fxbatch.viz.report import make_report
 from tests.programs import ProgramBuilder, random_tree, tree_lstm_program
 from tests.viz.browser import Browser, missing
@@ -218,3 +219,27 @@ def test_100_000_calls_open_in_3_seconds(browser: Browser, tmp_path: Path) -> No
     page.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert time.perf_counter() - start < 3
     assert "100,000 calls" in page.run("return document.querySelector('#graph .note').textContent")
+
+
+def test_the_legend_counts_the_boxes_of_the_stage(page: Browser, program: Program) -> None:
+    for name, form in forms_of(program).items():
+        stage(page, name)
+        runs = page.run(
+            "return Array.from(document.querySelectorAll('#legend .row')).filter(r => !r.hidden)"
+            ".map(r => r.querySelector('.runs').textContent)"
+        )
+        assert runs and all(runs)
+        if isinstance(form, Program):
+            calls = sum(not is_constant(form.signatures[s]) for s in form.sig.tolist())
+            assert sum(int(text) for text in runs if text != "data") == calls
+
+
+def test_the_header_has_no_empty_band(page: Browser) -> None:
+    """Title, counts and tools stand side by side at every width: a second row of its own would be empty."""
+    for width in (700, 1000, 1400):
+        page.run(f"document.body.style.width = '{width}px'")
+        tops = page.run(
+            "return ['h1', '.counts', '.tools'].map(s => document.querySelector('header ' + s)"
+            ".getBoundingClientRect()).map(r => [r.top, r.bottom])"
+        )
+        assert max(top for top, _ in tops) < min(bottom for _, bottom in tops), width

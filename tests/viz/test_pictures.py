@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 
 from fxbatch.ir import Plan, Program
-from fxbatch.passes.batch_by_agenda import batch_by_agenda
-from fxbatch.passes.batch_by_depth import batch_by_depth
-from fxbatch.passes.batch_calls import batch_calls
+from fxbatch.passes.fold import batch_calls
+from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth
 from fxbatch.viz import SCHEMA_VERSION, describe_form, form_to_dot, page_of, picture_to_svg, write_png
 from fxbatch.viz.call_graph import call_graph, summarise
 from fxbatch.viz.draw_form import draw_form
@@ -196,3 +195,16 @@ def contrast(a: str, b: str) -> float:
 def test_long_names_keep_both_ends() -> None:
     assert shorten("encoder.layers.0.attention", 13) == "encode…ention"
     assert shorten("cell") == "cell"
+
+
+def test_the_legend_counts_what_each_stage_shows() -> None:
+    program = tree_lstm_program([((0, 1), (0, 1)), (0, 1)])
+    forms = forms_of(program)
+    for shown in report_of(program).stages:
+        form = forms.get(shown.name, program)  # the trace shows the program
+        batches = [] if isinstance(form, (Program, Plan)) else form.nodes("batch")
+        calls = len(form) if isinstance(form, Program) else len(program)
+        assert sum(row.calls for row in shown.rows) == calls, shown.name
+        assert sum(row.steps for row in shown.rows) == (
+            len(batch_by_depth(program)) if isinstance(form, Plan) else len(batches)
+        ), shown.name

@@ -1,0 +1,696 @@
+"""Batched against the undecorated loop: values and gradients, on copies, with a float64 run of the loop as referee.
+
+    material = Material.of(owner, instances)           # the arguments of each instance, and what gets gradients
+    loop = run_minibatch(material.copy(), call)        # an Outcome: results an instance, gradients by name
+    judge(batched, loop, exact).differences            # {(instance, tensor) or gradient's name: Judged}
+
+    @autobatch(check=100, check_gradients=True)        # one minibatch in 100: `checked` runs all of it
+
+A batched tensor may be FACTOR times as far from the float64 run as the loop's own, which counts up to half of the
+digits of its type, and a few units in the last place of its largest number. What the loop itself gives otherwise
+when it runs again can't be compared, and is said to be so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from fxbatch.errors import CheckWarning, DifferenceError, FxbatchError
+from fxbatch.ir import Program, Schedule
+from fxbatch.passes.plan import is_constant
+from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.ready import ReadyMinibatch
+from fxbatch.runtime.results import Results
+from fxbatch.runtime.run import Run, kernel_modes
+from fxbatch.signature import Signature
+from fxbatch.torch_private import tree_flatten
+from fxbatch.trace.minibatch import Execution
+from fxbatch.views import constant_tensor
+
+FACTOR = 4.0
+ULPS = 16.0
+SHOWN = 5  # differences in an error's text
+
+Key = tuple[int, int] | str  # (instance, leaf of its result), or whose gradient
+Prepared = Sequence[tuple[Program, Schedule]]
+
+
+# -- the rule ---------------------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """What differs ("" where nothing does), the error as a share of what is allowed, and whether it is numbers
+    that differ, not types or structure."""
+
+    message: str = ""
+    share: float = 0.0
+    numbers: bool = True
+
+
+EQUAL = Judged()
+
+
+def difference(
+    batched: Any,
+    loop: Any,
+    exact: Any = None,
+    *,
+    own: float = 0.0,
+    largest: float = 0.0,
+    coarsest: float = 0.0,
+) -> Judged:
+    """How one leaf of a result, or one gradient, differs from the loop's.
+
+    exact: the same from the loop in float64. own: the loop's error in other tensors of the kind, for one of few
+    numbers may be exact by chance. largest: the largest number of all that is compared, coarsest: the eps
+    of the coarsest type that was computed in; the loop's own error counts up to sqrt(eps) of the largest number, so
+    that an irreproducible loop buys no error.
+    """
+    if not isinstance(loop, torch.Tensor) or not isinstance(batched, torch.Tensor):
+        return _plain_difference(batched, loop)
+    if batched.layout is not loop.layout:
+        return Judged(f"{batched.layout}, the loop has {loop.layout}", math.inf, False)
+    if batched.shape != loop.shape or batched.dtype != loop.dtype:
+        text = f"{batched.dtype} {list(batched.shape)}, the loop has {loop.dtype} {list(loop.shape)}"
+        return Judged(text, math.inf, False)
+    b, e = dense(batched), dense(loop)
+    if not e.numel():
+        return EQUAL
+    if not (e.dtype.is_floating_point or e.dtype.is_complex):
+        return EQUAL if torch.equal(b, e) else Judged("not equal", math.inf)
+    eps, tiny = torch.finfo(e.dtype).eps, torch.finfo(e.dtype).tiny
+    wide = torch.complex128 if e.dtype.is_complex else torch.float64
+    b, e = b.to(wide).cpu(), e.to(wide).cpu()
+    r = dense(exact).to(wide).cpu() if isinstance(exact, torch.Tensor) and exact.shape == loop.shape else None
+    if not torch.equal(b.isnan(), e.isnan()) or not torch.equal(b.isinf(), e.isinf()):
+        return Judged("NaN or infinity in other places than the loop", math.inf)
+    infinite = e.isinf()
+    if not torch.equal(b[infinite], e[infinite]):
+        return Judged("infinity of another sign than the loop's", math.inf)
+    finite = e.isfinite() if r is None else e.isfinite() & r.isfinite()
+    if not finite.any():
+        return EQUAL
+    cap = math.sqrt(max(eps, coarsest)) * max(largest, float(e[finite].abs().max()), tiny)
+    return _judge_numbers(b[finite], e[finite], None if r is None else r[finite], own, eps, tiny, cap)
+
+
+def _judge_numbers(
+    b: torch.Tensor,
+    e: torch.Tensor,
+    r: torch.Tensor | None,
+    others: float,
+    eps: float,
+    tiny: float,
+    cap: float,
+) -> Judged:
+    own = 0.0 if r is None else float((e - r).abs().max())
+    referee = e if r is None or own > cap else r  # that far from the loop it took another way
+    rounding = ULPS * eps * max(float(referee.abs().max()), tiny)
+    allowed = FACTOR * (rounding if r is None else min(max(own, others), cap)) + rounding
+    error = float((b - referee).abs().max())
+    if error <= allowed:
+        return Judged("", error / allowed)
+    about = "no float64 run" if r is None else f"the loop's own {own:.3g}"
+    if own > cap:
+        about += f", counted up to {cap:.3g}"
+    return Judged(f"error {error:.3g}, allowed {allowed:.3g} ({about})", error / allowed)
+
+
+def own_error(loop: Any, exact: Any) -> float:
+    """How far a leaf of the loop's result is from that in float64; 0 where that can't be told."""
+    if not isinstance(loop, torch.Tensor) or not isinstance(exact, torch.Tensor) or loop.shape != exact.shape:
+        return 0.0
+    if not (loop.is_floating_point() or loop.is_complex()):
+        return 0.0
+    r = dense(exact)
+    apart = (dense(loop).to(r.dtype) - r).abs()
+    apart = apart[apart.isfinite()]
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _plain_difference(batched: Any, loop: Any) -> Judged:
+    """Leaves of which one at least is no tensor."""
+    if batched is loop:
+        return EQUAL
+    one = loop if batched is None else batched
+    if (batched is None or loop is None) and isinstance(one, torch.Tensor):
+        if not dense(one).any():
+            return EQUAL  # no gradient and a gradient of zeros say the same
+        return Judged("None" if batched is None else "not None, as the loop's is", math.inf)
+    if type(batched) is not type(loop):
+        return Judged(f"{type(batched).__name__}, the loop has {type(loop).__name__}", math.inf, False)
+    if isinstance(loop, (float, complex)):
+        return difference(torch.tensor(batched), torch.tensor(loop))
+    if isinstance(loop, (int, str, bytes)) and batched != loop:
+        return Judged(f"{batched!r}, the loop has {loop!r}", math.inf)
+    return EQUAL
+
+
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as a plain one: gradients of tables may be sparse."""
+    return t.detach() if t.layout is torch.strided else t.detach().to_dense()
+
+
+# -- one run ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What one run of a minibatch gave."""
+
+    results: list[list[Any]]  # the leaves of each instance's result
+    gradients: dict[str, Any] = field(default_factory=dict)  # by parameter or input; None where there is none
+
+
+@dataclass
+class Judgement:
+    """One outcome against another; `differences` is empty where they are equal."""
+
+    differences: dict[Key, Judged]
+    worst: float  # the largest error of what is equal, as a share of what is allowed
+
+
+def judge(found: Outcome, loop: Outcome, exact: Outcome | None = None, *, coarsest: float = 0.0) -> Judgement:
+    """Each leaf of each result, and each gradient."""
+    out = Judgement({}, 0.0)
+    if len(found.results) != len(loop.results):
+        text = f"{len(found.results)} results, the loop has {len(loop.results)}"
+        out.differences["the minibatch"] = Judged(text, math.inf, False)
+        return out
+    largest = max((_largest(x) for leaves in loop.results for x in leaves), default=0.0)
+    apart: dict[int, float] = {}  # the loop's own error in each leaf, over all instances
+    for leaves, precise in zip(loop.results, [] if exact is None else exact.results, strict=False):
+        for j, (leaf, true) in enumerate(zip(leaves, precise, strict=False)):
+            apart[j] = max(apart.get(j, 0.0), own_error(leaf, true))
+    for i, leaves in enumerate(loop.results):
+        own = found.results[i]
+        if len(own) != len(leaves):
+            text = f"a result of {len(own)} parts, the loop's has {len(leaves)}"
+            out.differences[i, 0] = Judged(text, math.inf, False)
+            continue
+        precise = exact.results[i] if exact is not None and len(exact.results) > i else []
+        for j, leaf in enumerate(leaves):
+            true = precise[j] if j < len(precise) else None
+            _note(
+                out,
+                (i, j),
+                difference(own[j], leaf, true, own=apart.get(j, 0.0), largest=largest, coarsest=coarsest),
+            )
+    largest = max(map(_largest, loop.gradients.values()), default=0.0)
+    for name, gradient in loop.gradients.items():
+        true = None if exact is None else exact.gradients.get(name)
+        own_gradient = found.gradients.get(name)
+        _note(out, name, difference(own_gradient, gradient, true, largest=largest, coarsest=coarsest))
+    return out
+
+
+def _note(out: Judgement, key: Key, judged: Judged) -> None:
+    if judged.message:
+        out.differences[key] = judged
+    else:
+        out.worst = max(out.worst, judged.share)
+
+
+def coarsest_of(signatures: Iterable[Signature]) -> float:
+    """The eps of the coarsest type that operations compute in, autocast included."""
+    found = {dtype for s in signatures for _, dtype in s.modes.autocast}
+    found |= {t.dtype for s in signatures for t in (*s.inputs, *s.outputs) if t.differentiable}
+    return max((torch.finfo(dtype).eps for dtype in found), default=0.0)
+
+
+def _largest(leaf: Any) -> float:
+    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return 0.0
+    finite = dense(leaf).abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def name_of(key: Key) -> str:
+    """What a key stands for: `instance 3, tensor 0 of its result`."""
+    if isinstance(key, str):
+        return key
+    return f"instance {key[0]}, tensor {key[1]} of its result"
+
+
+def outcome_of(
+    result: Any, count: int, *, out: str, wanted: dict[str, torch.Tensor] | None = None, seed: int = 0
+) -> Outcome:
+    """The leaves of a minibatch's result by instance, and the gradients of `wanted`: those of a weighted sum of all
+    results with random weights, the same in each run and precision. The graph is kept for the user's backward."""
+    if out == "list":
+        results = [list(tree_flatten(one)[0]) for one in result]
+    else:
+        leaves = tree_flatten(result)[0]
+        columns = [x.unbind(0) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
+        results = (
+            [list(row) for row in zip(*columns, strict=False)] if columns else [[] for _ in range(count)]
+        )
+    made = Outcome([[x.detach() if isinstance(x, torch.Tensor) else x for x in leaves] for leaves in results])
+    if wanted:
+        made.gradients = _gradients(results, wanted, seed)
+    return made
+
+
+def _gradients(results: list[list[Any]], wanted: dict[str, torch.Tensor], seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    losses, weights = [], []
+    for t in (x for leaves in results for x in leaves if isinstance(x, torch.Tensor)):
+        weight = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        if t.requires_grad:
+            losses.append(t)
+            weights.append(weight.to(t.device, t.dtype))
+    if not losses:
+        return dict.fromkeys(wanted)
+    given = torch.autograd.grad(losses, list(wanted.values()), weights, retain_graph=True, allow_unused=True)
+    return {name: None if g is None else g.detach() for name, g in zip(wanted, given, strict=True)}
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Material:
+    """What a minibatch is run on: the module (or other owner), the arguments of each instance, and what gets
+    gradients, by name."""
+
+    owner: Any
+    instances: Sequence[Any]
+    wanted: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(owner: Any, instances: Sequence[Any]) -> Material:
+        """Gradients are wanted of parameters and of tensors that instances bring along, not of those with hooks,
+        which would run once more."""
+        wanted: dict[str, torch.Tensor] = {}
+        if isinstance(owner, torch.nn.Module):
+            wanted.update(owner.named_parameters())
+        known = {id(t) for t in wanted.values()}
+        inputs = [t for t in _tensors_in(instances) if id(t) not in known]
+        wanted |= {f"input {k}": t for k, t in enumerate(t for t in inputs if t.requires_grad)}
+        free = {n: t for n, t in wanted.items() if t.requires_grad and not t._backward_hooks}
+        return Material(owner, instances, free)
+
+    def copy(self, *, double: bool = False) -> Material:
+        """Everything that module and instances reach, copied; what is shared stays shared. double: tensors of
+        floating point in float64. Raises what can't be copied raises."""
+        memo: dict[int, Any] = {}
+        for t in _tensors_in((self.owner, self.instances)):
+            if t.layout is not torch.strided or is_lazy(t):
+                continue
+            wider = double and (t.is_floating_point() or t.is_complex())
+            if wider or not t.is_leaf or t.untyped_storage().nbytes() > 2 * t.nbytes:
+                # By itself deepcopy takes leaves only, and of a row of a table the whole table.
+                memo[id(t)] = _copied(t, double=wider)
+        with _deep_recursion(), torch.inference_mode(False), torch.no_grad():
+            owner, instances, wanted = copy.deepcopy((self.owner, self.instances, self.wanted), memo)
+        return Material(owner, instances, wanted)
+
+
+def _copied(t: torch.Tensor, *, double: bool) -> torch.Tensor:
+    """A copy as what it is a copy of: parameter or not, with its attributes."""
+    with torch.inference_mode(False), torch.no_grad():
+        dtype = (torch.complex128 if t.is_complex() else torch.float64) if double else t.dtype
+        made = t.detach().to(dtype, copy=True)
+        if isinstance(t, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=t.requires_grad)
+        made.requires_grad_(t.requires_grad)
+        made.__dict__.update(t.__dict__)
+    return made
+
+
+_NO_CONTENTS = (
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    ModuleType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    np.ndarray,
+)
+
+
+def _tensors_in(root: Any) -> Iterator[torch.Tensor]:
+    """The tensors that lists, dictionaries, attributes and bound methods lead to, each once."""
+    seen: set[int] = set()
+    rest = [root]
+    while rest:
+        x = rest.pop()
+        if x is None or isinstance(x, _NO_CONTENTS) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, dict):
+            rest += reversed(x.values())
+        elif isinstance(x, (list, tuple)):
+            rest += reversed(x)
+        elif isinstance(x, (set, frozenset)):
+            rest += list(x)
+        elif isinstance(x, MethodType):
+            rest.append(x.__self__)
+        else:
+            slots = [s for c in type(x).__mro__ for s in getattr(c, "__slots__", ())]
+            rest += [getattr(x, s, None) for s in slots if not s.startswith("__")]
+            own = getattr(x, "__dict__", {})
+            rest += [v for name, v in reversed(own.items()) if not name.startswith("_fxbatch")]
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """deepcopy of a chain of thousands of objects: Python frames, which take no stack of C."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 1_000_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where the random numbers of torch, Python and numpy are."""
+
+    of_cpu: torch.Tensor
+    of_cuda: Sequence[torch.Tensor]
+    of_python: Any
+    of_numpy: Any
+
+    @staticmethod
+    def now() -> RandomState:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        numpy = np.random.get_state()  # noqa: NPY002  # the one that users' code may draw from
+        return RandomState(torch.get_rng_state(), cuda, random.getstate(), numpy)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.of_cpu)
+        if self.of_cuda:
+            torch.cuda.set_rng_state_all(list(self.of_cuda))
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002
+
+    @staticmethod
+    def seed(number: int) -> None:
+        """Other random numbers from here on."""
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """Tensors that a forward makes itself are float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# -- which operation ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The first call that differs."""
+
+    signature: str
+    instance: int
+    location: str
+    message: str
+
+    def __str__(self) -> str:
+        line = f" ({self.location})" if self.location else ""
+        return f"{self.signature}, instance {self.instance}{line}: {self.message}"
+
+
+def first_difference(run: Run | DifferentiableRun, prepared: Prepared) -> Place | None:
+    """The first call, in recorded order, whose batched outputs differ from those of the call run alone, on what its
+    inputs are alone. None where all calls agree, or where random operations forbid the comparison.
+
+    run: a new one, of the engine that gave what differs.
+    """
+    if any(s.operation.random for program, _ in prepared for s in program.signatures):
+        return None
+    alone: list[torch.Tensor] = []
+    exact: list[torch.Tensor] = []
+    for program, schedule in prepared:
+        # All values are results here: their rows are not used again by later steps.
+        run.execute(dataclasses.replace(program, outputs=np.arange(program.values)), schedule)
+        with torch.no_grad(), kernel_modes():
+            found = _walk(program, run, alone, exact)
+        if found is not None:
+            return found
+    return None
+
+
+def _walk(
+    program: Program, run: Run | DifferentiableRun, alone: list[torch.Tensor], exact: list[torch.Tensor]
+) -> Place | None:
+    """The first call of this phase that differs; `alone` and `exact` grow by its values."""
+    payload = {s: iter(p) for s, p in program.constants.items()}
+    shared: dict[int, list[torch.Tensor]] = {}
+    first, at, inputs = program.first_value.tolist(), program.input_offsets.tolist(), program.inputs.tolist()
+    for c, s in enumerate(program.sig.tolist()):
+        signature = program.signatures[s]
+        if is_constant(signature):
+            value = constant_tensor(signature, next(payload[s])).detach()
+            alone.append(value)
+            exact.append(_wide(value))
+            continue
+        operands = shared.setdefault(s, [o.resolve().detach() for o in signature.shared])
+        reads = inputs[at[c] : at[c + 1]]
+        with ExitStack() as modes:
+            for device, dtype in signature.modes.autocast:
+                modes.enter_context(torch.autocast(device, dtype=dtype))
+            outputs = signature.run([alone[v] for v in reads], operands)
+            try:
+                precise = signature.run([exact[v] for v in reads], [_wide(t) for t in operands])
+            except (RuntimeError, FxbatchError):
+                precise = outputs  # an operation that fixes its precision
+        alone.extend(outputs)
+        exact.extend(precise)
+        for j, (own, true) in enumerate(zip(outputs, precise, strict=True)):
+            message = difference(run.read([first[c] + j])[0], own, true).message
+            if message:
+                instance = int(program.instance[c])
+                return Place(str(signature), instance, signature.location, f"output {j}: {message}")
+    return None
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t.double() if t.dtype.is_floating_point else t
+
+
+# -- one minibatch in N -------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A call of a decorated callable that is compared with its loop."""
+
+    engine: Engine
+    name: str
+    owner: Any
+    instances: Sequence[Instance]
+    batched: Callable[[], tuple[Any, Callable[[], Prepared]]]  # the result, and what programs were run for it
+    undecorated: Callable[[Sequence[Instance]], Any]  # the loop, its results put together as the call's are
+
+
+def checked(call: Call) -> Any:
+    """The result of a call, compared with the loop on copies of module and instances.
+
+    Raises DifferenceError, with the instance, the operation and the figures. Random numbers are the same for both,
+    and go on afterwards as after the call alone; where the two draw them in another order, what depends on them is
+    compared by shape and type only, with a CheckWarning, as is what the loop itself doesn't repeat.
+    """
+    material = Material.of(call.owner, call.instances)
+    try:
+        kept = material.copy()
+    except Exception as error:  # whatever the user's own objects raise
+        raise FxbatchError(
+            f"check: module and instances of {call.name} can't be copied ({type(error).__name__}: {error}): give "
+            "what can't be copied a __deepcopy__, or leave check out"
+        ) from error
+    start = RandomState.now()
+    result, programs = call.batched()
+    after = RandomState.now()
+    try:
+        _compare_with_loop(call, material, kept, result, programs, start)
+    finally:
+        after.restore()
+    return result
+
+
+def _compare_with_loop(
+    call: Call,
+    material: Material,
+    kept: Material,
+    result: Any,
+    programs: Callable[[], Prepared],
+    start: RandomState,
+) -> None:
+    options = call.engine.options
+
+    def outcome(of: Material, result: Any) -> Outcome:
+        wanted = of.wanted if options.check_gradients and torch.is_grad_enabled() else None
+        return outcome_of(result, len(call.instances), out=options.out, wanted=wanted)
+
+    def run_loop(*, double: bool = False, seed: int | None = None) -> Outcome:
+        own = kept.copy(double=double)
+        start.restore()
+        if seed is not None:
+            RandomState.seed(seed)
+        return outcome(own, call.undecorated(own.instances))
+
+    batched = outcome(material, result)
+    try:
+        loop = run_loop()
+    except Exception as error:
+        raise DifferenceError(
+            f"check: the undecorated loop of {call.name} raises {type(error).__name__}: {error}; batched it does not"
+        ) from error
+    if not judge(batched, loop).differences:
+        return
+    exact = _float64(run_loop)
+    coarsest = coarsest_of([s for program, _ in programs() for s in program.signatures])
+    found = judge(batched, loop, exact, coarsest=coarsest).differences
+    if not found:
+        return
+    repeated = judge(run_loop(), loop, exact, coarsest=coarsest).differences
+    redrawn = judge(run_loop(seed=torch.initial_seed() + 1), loop, exact, coarsest=coarsest).differences
+    differing = {k: d for k, d in found.items() if not (_excuses(repeated, k, d) or _excuses(redrawn, k, d))}
+    if differing:
+        raise _difference_error(call, differing, programs)
+    why = "the loop gives something else when it runs again" if repeated else "they depend on random numbers"
+    eval_too = "" if repeated else "; in eval() all are compared"
+    what = f"{len(found)} results and gradients are compared by shape and type only"
+    warn_once(call.engine, call.name, f"{what}: {why} ({name_of(next(iter(found)))}){eval_too}")
+
+
+def _float64(run_loop: Callable[..., Outcome]) -> Outcome | None:
+    """The referee; None where the model doesn't run in float64: then only rounding is allowed."""
+    try:
+        with double_by_default():
+            return run_loop(double=True)
+    except Exception:  # noqa: BLE001  # any: it is the user's code on types that it was not written for
+        return None
+
+
+def _excuses(varying: dict[Key, Judged], key: Key, found: Judged) -> bool:
+    """Whether what differs is no more than what the loop does by itself: numbers, or types too."""
+    return key in varying and (found.numbers or not varying[key].numbers)
+
+
+def warn_once(engine: Engine, name: str, text: str) -> None:
+    """A CheckWarning, once a model and text."""
+    if text not in engine.warned:
+        engine.warned.add(text)
+        warnings.warn(f"check: {name}: {text}", CheckWarning, stacklevel=2)
+
+
+def _difference_error(
+    call: Call, differing: dict[Key, Judged], programs: Callable[[], Prepared]
+) -> DifferenceError:
+    prepared = programs()
+    place, note = None, ""
+    try:
+        place = first_difference(call.engine.execution(), prepared)
+    except (RuntimeError, FxbatchError) as error:
+        note = f"which operation differs can't be told ({type(error).__name__}: {error})"
+    first = next(iter(differing))
+    instance = place.instance if place is not None else first[0] if isinstance(first, tuple) else None
+    lines = [f"check: {call.name} gives other results than its undecorated loop"]
+    lines += [f"  {name_of(key)}: {d.message}" for key, d in list(differing.items())[:SHOWN]]
+    if len(differing) > SHOWN:
+        lines.append(f"  ... {len(differing)} differences in all")
+    if place is not None:
+        note = f"first operation that differs: {place}"
+    lines.append(note or "each operation, run again, agrees by itself" + _users(prepared, first, call.owner))
+    return DifferenceError("\n".join(lines), instance, "" if place is None else place.signature)
+
+
+def _users(prepared: Prepared, first: Key, owner: Any) -> str:
+    if not isinstance(owner, torch.nn.Module) or first not in dict(owner.named_parameters()):
+        return ""
+    assert isinstance(first, str)
+    users = parameter_users([s for p, _ in prepared for s in p.signatures], first, owner)
+    return f"; {first} is read by {', '.join(users)}"
+
+
+def parameter_users(signatures: Iterable[Signature], name: str, module: torch.nn.Module) -> Sequence[str]:
+    """Signatures that read the parameter of that name, in order of first use."""
+    path, _, own = name.rpartition(".")
+    owner, parameter = module.get_submodule(path), module.get_parameter(name)
+    return list(
+        dict.fromkeys(
+            f"{s} ({s.location})"
+            for s in signatures
+            if any((o.owner is owner and o.name == own) or o.resolve() is parameter for o in s.shared)
+        )
+    )
+
+
+@dataclass
+class WatchedExecution:
+    """An execution that remembers the programs of the phases that it ran."""
+
+    execution: Execution
+    programs: list[Program] = field(default_factory=list)
+
+    def run(self, program: Program) -> None:
+        self.programs.append(program)
+        self.execution.run(program)
+
+    def read(self, values: Sequence[int]) -> list[torch.Tensor]:
+        return self.execution.read(values)
+
+    def numbers(self, values: Sequence[int]) -> list[Any]:
+        return self.execution.numbers(values)
+
+
+def run_watched(
+    engine: Engine, fn: Callable[..., Any], instances: Sequence[Instance]
+) -> tuple[Any, Callable[[], Prepared]]:
+    """`Engine.call`, and the programs that it ran with their schedules."""
+    run = engine.execution()
+    watched = WatchedExecution(run)
+    recording = engine.record(fn, instances, watched)
+    found = Results(recording.results)
+    values = found.values
+    last = recording.recorder.final_program(values)
+    result = engine.assemble(run, found, run.finish(last, values), engine.options.out)
+
+    def programs() -> Prepared:
+        return [*((p, engine.schedule(p)) for p in watched.programs), engine.prepare(last)]
+
+    return result, programs
+
+
+def run_ready_watched(engine: Engine, ready: ReadyMinibatch) -> tuple[Any, Callable[[], Prepared]]:
+    """`Engine.run_ready`, and the programs that it ran with their schedules."""
+    prepared = [(p.program, p.schedule) for p in ready.run.phases] if isinstance(ready.run, Run) else []
+    if ready.phase is not None:
+        prepared.append((ready.phase.program, ready.phase.schedule))
+    last = ready.program
+    result = engine.run_ready(ready, engine.options.out)
+    return result, lambda: [*prepared, engine.prepare(last)] if last is not None else prepared

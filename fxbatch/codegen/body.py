@@ -1,0 +1,270 @@
+"""An operation's per-instance body as an ATen graph, without composites, mutations or Python.
+
+In: a Signature and its shared operands. Out: an fx.GraphModule `(*inputs, *shared) -> (*outputs)`.
+
+    body = trace_body(signature, shared, mode)   # aten.cat, aten.mm, aten.sigmoid, ...
+    layout = find_groups(body, signature)        # inputs that it concatenates first thing are one wide row
+    body = group_inputs(body, layout, signature) # (*groups, *shared) -> (*outputs)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from fxbatch.codegen.decompose import decompositions
+from fxbatch.codegen.operation_graphs import NotBatchable
+from fxbatch.codegen.simplify import eliminate_dead
+from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.torch_private import FakeTensorMode, TorchDispatchMode, inline_compiled_functions, native_kernels
+from fxbatch.trace.state import entered_modes
+
+aten = torch.ops.aten
+
+
+def devices_of(signature: Signature) -> list[str]:
+    return list(dict.fromkeys(t.device.type for t in (*signature.inputs, *signature.outputs)))
+
+
+def fake_rows(mode: FakeTensorMode, kind: TensorType, *lead: int) -> torch.Tensor:
+    """A fake tensor `[*lead, *shape]` of a tensor type."""
+    with mode:
+        return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=kind.device)
+
+
+def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [mode.from_tensor(x.detach()) for x in shared]
+
+
+class _DetachUnderNoGrad(TorchDispatchMode):
+    """Marks what the body computes under `torch.no_grad()` with a detach, which the graph keeps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or func.is_view or func._schema.is_mutable:
+            return out
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            return aten.detach.default(out)
+        return out
+
+
+class _IndexByTensor(TorchFunctionMode):
+    """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(_is_position(x) for x in indices) and all(
+                _is_position(x) or x == slice(None) for x in indices
+            ):
+                return aten.index.Tensor(
+                    args[0], [x if isinstance(x, torch.Tensor) else None for x in indices]
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_position(index: Any) -> bool:
+    integral = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
+    return integral and index.dim() == 0
+
+
+def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
+    inputs = [fake_rows(mode, kind) for kind in signature.inputs]
+    count = len(inputs)
+
+    def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        with entered_modes(signature.modes, devices_of(signature)):
+            watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
+            with watch, _IndexByTensor(), sdpa_kernel(SDPBackend.MATH), native_kernels():
+                return signature.run(tensors[:count], tensors[count:])
+
+    fakes = [*inputs, *fake_shared(mode, shared)]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with mode, inline_compiled_functions():
+            graph = make_fx(torch.func.functionalize(body), decompositions())(*fakes)
+            if any(mutates(node) for node in graph.graph.nodes):
+                graph = make_fx(torch.func.functionalize(graph), decompositions())(*fakes)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node in graph.graph.nodes:
+        if mutates(node):
+            raise NotBatchable(f"it writes to {_named(node.args[0], places, signature)} ({node.target})")
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def _named(written: Any, places: list[fx.Node], signature: Signature) -> str:
+    """An operand of the body, in words."""
+    index = places.index(written) if written in places else -1
+    if index < 0:
+        return "a tensor that it was given"
+    first = len(signature.inputs)
+    return f"its input {index}" if index < first else f"shared operand {signature.shared[index - first].name}"
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node writes to memory (squeezing in place moves nothing)."""
+    if node.target in (aten.squeeze_.dim, aten.squeeze_.dims):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+# -- groups: inputs that an operation concatenates or stacks first thing are gathered as one wide row
+#    cat([in0, in2])  =>  reshape(group0, [2 * d]),  group0: [2, d];   stack([in0, in2])  =>  group0
+
+
+def find_groups(body: fx.GraphModule, signature: Signature) -> Layout:
+    """The layout: members of a group are concatenated or stacked along the first dimension, in order."""
+    count = len(signature.inputs)
+    position = {node: i for i, node in enumerate(_placeholders(body)[:count])}
+    group_of: dict[int, tuple[int, ...]] = {}
+    for node in body.graph.nodes:
+        if node.target not in (aten.cat.default, aten.stack.default) or _dim(node) != 0:
+            continue
+        members = tuple(position.get(x, -1) for x in node.args[0])
+        if _can_group(members, group_of, signature):
+            group_of.update((m, members) for m in members)
+    groups = dict.fromkeys(group_of.get(i, (i,)) for i in range(count))
+    return Layout(tuple(groups))
+
+
+def _can_group(members: tuple[int, ...], taken: dict[int, tuple[int, ...]], signature: Signature) -> bool:
+    if len(members) < 2 or -1 in members or len(set(members)) < len(members):
+        return False
+    if any(m in taken for m in members):
+        return False
+    kinds = {signature.inputs[m] for m in members}
+    return len(kinds) == 1
+
+
+def _dim(node: fx.Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    rank = len(node.args[0][0].meta["val"].shape) if "val" in node.args[0][0].meta else 1
+    return dim % max(rank, 1) if node.target is aten.cat.default else dim
+
+
+def _placeholders(body: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in body.graph.nodes if node.op == "placeholder"]
+
+
+def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> fx.GraphModule:
+    """The body over groups: members are selected, their concatenation is the group itself."""
+    if all(len(group) == 1 for group in layout.groups):
+        return _reorder(body, layout, len(signature.inputs))
+    graph = fx.Graph()
+    olds = _placeholders(body)
+    count = len(signature.inputs)
+    known: dict[fx.Node, fx.Node] = {}
+    whole: dict[tuple[fx.Node, ...], fx.Node] = {}
+    wides = []
+    for g, group in enumerate(layout.groups):
+        wides.append(graph.placeholder(f"group{g}"))
+        if len(group) == 1:
+            known[olds[group[0]]] = wides[g]
+        else:
+            whole[tuple(olds[m] for m in group)] = wides[g]
+    for old in olds[count:]:
+        known[old] = graph.placeholder(old.name)
+    for members, wide in whole.items():
+        for i, old in enumerate(members):
+            known[old] = graph.call_function(aten.select.int, (wide, 0, i))
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        members = tuple(node.args[0]) if node.target in (aten.cat.default, aten.stack.default) else ()
+        if members in whole and _dim(node) == 0:
+            known[node] = _whole(graph, node, whole[members], signature.inputs[olds.index(members[0])].shape)
+        else:
+            known[node] = graph.node_copy(node, lambda x: known[x])
+    module = fx.GraphModule(body, graph)
+    graph.eliminate_dead_code()
+    return module
+
+
+def _whole(graph: fx.Graph, node: fx.Node, wide: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    if node.target is aten.stack.default:
+        return wide
+    members = len(node.args[0])
+    return graph.call_function(aten.view.default, (wide, [members * shape[0], *shape[1:]]))
+
+
+def _reorder(body: fx.GraphModule, layout: Layout, count: int) -> fx.GraphModule:
+    assert layout.groups == tuple((i,) for i in range(count))
+    return body
+
+
+# -- `nn.Embedding(sparse=True)` keeps its sparse gradient, made once from the rows of the whole minibatch
+#    embedding_dense_backward(g, indices, V, padding, False)  =>  embedding_sparse_gradient(g, indices, V, padding)
+
+
+def embedding_sparse_gradient(
+    grad: torch.Tensor, indices: torch.Tensor, rows: int, padding: int
+) -> torch.Tensor:
+    """The gradient of a table `[rows, width]` as a sparse tensor, uncoalesced, padding left out.
+
+    It is the user's, so it shares no memory with what it is made of: a minibatch's rows, which the next one overwrites.
+    """
+    flat, values = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
+    if padding >= 0:
+        keep = flat != padding
+        flat, values = flat[keep], values[keep]
+    else:
+        flat, values = flat.clone(), values.clone()
+    size = (rows, grad.shape[-1])
+    with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.11 warns where nothing was chosen
+        return torch.sparse_coo_tensor(flat.unsqueeze(0), values, size)
+
+
+def sparse_tables(body: fx.GraphModule, inputs: int) -> tuple[int, ...]:
+    """The shared operands that the per-instance body only looks up with `sparse=True`."""
+    places = [node for node in body.graph.nodes if node.op == "placeholder"][inputs:]
+    return tuple(
+        i for i, node in enumerate(places) if node.users and all(_looks_up(u, node) for u in node.users)
+    )
+
+
+def _looks_up(user: fx.Node, table: fx.Node) -> bool:
+    return (
+        user.target is aten.embedding.default
+        and user.args[0] is table
+        and len(user.args) > 4
+        and bool(user.args[4])
+    )
+
+
+def look_up_densely(body: fx.GraphModule) -> None:
+    """Trace the look-ups as dense ones: the gradients are made sparse afterwards."""
+    for node in body.graph.nodes:
+        if node.target is aten.embedding.default and len(node.args) > 4:
+            node.args = (*node.args[:4], False)
+    body.recompile()
+
+
+def make_sparse(graph: fx.Graph, wanted: list[int]) -> None:
+    """Results `wanted` of the parameter graph that are plain embedding gradients become sparse ones."""
+    results = list(graph.output_node().args[0])
+    for index in wanted:
+        dense = results[index]
+        if dense.target is not aten.embedding_dense_backward.default or dense.args[4]:
+            continue
+        with graph.inserting_before(dense):
+            node = graph.call_function(embedding_sparse_gradient, tuple(dense.args[:4]))
+        like = dense.meta["values"]
+        node.meta["values"] = tuple(
+            torch.empty(x.shape, dtype=x.dtype, layout=torch.sparse_coo) for x in like
+        )
+        results[index] = node
+    graph.output_node().args = (tuple(results),)
+    eliminate_dead(graph)

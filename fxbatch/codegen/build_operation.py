@@ -1,0 +1,166 @@
+"""A signature becomes three graphs: batched forward, backward, and parameter gradients.
+
+In: a Signature and what needs gradients. Out: OperationGraphs, or Unbatched with the reason.
+
+    graphs = build_operation(signature, input_needs=(True, True), shared_needs=(True,), shared=[weight])
+    print(graphs.forward.code)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxbatch.codegen.batch import Joint, batch_body
+from fxbatch.codegen.body import (
+    find_groups,
+    group_inputs,
+    look_up_densely,
+    make_sparse,
+    sparse_tables,
+    trace_body,
+)
+from fxbatch.codegen.call_by_call import UnbatchedKernel
+from fxbatch.codegen.check import ZeroGradient, check_autograd, check_graphs, refuse_backward_arguments
+from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, Unbatched
+from fxbatch.codegen.partition import partition
+from fxbatch.codegen.rewrites import rewrite
+from fxbatch.codegen.simplify import clean, is_random, mark_kept_detaches
+from fxbatch.ir import Layout, Signature
+from fxbatch.mistakes import ours, report
+from fxbatch.torch_private import FakeTensorMode, forget_traces
+
+__all__ = ["OperationGraphs", "Ref", "Unbatched", "UnbatchedKernel", "build_operation"]
+
+
+def build_operation(
+    signature: Signature,
+    *,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    autograd: bool = False,
+    verify: bool = False,
+) -> OperationGraphs | Unbatched:
+    """Build and check the graphs of a signature.
+
+    `input_needs`, `shared_needs`: which inputs and shared operands need gradients (all False: inference,
+    nothing is saved and there is no backward). `autograd`: autograd will go through the forward graph, which then
+    has to give eager's gradients. What can't be batched is `Unbatched(reason)`, never an exception; so is what a
+    mistake of fxbatch's own keeps from being batched, which is warned of, and raised where `verify`.
+    """
+    if signature.reason:
+        return Unbatched(signature.reason)
+    try:
+        with forget_traces(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            graphs = _build_checked(signature, input_needs, shared_needs, shared)
+            if autograd:
+                refuse_backward_arguments(
+                    trace_body(signature, shared, FakeTensorMode(allow_non_fake_inputs=True))
+                )
+                check_autograd(graphs, shared)
+            return graphs
+    except NotBatchable as error:
+        return Unbatched(str(error))
+    except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the operation
+        raise
+    except Exception as error:  # noqa: BLE001 tracing runs arbitrary code; whatever it raises is the reason
+        report(error, signature.name, verify=verify)
+        first = str(error).strip().splitlines()
+        return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
+
+
+def _build_checked(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> OperationGraphs:
+    """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
+    zeros: tuple[tuple[bool, int], ...] = ()
+    while True:
+        graphs = _build(signature, input_needs, shared_needs, shared, zeros)
+        try:
+            return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
+        except ZeroGradient as missing:
+            if (missing.shared, missing.index) in zeros:
+                raise
+            zeros += ((missing.shared, missing.index),)
+
+
+def _build(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    zeros: tuple[tuple[bool, int], ...] = (),
+) -> OperationGraphs:
+    joint, layout, sparse = build_joint(signature, input_needs, shared_needs, shared, zeros)
+    with ours(NotBatchable):
+        return _cut(signature, joint, layout, sparse)
+
+
+def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, ...]) -> OperationGraphs:
+    """The three graphs of a joint one."""
+    parts = partition(joint)
+    module = joint.module
+
+    def finish(graph: fx.Graph | None, name: str) -> fx.GraphModule | None:
+        if graph is None:
+            return None
+        clean(graph)
+        rewrite(graph)
+        graph.lint()
+        return fx.GraphModule(module, graph, name)
+
+    if parts.parameters is not None:
+        clean(parts.parameters)
+        make_sparse(parts.parameters, [parts.grad_shared.index(i) for i in sparse if i in parts.grad_shared])
+    forward = finish(parts.forward, "Forward")
+    assert forward is not None
+    return OperationGraphs(
+        signature=signature,
+        layout=layout,
+        forward=forward,
+        saved_types=parts.saved_types,
+        backward=finish(parts.backward, "Backward"),
+        grad_outputs=parts.grad_outputs,
+        grad_groups=parts.grad_groups,
+        backward_inputs=parts.backward_inputs,
+        extra_types=parts.extra_types,
+        parameters=finish(parts.parameters, "Parameters"),
+        parameter_inputs=parts.parameter_inputs,
+        grad_shared=parts.grad_shared,
+        random=signature.operation.random or any(is_random(x) for x in joint.graph.nodes),
+    )
+
+
+def build_joint(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+    zeros: Sequence[tuple[bool, int]] = (),
+) -> tuple[Joint, Layout, tuple[int, ...]]:
+    """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse.
+
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    body = trace_body(signature, shared, mode)
+    sparse = sparse_tables(body, len(signature.inputs))
+    if sparse:
+        look_up_densely(body)
+    layout = find_groups(body, signature)
+    body = group_inputs(body, layout, signature)
+    joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode, zeros)
+    with ours(NotBatchable):
+        mark_kept_detaches(joint.graph, joint.outputs)
+        clean(joint.graph)
+        rewrite(joint.graph)
+    return joint, layout, sparse

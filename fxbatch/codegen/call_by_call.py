@@ -1,0 +1,150 @@
+"""An operation that can't be batched, run call by call on rows, with local autograd.
+
+kernel = UnbatchedKernel(signature)
+outputs, tape = kernel.forward(inputs, shared, input_needs=(True,), shared_needs=(True,))
+input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxbatch.codegen.body import devices_of, entered_modes
+from fxbatch.errors import TraceError
+from fxbatch.ir import Layout, Signature
+
+Tensors = list[torch.Tensor]
+_NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
+
+
+@dataclass
+class Tape:
+    """What one step of an unbatched operation leaves for its backward: outputs and leaves, a row each."""
+
+    outputs: list[Tensors] = field(default_factory=list)
+    inputs: list[Tensors] = field(default_factory=list)
+    shared: Tensors = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class UnbatchedKernel:
+    """Runs `signature.run` once a row. Inputs are `[n, *shape]` each; results are stacked."""
+
+    signature: Signature
+
+    @property
+    def layout(self) -> Layout:
+        """Every input is a group of its own."""
+        return Layout(tuple((i,) for i in range(len(self.signature.inputs))))
+
+    def forward(
+        self,
+        groups: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        *,
+        input_needs: Sequence[bool],
+        shared_needs: Sequence[bool],
+        n: int | None = None,
+    ) -> tuple[Tensors, Tape | None]:
+        """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given."""
+        if n is None:
+            n = len(groups[0])
+        grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
+        try:
+            return self._run(groups, shared, input_needs, shared_needs, n, grad)
+        except RuntimeError as error:
+            if _NOT_DIFFERENTIABLE not in str(error):
+                raise
+        # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
+        input_needs = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
+        return self._run(groups, shared, input_needs, shared_needs, n, grad)
+
+    def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:
+        """Whether the operation lets its input i require a gradient."""
+        needs = [k == i for k in range(len(groups))]
+        try:
+            self._run([x[:1] for x in groups], shared, needs, [False] * len(shared), 1, True)
+        except RuntimeError as error:
+            if _NOT_DIFFERENTIABLE not in str(error):
+                raise
+            return False
+        return True
+
+    def _run(
+        self,
+        groups: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        input_needs: Sequence[bool],
+        shared_needs: Sequence[bool],
+        n: int,
+        grad: bool,
+    ) -> tuple[Tensors, Tape | None]:
+        tape = Tape(rows=n)
+        if grad:
+            tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
+        weights = tape.shared if grad else list(shared)
+        modes = self.signature.modes
+        with entered_modes(modes, devices_of(self.signature)), torch.set_grad_enabled(grad):
+            for row in range(n):
+                inputs = [_leaf(x[row], need and grad) for x, need in zip(groups, input_needs, strict=True)]
+                tape.inputs.append(inputs)
+                # copies, so that an operation that writes to its inputs reaches neither arenas nor leaves
+                tape.outputs.append(self.signature.run([x.clone() for x in inputs], weights))
+        return self._stack(tape), tape if grad else None
+
+    def _stack(self, tape: Tape) -> Tensors:
+        if not tape.outputs:
+            return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in self.signature.outputs]
+        self._check_types(tape)
+        return [torch.stack([x.detach() for x in column]) for column in zip(*tape.outputs, strict=True)]
+
+    def _check_types(self, tape: Tape) -> None:
+        """What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives."""
+        for outputs in tape.outputs:
+            for i, (x, kind) in enumerate(zip(outputs, self.signature.outputs, strict=True)):
+                if tuple(x.shape) != tuple(kind.shape) or x.dtype != kind.dtype:
+                    raise TraceError(
+                        f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but PyTorch foretold "
+                        f"{kind.dtype}{list(kind.shape)} (on fake tensors): call it on real tensors, outside"
+                    )
+
+    def backward(
+        self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows."""
+        ends: Tensors = []
+        starts: list[torch.Tensor] = []
+        for row, outputs in enumerate(tape.outputs):
+            for out, grad in zip(outputs, grad_outputs, strict=True):
+                if grad is not None and out.requires_grad:
+                    ends.append(out)
+                    starts.append(grad[row].clone())  # memory of its own: as_strided counts from its start
+        leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
+        wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
+        found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
+        by_row = [[next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs]
+        shared = [next(found, None) if x.requires_grad else None for x in tape.shared]
+        columns = [
+            _column([grads[i] for grads in by_row], tape, i) for i in range(len(self.signature.inputs))
+        ]
+        return columns, shared
+
+
+def _column(grads: list[torch.Tensor | None], tape: Tape, index: int) -> torch.Tensor | None:
+    if all(grad is None for grad in grads):
+        return None
+    rows = [
+        torch.zeros_like(tape.inputs[row][index]) if grad is None else grad for row, grad in enumerate(grads)
+    ]
+    return torch.stack(rows)
+
+
+def _leaf(x: torch.Tensor, need: bool) -> torch.Tensor:
+    leaf = x.detach()
+    if need and (x.is_floating_point() or x.is_complex()):
+        leaf.requires_grad_()
+    return leaf

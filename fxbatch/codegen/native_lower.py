@@ -1,0 +1,653 @@
+"""An operation graph as a native program: int64 columns that `_native.c` runs without Python.
+
+In: an operation graph. Out: a NativeProgram, or the reason why there is none.
+
+    program = make_program(module, sources, shared)     # NativeProgram(bases, instructions, fixed), or "aten.foo"
+    program.instructions.shape                          # (7, 32)
+
+An instruction is [code, rows per n, further rows, width, 4 operands of (base, offset, stride, inner), number, ...] as
+`_native.h` names them. Calls in a row that are pointwise over the same rows run fused, block by block of rows: what
+only they read lives in the first cache.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxbatch.codegen import native_calls as calls
+from fxbatch.codegen.kernel import find_prepared
+from fxbatch.codegen.native_calls import Pointwise, pointwise
+from fxbatch.codegen.native_layouts import (
+    NotNative,
+    Span,
+    contiguous,
+    element_bytes,
+    rows_and_width,
+    view,
+    walk,
+)
+from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, sample_sizes, shape
+from fxbatch.codegen.shapes import dtype as dtype_of
+from fxbatch.codegen.simplify import constant_value
+
+aten = torch.ops.aten
+INPUT, OUTPUT, FIXED, OWN, LOCAL = range(5)
+MOST_BASES = 192
+ONE: Size = (0, 1)
+SHORT = 16  # elements of a dimension that is added up one addition after another
+FixedTensor = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class NativeProgram:
+    """bases: int64 [bases, 4]; instructions: int64 [length, 32]; fixed: which results of the kernel's `prepare`
+    are its bases after inputs and outputs, with the shapes and strides that they must have."""
+
+    bases: np.ndarray
+    instructions: np.ndarray
+    fixed: tuple[FixedTensor, ...]
+    given: tuple[int, ...]  # the shared operands that `prepare` takes
+
+
+def make_program(module: fx.GraphModule, shared: Sequence[torch.Tensor]) -> NativeProgram | str:
+    """The native program of an operation graph whose last inputs are the shared operands `shared`."""
+    try:
+        return Lowering(module.graph, shared).run()
+    except NotNative as reason:
+        return str(reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Part of a concatenation: a node, or a number."""
+
+    node: fx.Node
+    dim: int
+    start: int
+    size: int
+    fill: float | None
+
+
+@dataclass
+class Lowering:
+    """The program as it is written."""
+
+    graph: fx.Graph
+    shared: Sequence[torch.Tensor]
+    bases: list[list[int]] = field(default_factory=list)
+    items: list[list[int]] = field(default_factory=list)
+    spans: dict[fx.Node, Span] = field(default_factory=dict)
+    output_base: list[int] = field(default_factory=list)
+    fixed: list[FixedTensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes an element of each base
+    place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
+    pieces: dict[fx.Node, tuple[fx.Node, Piece]] = field(
+        default_factory=dict
+    )  # node -> its part of a concatenation
+    copied: dict[fx.Node, list[Piece]] = field(default_factory=dict)  # concatenation -> parts that are copied
+
+    def run(self) -> NativeProgram:
+        self.outputs: list[fx.Node] = list(self.graph.output_node().args[0])
+        self.hoisted, self.kept = find_prepared(self.graph)
+        if not all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs):
+            raise NotNative("a result that is no dense tensor")
+        self._inputs()
+        self._place()
+        for node in self.outputs:
+            self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, OUTPUT))
+        self._prepared()
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node not in self.hoisted:
+                self._node(node)
+        for i, node in enumerate(self.outputs):
+            if i not in self.place.values():
+                out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
+                self.copy(out, self.span(node))
+        if len(self.bases) > MOST_BASES:
+            raise NotNative(f"more than {MOST_BASES} tensors")
+        bases, code = (
+            np.array(self.bases, dtype=np.int64),
+            np.array(self.items, dtype=np.int64).reshape(-1, 32),
+        )
+        group_pointwise(code)
+        localise(bases, code, self.sizes)
+        return NativeProgram(bases, code, tuple(self.fixed), self._given())
+
+    # -- memory
+
+    def base(self, dims: Shape, dtype: torch.dtype, kind: int) -> int:
+        """A new piece of memory for a contiguous tensor."""
+        if dtype not in (torch.float32, torch.int64, torch.bool):
+            raise NotNative(f"numbers of type {str(dtype).removeprefix('torch.')}")
+        (a, b), width = rows_and_width(dims)
+        if a < 0 or b < 0 or a + b == 0 or width == 0:
+            raise NotNative("a tensor without elements")
+        self.sizes.append(element_bytes(dtype))
+        self.bases.append([a, b, width * element_bytes(dtype), kind])
+        return len(self.bases) - 1
+
+    def _place(self) -> None:
+        """A result, or what it is a reshape of, is written where the caller wants it; what only a concatenation
+        reads, straight into its place there."""
+        for i, node in enumerate(self.outputs):
+            while node.target is aten.reshape.default:
+                node = node.args[0]  # type: ignore[assignment]
+            if self._writes(node) and node not in self.place:
+                self.place[node] = i
+        for node in reversed(self.graph.nodes):
+            if node.target is not aten.cat.default or not self._writes(node):
+                continue
+            dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape(node))
+            if any(len(shape(x)) != len(shape(node)) or shape(x)[dim][0] for x in node.args[0]):
+                continue
+            start, self.copied[node] = 0, []
+            for x in node.args[0]:
+                piece = Piece(x, dim, start, shape(x)[dim][1], constant_value(x))
+                start += piece.size
+                alone = len(x.users) == 1 and node.args[0].count(x) == 1 and x not in self.place
+                if alone and piece.fill is None and dtype_of(x) == dtype_of(node) and self._writes(x):
+                    self.pieces[x] = node, piece
+                else:
+                    self.copied[node].append(piece)
+
+    def _writes(self, node: fx.Node) -> bool:
+        """Whether instructions of its own write the node."""
+        if node.op != "call_function" or node in self.hoisted or not is_tensor(node) or is_view(node):
+            return False
+        return _number(node) is None
+
+    def _inputs(self) -> None:
+        nodes = [x for x in self.graph.nodes if x.op == "placeholder"][1:]
+        first = len(nodes) - len(self.shared)
+        for i, node in enumerate(nodes):
+            if not is_tensor(node):
+                raise NotNative("an input that is no tensor")
+            value = node.meta["values"][0]
+            if i < first:
+                if not shape(node) or shape(node)[0] != (1, 0):
+                    raise NotNative("an input without rows")
+                number = self.base(shape(node), value.dtype, INPUT)
+                self.spans[node] = contiguous(number, shape(node), value.dtype)
+            else:
+                self.spans[node] = self._strided(shape(node), value.dtype, self.shared[i - first], INPUT)
+
+    def _strided(self, dims: Shape, dtype: torch.dtype, like: torch.Tensor, kind: int) -> Span:
+        """Memory of a tensor that is as it is, from its first element to its last."""
+        if (
+            like.layout is not torch.strided
+            or like.device.type != "cpu"
+            or not like.numel()
+            or like.dtype != dtype
+        ):
+            raise NotNative("a shared operand that is not dense on the CPU")
+        last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
+        number = self.base(((0, last),), dtype, kind)
+        strides = tuple(0 if n == 1 else s for n, s in zip(like.shape, like.stride(), strict=True))
+        return Span(number, 0, dims, strides, dtype)
+
+    def _prepared(self) -> None:
+        """What the kernel computes once a run is read from the tensors that it made."""
+        for i, node in enumerate(self.kept):
+            if _number(node) is not None:
+                continue
+            value = node.meta["values"][0]
+            self.spans[node] = self._strided(shape(node), value.dtype, value, FIXED)
+            self.fixed.append((i, tuple(value.shape), self.spans[node].strides))
+
+    def _given(self) -> tuple[int, ...]:
+        nodes = [x for x in self.graph.nodes if x.op == "placeholder"][1:]
+        first = len(nodes) - len(self.shared)
+        return tuple(i - first for i, x in enumerate(nodes) if any(u in self.hoisted for u in x.users))
+
+    def span(self, node: Any) -> Span:
+        """Where a node, or a number, is."""
+        if not isinstance(node, fx.Node):
+            if isinstance(node, (bool, int, float)):
+                return Span(-1, 0, (), (), torch.float32, float(node))
+            raise NotNative("an argument that is no tensor")
+        found = self.spans.get(node)
+        if found is None:
+            number = _number(node)
+            if number is None:
+                raise NotNative(f"{node.target}")
+            dims = shape(node)
+            found = Span(-1, 0, dims, (0,) * len(dims), node.meta["values"][0].dtype, number)
+        return found
+
+    def target(self, node: fx.Node) -> Span:
+        """Where a node is to be written."""
+        found = self.spans.get(node)
+        if found is not None:
+            return found
+        dtype = node.meta["values"][0].dtype
+        if node in self.place:
+            made = contiguous(self.output_base[self.place[node]], shape(node), dtype)
+        elif node in self.pieces:
+            whole, piece = self.pieces[node]
+            made = narrow(self.target(whole), piece.dim, piece.start, piece.size)
+        else:
+            made = contiguous(self.base(shape(node), dtype, OWN), shape(node), dtype)
+        self.spans[node] = made
+        return made
+
+    # -- nodes
+
+    def _node(self, node: fx.Node) -> None:
+        if not is_tensor(node):
+            if isinstance(node.meta["values"][0], int):
+                return  # sizes, which are known
+            raise NotNative(f"{node.target}")
+        if _number(node) is not None:
+            return
+        if node in self.copied:
+            for piece in self.copied[node]:
+                source = self.span(piece.node if piece.fill is None else piece.fill)
+                self.copy(narrow(self.target(node), piece.dim, piece.start, piece.size), source)
+        elif is_view(node):
+            self._view(node)
+        elif (call := pointwise(node)) is not None:
+            self.pointwise(self.target(node), call)
+        elif node.target in ROW_CALLS:
+            ROW_CALLS[node.target](self, node)
+        else:
+            raise NotNative(f"{node.target}")
+
+    def _view(self, node: fx.Node) -> None:
+        source = self.span(node.args[0])
+        found = view(source, (), lambda like, i: _look(node, like, i), sample_sizes(self.graph))
+        if found is None:  # a reshape that copies
+            whole = contiguous(self.base(source.shape, source.dtype, OWN), source.shape, source.dtype)
+            self.copy(whole, source)
+            found = view(whole, (), lambda like, i: _look(node, like, i), sample_sizes(self.graph))
+            if found is None:
+                raise NotNative(f"{node.target}")
+        self.spans[node] = found
+
+    # -- instructions
+
+    def copy(self, out: Span, source: Span) -> None:
+        """Write a span, or a number, to another."""
+        call = calls.cast(out.dtype, out.dtype, None)
+        if call is None or (source.base >= 0 and source.dtype != out.dtype):
+            raise NotNative("a copy to another type")
+        self.loops(out, [as_number(source, out.dtype)], calls.CODES[call.name], 0.0)
+
+    def pointwise(self, out: Span, call: Pointwise) -> None:
+        """A pointwise call, as one loop or a few."""
+        kinds = call.dtypes()
+        operands = [as_number(self.span(x), kind) for x, kind in zip(call.operands, kinds[1:], strict=True)]
+        for span, kind in zip((out, *operands), kinds, strict=True):
+            if span.dtype != kind:
+                raise NotNative(f"{call.name} of {str(span.dtype).removeprefix('torch.')}")
+        self.loops(out, operands, calls.CODES[call.name], call.number)
+
+    def loops(self, out: Span, operands: list[Span], code: int, number: float) -> None:
+        """Pointwise instructions that write `out`."""
+        for rows, width, places in walk(out.shape, [out, *operands]):
+            item = [code, *rows, width]
+            for span, place in zip((out, *operands), places, strict=True):
+                item += [-1, _bits(span.number, span.dtype), 0, 0] if span.base < 0 else [span.base, *place]
+            self.add(item, number=number, group=0)
+
+    def add(
+        self,
+        item: list[int],
+        *,
+        number: float = 0.0,
+        depth: tuple[int, int] = (0, 1),
+        flag: int = 0,
+        group: int = -1,
+    ) -> None:
+        """One instruction: code, rows, width and operands, and what else it needs."""
+        item = item + [-1, 0, 0, 0] * ((20 - len(item)) // 4)
+        bits = struct.unpack("<q", struct.pack("<d", number))[0]
+        self.items.append([*item, bits, *depth, flag, group, *([0] * 7)])
+
+
+def as_number(span: Span, kind: torch.dtype) -> Span:
+    """A number as one of that type; memory as it is."""
+    return span if span.base >= 0 else Span(-1, 0, span.shape, span.strides, kind, span.number)
+
+
+def _bits(number: float, dtype: torch.dtype) -> int:
+    if dtype is torch.float32:
+        return int(np.array([number, 0.0], dtype=np.float32).view(np.int64)[0])
+    return int(number)
+
+
+def _number(node: fx.Node) -> float | None:
+    """The number that a constant tensor is filled with."""
+    while node.op == "call_function" and node.target in (aten.expand.default, aten.reshape.default):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op == "call_function" and node.target is aten.scalar_tensor.default:
+        return float(node.args[0])
+    return constant_value(node)
+
+
+def _look(node: fx.Node, like: torch.Tensor, i: int) -> torch.Tensor:
+    args = fx.map_arg(node.args[1:], lambda x: x.meta["values"][i])
+    if node.target is aten.reshape.default:
+        return like.view(args[0])
+    return node.target(like, *args, **node.kwargs)
+
+
+def narrow(span: Span, dim: int, start: int, size: int) -> Span:
+    """Part of a span along one dimension."""
+    dims = (*span.shape[:dim], (0, size), *span.shape[dim + 1 :])
+    strides = tuple(0 if n == (0, 1) else s for n, s in zip(dims, span.strides, strict=True))
+    return Span(span.base, span.offset + start * span.strides[dim], dims, strides, span.dtype)
+
+
+def group_pointwise(code: np.ndarray) -> None:
+    """Number the runs of pointwise instructions that may go block by block of rows.
+
+    They walk the same rows, and what one writes another reads from the same rows: with the same stride.
+    """
+    number, rows, written = -1, (-1, -1), dict[int, int]()
+    for item in code:
+        if item[24] < 0:
+            rows = (-1, -1)
+            continue
+        operands = item[4:20].reshape(4, 4)
+        reads = [(int(o[0]), int(o[2])) for o in operands[1:] if o[0] >= 0]
+        mine = (int(item[1]), int(item[2]))
+        apart = any(base in written and written[base] != stride for base, stride in reads)
+        if mine != rows or (apart and mine != (0, 1)):
+            number, rows, written = number + 1, mine, {}
+        item[24] = number
+        written[int(operands[0][0])] = int(operands[0][2])
+
+
+def localise(bases: np.ndarray, code: np.ndarray, sizes: Sequence[int]) -> None:
+    """Intermediates that only one group of instructions touches, row by row, live in its block."""
+    users: dict[int, list[tuple[int, int, int, int]]] = {}
+    for item in code:
+        for operand in item[4:20].reshape(4, 4):
+            if operand[0] >= 0:
+                place = (int(item[24]), int(operand[2]), int(item[1]), int(item[2]))
+                users.setdefault(int(operand[0]), []).append(place)
+    for base, uses in users.items():
+        a, b, row_bytes, kind = bases[base].tolist()
+        group = uses[0][0]
+        if kind != OWN or group < 0 or (a, b) == (0, 1):
+            continue
+        if all(u == (group, row_bytes // sizes[base], a, b) for u in uses):
+            bases[base][3] = LOCAL
+
+
+# -- calls that aren't pointwise: each adds an instruction, or raises NotNative
+
+
+def _need(good: bool, what: str) -> None:
+    if not good:
+        raise NotNative(what)
+
+
+def _is(span: Span, dtype: torch.dtype) -> Span:
+    _need(
+        span.base >= 0 and span.dtype == dtype, f"{str(span.dtype).removeprefix('torch.')} or a number there"
+    )
+    return span
+
+
+def _rows(span: Span) -> tuple[Size, list[int]]:
+    """A span whose last dimension is contiguous as (rows, operand): one row per element of the others."""
+    _need(bool(span.shape), "no dimension")
+    width = span.shape[-1]
+    _need(width[0] == 0 and (span.strides[-1] == 1 or width == ONE), "rows that aren't contiguous")
+    rows, stride = _even(span.shape[:-1], span.strides[:-1])
+    return rows, [span.base, span.offset, stride, 1]
+
+
+def _even(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
+    """Some dimensions as one: (n, 2) as 2n rows, where they are evenly spaced."""
+    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != ONE]
+    if not dims:
+        return ONE, 0
+    rows, stride = dims[-1]
+    for size, step in reversed(dims[:-1]):
+        _need(rows[0] == 0 and step == stride * rows[1], "rows of more than two dimensions")
+        rows = (size[0] * rows[1], size[1] * rows[1])
+    return rows, stride
+
+
+def _matrix(span: Span) -> list[int]:
+    """A matrix as an operand of a product: contiguous along one of its dimensions."""
+    _is(span, torch.float32)
+    _need(len(span.shape) == 2, "a product of no matrices")
+    (rows, columns), (stride, inner) = span.shape, span.strides
+    if columns == ONE and rows == ONE:
+        return [span.base, span.offset, 1, 1]
+    if columns == ONE:
+        _need(stride > 0, "a matrix with other strides")
+        return [span.base, span.offset, stride, 1]
+    if rows == ONE:
+        return [span.base, span.offset, 0, 1] if inner == 1 else [span.base, span.offset, 1, inner]
+    good = (inner == 1 and _covers(stride, columns)) or (stride == 1 and _covers(inner, rows))
+    _need(good, "a matrix with other strides")
+    return [span.base, span.offset, stride, inner]
+
+
+def _covers(stride: int, size: Size) -> bool:
+    """Whether lines that are `stride` apart don't overlap; of lines as long as n there is one number each."""
+    return stride >= size[1] if size[0] == 0 else False
+
+
+def product(lowering: Lowering, node: fx.Node) -> None:
+    """mm(a, b) and addmm(c, a, b)."""
+    args = list(node.args)
+    out = lowering.target(node)
+    added = node.target is aten.addmm.default
+    if added:
+        _need(not node.kwargs and len(args) == 3, "a product with factors")
+        lowering.copy(out, lowering.span(args.pop(0)))
+    a, b = lowering.span(args[0]), lowering.span(args[1])
+    _is(out, torch.float32)
+    (rows, columns), depth = out.shape, a.shape[1]
+    _need(columns[0] == 0, "as many columns as rows")
+    _need(columns == ONE or out.strides[1] == 1, "a result that isn't contiguous")
+    item = [
+        calls.CODES["PRODUCT"],
+        *rows,
+        columns[1],
+        out.base,
+        out.offset,
+        out.strides[0],
+        1,
+        *_matrix(a),
+        *_matrix(b),
+    ]
+    lowering.add(item, depth=depth, flag=int(added))
+
+
+def lookup(lowering: Lowering, node: fx.Node) -> None:
+    """index_select(table, 0, index)."""
+    table, index = (
+        _is(lowering.span(node.args[0]), torch.float32),
+        _is(lowering.span(node.args[2]), torch.int64),
+    )
+    _need(
+        node.args[1] == 0 and len(table.shape) == 2 and len(index.shape) == 1,
+        "another dimension than the first",
+    )
+    (size, width), out = table.shape, lowering.target(node)
+    _need(size[0] == 0 and (width == ONE or table.strides[1] == 1), "a table with other strides")
+    rows, place = _rows(out)
+    item = [calls.CODES["LOOKUP"], *rows, width[1], *place, table.base, table.offset, table.strides[0], 1]
+    lowering.add([*item, index.base, index.offset, index.strides[0], 1], depth=(0, size[1]))
+
+
+def _position(dim: Any, dims: Shape) -> int:
+    return int(dim) % max(len(dims), 1)
+
+
+def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
+    """sum over the rows, over the last dimension, over a short one, or over some of one element (then a copy)."""
+    source, out = lowering.span(node.args[0]), lowering.target(node)
+    _need(not node.kwargs.get("dtype"), "a sum in another type")
+    dims = source.shape
+    given = list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
+    over = [d for d in sorted({_position(d, dims) for d in given}) if dims[d] != ONE]
+    left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
+    squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), _dense(out, len(left)), out.dtype)
+    reduced = Span(
+        source.base, source.offset, tuple(dims[d] for d in left), tuple(source.strides[d] for d in left), source.dtype
+    )  # fmt: skip
+    if not over:
+        found = calls.cast(source.dtype, out.dtype, None)
+        _need(found is not None and source.base >= 0, "a sum of that type")
+        assert found is not None
+        lowering.loops(squeezed, [reduced], calls.CODES[found.name], 0.0)
+        return
+    _is(source, torch.float32)
+    if over == list(range(len(over))) and len(over) < len(dims):
+        summed, step = _even(dims[: len(over)], source.strides[: len(over)])
+        for rows, width, (to, place) in walk(reduced.shape, [squeezed, reduced]):
+            _need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
+            item = [calls.CODES["SUM_ROWS"], *summed, width, out.base, to[0], 0, 1]
+            lowering.add([*item, source.base, place[0], step, 1])
+        return
+    if len(over) == 1 and over[0] < len(dims) - 1 and dims[over[0]][1] <= SHORT:
+        _sum_short(lowering, squeezed, reduced, source.strides[over[0]], dims[over[0]][1])
+        return
+    _need(over == [len(dims) - 1], "a sum over other dimensions")
+    rows, place_in = _rows(source)
+    same, stride = _even(squeezed.shape, squeezed.strides)
+    _need(same == rows, "a sum over other dimensions")
+    item = [calls.CODES["SUM_LAST"], *rows, dims[-1][1], out.base, out.offset, stride, 1, *place_in]
+    lowering.add(item)
+
+
+def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int) -> None:
+    """Add up `size` spans that are `step` apart, in order."""
+    add = calls.CODES["add"]
+    spans = [replace(first, offset=first.offset + i * step) for i in range(size)]
+    lowering.loops(out, spans[:2], add, 1.0)
+    for span in spans[2:]:
+        lowering.loops(out, [out, span], add, 1.0)
+
+
+def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
+    """mean over dimensions that don't depend on the rows: the sum over how many there are."""
+    dims = shape(node.args[0])
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    over = {_position(d, dims) for d in (given or range(len(dims)))}
+    _need(all(dims[d][0] == 0 for d in over), "a mean over rows")
+    sum_dimensions(lowering, node)
+    out = lowering.target(node)
+    count = Span(-1, 0, (), (), torch.float32, float(math.prod(dims[d][1] for d in over)))
+    lowering.loops(out, [out, count], calls.CODES["div"], 0.0)
+
+
+def _dense(out: Span, count: int) -> tuple[int, ...]:
+    """The strides of a result without its dimensions of one element."""
+    strides = tuple(s for s, n in zip(out.strides, out.shape, strict=True) if n != ONE)
+    _need(len(strides) == count, "a sum with a result of another shape")
+    return strides
+
+
+def softmax(lowering: Lowering, node: fx.Node) -> None:
+    """log_softmax and softmax along the last dimension."""
+    source, out = _is(lowering.span(node.args[0]), torch.float32), lowering.target(node)
+    _need(
+        _position(node.args[1], source.shape) == len(source.shape) - 1 and not node.args[2],
+        "another dimension",
+    )
+    rows, place = _rows(source)
+    same, to = _rows(out)
+    _need(same == rows, "other rows")
+    item = [calls.CODES["LOG_SOFTMAX"], *rows, source.shape[-1][1], *to, *place]
+    lowering.add(item, flag=int(node.target is aten._log_softmax.default))
+
+
+def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
+    """The gradients of log_softmax and softmax along the last dimension."""
+    grad, result = (_is(lowering.span(x), torch.float32) for x in node.args[:2])
+    _need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
+    out = lowering.target(node)
+    (rows, a), (same, b), (third, to) = _rows(grad), _rows(result), _rows(out)
+    _need(rows == same == third, "other rows")
+    item = [calls.CODES["LOG_SOFTMAX_BACKWARD"], *rows, grad.shape[-1][1], *to, *a, *b]
+    lowering.add(item, flag=int(node.target is aten._log_softmax_backward_data.default))
+
+
+def pick(lowering: Lowering, node: fx.Node) -> None:
+    """gather(x, 1, index)."""
+    source, index = (
+        _is(lowering.span(node.args[0]), torch.float32),
+        _is(lowering.span(node.args[2]), torch.int64),
+    )
+    _need(len(source.shape) == 2 and _position(node.args[1], source.shape) == 1, "another dimension")
+    out = lowering.target(node)
+    (rows, a), (same, b), (third, to) = _rows(source), _rows(index), _rows(out)
+    _need(rows == same == third, "other rows")
+    lowering.add([calls.CODES["PICK"], *rows, index.shape[1][1], *to, *a, *b], depth=(0, source.shape[1][1]))
+
+
+def put(lowering: Lowering, node: fx.Node) -> None:
+    """scatter_add(x, 1, index, source)."""
+    index, source = (
+        _is(lowering.span(node.args[2]), torch.int64),
+        _is(lowering.span(node.args[3]), torch.float32),
+    )
+    out = lowering.target(node)
+    _need(len(out.shape) == 2 and _position(node.args[1], out.shape) == 1, "another dimension")
+    lowering.copy(out, lowering.span(node.args[0]))
+    (rows, to), (same, b), (third, c) = _rows(out), _rows(index), _rows(source)
+    _need(rows == same == third and index.shape == source.shape, "other rows")
+    unused = [-1, 0, 0, 0]
+    lowering.add(
+        [calls.CODES["PUT_ADD"], *rows, index.shape[1][1], *to, *unused, *b, *c], depth=(0, out.shape[1][1])
+    )
+
+
+def table_gradient(lowering: Lowering, node: fx.Node) -> None:
+    """embedding_dense_backward(gradient, index, rows, padding, by frequency)."""
+    grad, index = (
+        _is(lowering.span(node.args[0]), torch.float32),
+        _is(lowering.span(node.args[1]), torch.int64),
+    )
+    size, padding, by_frequency = node.args[2:]
+    _need(not by_frequency and isinstance(size, int), "gradients by frequency")
+    out = lowering.target(node)
+    rows, place = _rows(grad)
+    found = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
+    _need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
+    stride = found[0][1] if found else 0
+    item = [
+        calls.CODES["TABLE_GRADIENT"],
+        *rows,
+        grad.shape[-1][1],
+        out.base,
+        out.offset,
+        out.strides[0],
+        1,
+        *place,
+    ]
+    assert isinstance(padding, int) and isinstance(size, int)
+    lowering.add([*item, index.base, index.offset, stride, 1], depth=(0, size), flag=padding)
+
+
+ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
+    aten.mm.default: product,
+    aten.addmm.default: product,
+    aten.index_select.default: lookup,
+    aten.sum.dim_IntList: sum_dimensions,
+    aten.sum.default: sum_dimensions,
+    aten.mean.dim: mean_dimensions,
+    aten._log_softmax.default: softmax,
+    aten._softmax.default: softmax,
+    aten._log_softmax_backward_data.default: softmax_backward,
+    aten._softmax_backward_data.default: softmax_backward,
+    aten.gather.default: pick,
+    aten.scatter_add.default: put,
+    aten.embedding_dense_backward.default: table_gradient,
+}

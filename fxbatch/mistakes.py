@@ -1,0 +1,73 @@
+"""Mistakes inside fxbatch, told apart from what a user's code can't do.
+
+What a body raises when it is traced or batched is a reason to run it call by call. What fxbatch itself raises on the
+way is a mistake, which must not hide behind such a reason: `verify=True` raises it, otherwise it is warned of once.
+
+    with ours():                     # rewriting a graph, say: whatever is raised here is fxbatch's
+        rewrite(graph)
+    report(error, verify=False)      # a warning if it is a mistake
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from fxbatch.errors import FxbatchError, InternalWarning
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# What PyTorch's operators don't raise: an error of another type may come from one that fxbatch calls for the user.
+_PYTHONS_OWN = (AssertionError, AttributeError, KeyError, NameError)
+_NOTE = "fxbatch: this is a mistake inside fxbatch, please report it"
+_warned: set[tuple[str, int]] = set()  # places in fxbatch's code; only looked up
+
+
+@contextlib.contextmanager
+def ours(*reasons: type[Exception]) -> Iterator[None]:
+    """No code of a user's runs within: what is raised is a mistake of fxbatch, but for `reasons` and lack of memory."""
+    try:
+        yield
+    except (FxbatchError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not isinstance(error, reasons) and not is_mistake(error):
+            error.add_note(_NOTE)
+        raise
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether fxbatch's own code raised it, and not the user's or PyTorch on the user's behalf."""
+    if _NOTE in getattr(error, "__notes__", ()):
+        return True
+    place = _innermost(error.__traceback__)
+    return isinstance(error, _PYTHONS_OWN) and place is not None and place[0].startswith(_PACKAGE)
+
+
+def report(error: Exception, what: str, *, verify: bool) -> None:
+    """Raise a mistake again (verify), or warn of it, once a place in the code; nothing for what is none."""
+    if not is_mistake(error):
+        return
+    if verify:
+        raise error
+    place = _innermost(error.__traceback__) or ("", 0)
+    if place not in _warned:
+        _warned.add(place)
+        warnings.warn(
+            f"{what} runs call by call because of a mistake inside fxbatch (please report it): {type(error).__name__}: "
+            f"{error} ({os.path.basename(place[0])}:{place[1]}); verify=True raises it",
+            InternalWarning,
+            stacklevel=2,
+        )
+
+
+def _innermost(traceback: TracebackType | None) -> tuple[str, int] | None:
+    place = None
+    while traceback is not None:
+        place = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return place

@@ -1,0 +1,682 @@
+"""Plans of all phases -> GradientPlan: where gradients of uses are written, how gradients of values are read.
+
+Backward never scatters. Each step writes the gradients of what it read into blocks of its own (a row a
+use); the gradient of a value is then gathered from the rows of its uses: a view when each value of a block
+has one use and the rows are consecutive, an index when it has at most one (row 0 of each arena is zero), a
+sum over bags else. This needs no atomics and is deterministic on every device.
+
+A step whose operation hands its output's gradient on as it is (an addition) isn't run where each of its outputs
+has at most one use: the gradient of what it read IS the row of that use, through chains of any length.
+
+    >>> gradients = plan_gradients(phases, requests, types)       # doctest: +SKIP
+
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxbatch.ir import Plan, Program
+
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
+Int = cython.typedef(cython.longlong)
+Ints = cython.typedef(cython.const[cython.longlong][::1])
+Shorts = cython.typedef(cython.const[cython.int][::1])
+Written = cython.typedef(cython.longlong[::1])
+Marks = cython.typedef(cython.uchar[::1])
+
+NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
+NOT_THERE = "a column names a call or a value that is not there"
+
+
+@dataclass(frozen=True)
+class PhaseGradients:
+    """What backward knows of one phase. The tuples are one a signature."""
+
+    program: Program
+    plan: Plan
+    grad_groups: Sequence[tuple[int, ...]]  # groups whose gradients the operation's backward gives
+    grad_outputs: Sequence[tuple[int, ...]]  # outputs whose gradients it takes
+    arena_ids: np.ndarray  # int64 [plan.arenas]: number of each arena among the run's types
+    hands_on: Sequence[
+        bool
+    ] = ()  # whether all its grad groups get the gradient of its one grad output as it is
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """Per phase, columns over grad outputs and grad groups in step order.
+
+    `read_*[p]` are over (step, grad output) pairs of phase p; start is a row (view) or a position in
+    `indices`; `bag[p]` the position in `bags` of a sum's offsets. `write_start[p]` is over (step, grad group)
+    pairs: first row of its block. `first_read[p]` and `first_write[p]` say where the pairs of each step begin.
+    `capacity` counts rows an arena, the zero row included. Steps in `passed[p]` are not run: they have no pairs.
+    """
+
+    capacity: np.ndarray  # int64 [types]
+    passed: list[np.ndarray]  # bool a step
+    read_kind: list[np.ndarray]
+    read_start: list[np.ndarray]
+    read_stop: list[np.ndarray]
+    bag: list[np.ndarray]
+    write_arena: list[np.ndarray]
+    write_start: list[np.ndarray]
+    write_rows: list[np.ndarray]
+    read_arena: list[np.ndarray]
+    first_read: list[np.ndarray]  # int64 [steps + 1]
+    first_write: list[np.ndarray]
+    request_start: list[int]
+    indices: np.ndarray  # int64
+    bags: np.ndarray  # int64: offsets of bags, relative to their first index
+
+
+def plan_gradients(
+    phases: Sequence[PhaseGradients],
+    requests: Sequence[tuple[int, np.ndarray]],
+    types: int,
+) -> GradientPlan:
+    """requests: (type id, value ids) of each differentiable result tensor that got a gradient."""
+    return _Planner(phases, requests, types).run()
+
+
+@cython.cclass
+class _Phase:
+    """A phase's columns (see `Plan`), its choices flat, the values of its blocks, and the columns made for it.
+
+    The groups of signature s are group[first_group[s] : first_group[s + 1]]; block b has the values
+    made[block[b] : block[b + 1]], row by row.
+    """
+
+    sig: Shorts
+    first_output: Ints
+    output_types: Shorts
+    step_signature: Ints
+    step_rows: Ints
+    first_gather: Ints
+    gather_arena: Ints
+    gather_rows: Ints
+    entry_offsets: Ints
+    entries: Ints
+    first_block: Ints
+    block_arena: Ints
+    block_start: Ints
+    row_of_value: Ints
+    arena_ids: Ints
+    known: Int
+    values: Int
+    steps: Int
+    signatures: Int
+    arenas: Int
+    first_group: Written
+    group: Written
+    first_choice: Written  # of outputs
+    choice: Written
+    hands_on: Written
+    made: Written
+    block: Written
+    passed: Marks
+    reads: Int
+    writes: Int
+    kind: Written
+    start: Written
+    stop: Written
+    bag: Written
+    write_arena: Written
+    write_start: Written
+    write_rows: Written
+    read_arena: Written
+    first_read: Written
+    first_write: Written
+
+    def __init__(self, phase: PhaseGradients, passed: np.ndarray) -> None:
+        program, plan = phase.program, phase.plan
+        columns = program.columns
+        self.sig, self.first_output, self.output_types = (
+            program.sig,
+            columns.first_output,
+            columns.output_types,
+        )
+        self.step_signature, self.step_rows = plan.step_signature, plan.step_rows
+        self.first_gather, self.gather_arena, self.gather_rows = (
+            plan.first_gather,
+            plan.gather_arena,
+            plan.gather_rows,
+        )
+        self.entry_offsets, self.entries = plan.entry_offsets, plan.entries
+        self.first_block, self.block_arena, self.block_start = (
+            plan.first_block,
+            plan.block_arena,
+            plan.block_start,
+        )
+        self.row_of_value, self.arena_ids = plan.row_of_value, phase.arena_ids
+        self.known, self.steps, self.signatures = program.known, len(self.step_signature), len(columns.arity)
+        self.arenas, self.passed = len(self.arena_ids), passed
+        self.reads = self.writes = 0
+        self.take_choices(phase.grad_groups, phase.grad_outputs, phase.hands_on)
+
+    @cython.cfunc
+    def take_choices(
+        self, groups: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], hands_on: Sequence[bool]
+    ) -> cython.void:
+        """Ragged tables as offsets and one flat column; all columns are pieces of one array."""
+        n: Int = self.signatures
+        s: Int
+        at: Int
+        if len(groups) != n or len(outputs) != n:
+            raise IndexError(NOT_THERE)
+        grouped: Int = 0
+        chosen: Int = 0
+        for pair in groups:
+            grouped += len(pair)
+        for pair in outputs:
+            chosen += len(pair)
+        scratch: Written = np.zeros(3 * n + 2 + grouped + chosen, dtype=np.int64)
+        self.hands_on, self.first_group, self.first_choice = (
+            scratch[:n],
+            scratch[n : 2 * n + 1],
+            scratch[2 * n + 1 : 3 * n + 2],
+        )
+        self.group, self.choice = scratch[3 * n + 2 : 3 * n + 2 + grouped], scratch[3 * n + 2 + grouped :]
+        for s, flag in enumerate(hands_on):
+            self.hands_on[s] = flag
+        at = 0
+        for s, pair in enumerate(groups):
+            for item in pair:
+                self.group[at] = item
+                at += 1
+            self.first_group[s + 1] = at
+        at = 0
+        for s, pair in enumerate(outputs):
+            for item in pair:
+                self.choice[at] = item
+                at += 1
+            self.first_choice[s + 1] = at
+
+    @cython.cfunc
+    def check(self, types: Int) -> cython.bint:
+        """Whether the columns belong to each other: what follows reads them without looking."""
+        i: Int
+        k: Int
+        s: Int
+        gathers: Int = self.gather_arena.shape[0]
+        blocks: Int = self.block_arena.shape[0]
+        if self.step_rows.shape[0] != self.steps or self.gather_rows.shape[0] != gathers:
+            return False
+        if self.entry_offsets.shape[0] != gathers + 1 or self.block_start.shape[0] != blocks:
+            return False
+        if self.first_gather.shape[0] != self.steps + 1 or self.first_block.shape[0] != self.steps + 1:
+            return False
+        if self.first_gather[0] or self.first_gather[self.steps] != gathers:
+            return False
+        if self.first_block[0] or self.first_block[self.steps] != blocks:
+            return False
+        self.values = self.known
+        for i in range(self.sig.shape[0]):
+            s = self.sig[i]
+            if s < 0 or s >= self.signatures:
+                return False
+            self.values += self.first_output[s + 1] - self.first_output[s]
+        if self.values > self.row_of_value.shape[0]:
+            return False
+        for k in range(self.steps):
+            s = self.step_signature[k]
+            if s < 0 or s >= self.signatures or self.step_rows[k] < 1:
+                return False
+            gathers = self.first_gather[k + 1] - self.first_gather[k]
+            blocks = self.first_block[k + 1] - self.first_block[k]
+            if gathers < 0 or blocks != self.first_output[s + 1] - self.first_output[s]:
+                return False
+            if self.hands_on[s] and not blocks:
+                return False
+            for i in range(self.first_group[s], self.first_group[s + 1]):
+                if self.group[i] < 0 or self.group[i] >= gathers:
+                    return False
+            for i in range(self.first_choice[s], self.first_choice[s + 1]):
+                if self.choice[i] < 0 or self.choice[i] >= blocks:
+                    return False
+        for i in range(self.gather_arena.shape[0]):
+            if (
+                not 0 <= self.gather_arena[i] < self.arenas
+                or self.gather_rows[i] < 0
+                or self.entry_offsets[i] < 0
+            ):
+                return False
+            if self.entry_offsets[i] + self.gather_rows[i] > self.entries.shape[0]:
+                return False
+        for i in range(self.entries.shape[0]):
+            if not 0 <= self.entries[i] < self.values:
+                return False
+        for i in range(self.block_arena.shape[0]):
+            if not 0 <= self.block_arena[i] < self.arenas:
+                return False
+        for i in range(self.arenas):
+            if not 0 <= self.arena_ids[i] < types:
+                return False
+        return self.find_made()
+
+    @cython.cfunc
+    def find_made(self) -> cython.bint:
+        """The values of all blocks: those of an arena are dense, in rows from that of its first block on."""
+        k: Int
+        b: Int
+        c: Int
+        j: Int
+        s: Int
+        t: Int
+        row: Int
+        at: Int = 0
+        v: Int = self.known
+        blocks: Int = self.block_arena.shape[0]
+        scratch: Written = np.zeros(
+            2 * self.arenas + 2 + 2 * (self.values - self.known) + blocks + 1, dtype=np.int64
+        )
+        base: Written = scratch[: self.arenas + 1]  # where each arena begins in `by_row`
+        first: Written = scratch[self.arenas + 1 : 2 * self.arenas + 2]  # the row of its first block
+        scratch = scratch[2 * self.arenas + 2 :]
+        by_row: Written = scratch[: self.values - self.known]
+        self.made = scratch[self.values - self.known : 2 * (self.values - self.known)]
+        self.block = scratch[2 * (self.values - self.known) :]
+        for k in range(self.steps):
+            for b in range(self.first_block[k], self.first_block[k + 1]):
+                t = self.block_arena[b]
+                if not base[t + 1]:
+                    first[t] = self.block_start[b]
+                base[t + 1] += self.step_rows[k]
+        for t in range(self.arenas):
+            base[t + 1] += base[t]
+        if base[self.arenas] != self.values - self.known:
+            return False
+        for c in range(self.sig.shape[0]):
+            s = self.sig[c]
+            for j in range(self.first_output[s], self.first_output[s + 1]):
+                t = self.output_types[j]
+                row = self.row_of_value[v] - first[t]
+                if row < 0 or row >= base[t + 1] - base[t]:
+                    return False
+                by_row[base[t] + row] = v
+                v += 1
+        for k in range(self.steps):
+            for b in range(self.first_block[k], self.first_block[k + 1]):
+                t = self.block_arena[b]
+                row = self.block_start[b] - first[t]
+                if row < 0 or row + self.step_rows[k] > base[t + 1] - base[t]:
+                    return False
+                self.block[b] = at
+                for j in range(self.step_rows[k]):
+                    self.made[at + j] = by_row[base[t] + row + j]
+                at += self.step_rows[k]
+        self.block[blocks] = at
+        return True
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def handed_on(self, k: Int) -> Int:
+        """Where the values of the block whose gradient a step hands on begin in `made`."""
+        s: Int = self.step_signature[k]
+        j: Int = self.first_choice[s]
+        return self.block[self.first_block[k] + (self.choice[j] if j < self.first_choice[s + 1] else 0)]
+
+
+@cython.cclass
+class _Planner:
+    """A gradient plan as it is made, of all phases.
+
+    A use is a read of a value by a step, or a request; its row is where that gradient is written. Use u of value v
+    is at rows[first_use[v]] and on when they are sorted by value.
+    """
+
+    phases: list[_Phase]
+    passed: list[np.ndarray]
+    requests: list[np.ndarray]  # the values of each
+    request_type: list[int]
+    request_start: list[int]
+    types: Int
+    values: Int
+    uses: Int
+    followed: Int
+    total: Written  # rows of each arena, without row 0
+    value: Written  # of each use
+    row: Written
+    first_use: Written
+    rows: Written
+    indices: Int
+    bags: Int
+    array: np.ndarray  # what columns are pieces of
+    whole: Written
+    cut: Int
+
+    def __init__(
+        self, phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
+    ) -> None:
+        self.types, self.values, self.uses, self.followed, self.indices, self.bags = types, 0, 0, 0, 0, 0
+        phase: _Phase
+        self.phases, self.passed, self.request_start = [], [], []
+        for given in phases:
+            self.passed.append(np.zeros(len(given.plan.step_signature), dtype=bool))
+            phase = _Phase(given, self.passed[len(self.phases)])
+            if not phase.check(types):
+                raise IndexError(NOT_THERE)
+            self.phases.append(phase)
+            self.values = max(self.values, phase.values)
+        self.request_type, self.requests = [t for t, _ in requests], [v for _, v in requests]
+        asked: Ints
+        i: Int
+        for t, given_values in requests:
+            asked = given_values
+            for i in range(asked.shape[0]):
+                if not 0 <= asked[i] < self.values:
+                    raise IndexError(NOT_THERE)
+            if not 0 <= t < types:
+                raise IndexError(NOT_THERE)
+            self.uses += asked.shape[0]
+
+    def run(self) -> GradientPlan:
+        p: _Phase
+        n: Int
+        i: Int
+        self.find_passed()
+        items: Int = self.types
+        for p in self.phases:
+            self.count_pairs(p)
+            items += 5 * p.reads + 3 * p.writes + 2 * (p.steps + 1)
+        n = self.uses + self.followed
+        self.array = np.empty(items, dtype=np.int64)
+        self.whole, self.cut = self.array, 0
+        scratch: Written = np.zeros(3 * n + self.values + 2, dtype=np.int64)
+        self.value, self.row, self.rows = scratch[:n], scratch[n : 2 * n], scratch[2 * n : 3 * n]
+        self.first_use = scratch[3 * n :]
+        capacity: list[np.ndarray] = []
+        lists: list[list[np.ndarray]] = [[] for _ in range(10)]
+        self.total = self.piece(capacity, self.types)
+        self.total[:] = 0
+        for p in self.phases:
+            p.kind = self.piece(lists[0], p.reads)
+            p.start = self.piece(lists[1], p.reads)
+            p.stop = self.piece(lists[2], p.reads)
+            p.bag = self.piece(lists[3], p.reads)
+            p.write_arena = self.piece(lists[4], p.writes)
+            p.write_start = self.piece(lists[5], p.writes)
+            p.write_rows = self.piece(lists[6], p.writes)
+            p.read_arena = self.piece(lists[7], p.reads)
+            p.first_read = self.piece(lists[8], p.steps + 1)
+            p.first_write = self.piece(lists[9], p.steps + 1)
+            p.first_read[0] = p.first_write[0] = 0
+        self.place_uses()
+        if self.followed:
+            self.follow()
+        self.sort_uses()
+        for p in self.phases:
+            self.find_reads(p)
+        for i in range(self.types):
+            self.total[i] += 1
+        n = self.indices
+        self.array = np.empty(n + self.bags, dtype=np.int64)
+        self.whole, self.cut = self.array, 0
+        found: list[np.ndarray] = []
+        indices: Written = self.piece(found, n)
+        bags: Written = self.piece(found, self.bags)
+        for p in self.phases:
+            self.fill_indices(p, indices, bags)
+        return GradientPlan(capacity[0], self.passed, *lists, self.request_start, *found)
+
+    @cython.cfunc
+    def piece(self, columns: list[np.ndarray], items: Int) -> Written:
+        """The next column, also put into the list as an array."""
+        at: Int = self.cut
+        self.cut += items
+        columns.append(self.array[at : self.cut])
+        return self.whole[at : self.cut]
+
+    @cython.cfunc
+    def find_passed(self) -> cython.void:
+        """Which steps hand gradients on while each of their outputs has one use at most."""
+        p: _Phase
+        i: Int
+        e: Int
+        k: Int
+        s: Int
+        g: Int
+        shared: cython.bint
+        some: cython.bint = False
+        for p in self.phases:
+            for s in range(p.signatures):
+                some |= p.hands_on[s] != 0
+        if not some:
+            return
+        uses: Written = np.zeros(self.values, dtype=np.int64)
+        asked: Ints
+        for given in self.requests:
+            asked = given
+            for i in range(asked.shape[0]):
+                uses[asked[i]] += 1
+        for p in self.phases:
+            for k in range(p.steps):
+                s = p.step_signature[k]
+                for i in range(p.first_group[s], p.first_group[s + 1]):
+                    g = p.first_gather[k] + p.group[i]
+                    for e in range(p.entry_offsets[g], p.entry_offsets[g] + p.gather_rows[g]):
+                        uses[p.entries[e]] += 1
+        for p in self.phases:
+            for k in range(p.steps):
+                if p.hands_on[p.step_signature[k]]:
+                    shared = False
+                    for e in range(p.step_rows[k]):
+                        shared |= uses[p.made[p.handed_on(k) + e]] > 1
+                    p.passed[k] = not shared
+
+    @cython.cfunc
+    def count_pairs(self, p: _Phase) -> cython.void:
+        """How many gradients are read and written by steps, and how many uses there are."""
+        k: Int
+        i: Int
+        s: Int
+        rows: Int
+        for k in range(p.steps):
+            s = p.step_signature[k]
+            for i in range(p.first_group[s], p.first_group[s + 1]):
+                rows = p.gather_rows[p.first_gather[k] + p.group[i]]
+                if not p.passed[k]:
+                    self.uses += rows
+                else:
+                    self.followed += rows
+                    if p.handed_on(k) + rows > p.values - p.known:
+                        raise IndexError(NOT_THERE)
+            if not p.passed[k]:
+                p.reads += p.first_choice[s + 1] - p.first_choice[s]
+                p.writes += p.first_group[s + 1] - p.first_group[s]
+
+    @cython.cfunc
+    def place_uses(self) -> cython.void:
+        """Give each request and each pair that is written its rows, and each use the row that is its own."""
+        p: _Phase
+        asked: Ints
+        entries: Ints
+        i: Int
+        e: Int
+        k: Int
+        s: Int
+        g: Int
+        t: Int
+        n: Int = 0
+        w: Int
+        rows: Int
+        value: Written = self.value
+        row: Written = self.row
+        for t, given in zip(self.request_type, self.requests):
+            asked = given
+            self.request_start.append(self.total[t] + 1)  # row 0 is zero
+            for i in range(asked.shape[0]):
+                value[n], row[n] = asked[i], self.total[t] + 1 + i
+                n += 1
+            self.total[t] += asked.shape[0]
+        for p in self.phases:
+            w, entries = 0, p.entries
+            for k in range(p.steps):
+                s = p.step_signature[k]
+                if not p.passed[k]:
+                    for i in range(p.first_group[s], p.first_group[s + 1]):
+                        g = p.first_gather[k] + p.group[i]
+                        t, rows = p.arena_ids[p.gather_arena[g]], p.gather_rows[g]
+                        p.write_arena[w], p.write_start[w], p.write_rows[w] = t, self.total[t] + 1, rows
+                        for e in range(rows):
+                            value[n + e], row[n + e] = entries[p.entry_offsets[g] + e], self.total[t] + 1 + e
+                        n += rows
+                        self.total[t] += rows
+                        w += 1
+                p.first_write[k + 1] = w
+
+    @cython.cfunc
+    def follow(self) -> cython.void:
+        """The uses by passed steps, behind the others: their rows are those of the one use of what the step made.
+
+        From the last step to the first, so that chains are followed as they come; they are written in step order.
+        """
+        p: _Phase
+        i: Int
+        e: Int
+        k: Int
+        s: Int
+        g: Int
+        u: Int
+        made: Int
+        end: Int = self.uses + self.followed
+        row: Written = np.zeros(self.values, dtype=np.int64)  # what nothing uses has the gradient zero, row 0
+        for u in range(self.uses):
+            row[self.value[u]] = self.row[u]
+        for p in reversed(self.phases):
+            for k in range(p.steps - 1, -1, -1):
+                if not p.passed[k]:
+                    continue
+                s, made = p.step_signature[k], p.handed_on(k)
+                for i in range(p.first_group[s], p.first_group[s + 1]):
+                    end -= p.gather_rows[p.first_gather[k] + p.group[i]]
+                u = end
+                for i in range(p.first_group[s], p.first_group[s + 1]):
+                    g = p.first_gather[k] + p.group[i]
+                    for e in range(p.gather_rows[g]):
+                        self.value[u], self.row[u] = p.entries[p.entry_offsets[g] + e], row[p.made[made + e]]
+                        u += 1
+                for i in range(end, u):
+                    row[self.value[i]] = self.row[i]
+        self.uses += self.followed
+
+    @cython.cfunc
+    def sort_uses(self) -> cython.void:
+        """By value, stable: a count sort."""
+        u: Int
+        v: Int
+        before: Int = 0
+        count: Int
+        first: Written = self.first_use
+        value: Written = self.value
+        for u in range(self.uses):
+            first[value[u]] += 1
+        for v in range(self.values + 1):
+            count = first[v]
+            first[v] = before
+            before += count
+        for u in range(self.uses):
+            self.rows[first[value[u]]] = self.row[u]
+            first[value[u]] += 1
+        for v in range(self.values, 0, -1):
+            first[v] = first[v - 1]
+        first[0] = 0
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def single(self, v: Int) -> Int:
+        """The row of a value's first use; 0, which is zero, without uses."""
+        u: Int = self.first_use[v]
+        return self.rows[u] if u < self.first_use[v + 1] else 0
+
+    @cython.cfunc
+    def find_reads(self, p: _Phase) -> cython.void:
+        """Kind, start and stop of each read, and how many indices and bags there are."""
+        k: Int
+        i: Int
+        r: Int = 0
+        s: Int
+        b: Int
+        v: Int
+        row: Int
+        before: Int
+        uses: Int
+        most: Int
+        least: Int
+        every: Int
+        at: Int
+        phase_begin: Int = self.indices
+        consecutive: cython.bint
+        made: Written = p.made
+        first: Written = self.first_use
+        for k in range(p.steps):
+            s = p.step_signature[k]
+            if not p.passed[k]:
+                for i in range(p.first_choice[s], p.first_choice[s + 1]):
+                    b = p.first_block[k] + p.choice[i]
+                    most, least, every, consecutive, before = 0, 2, 0, True, -1
+                    for at in range(p.block[b], p.block[b] + p.step_rows[k]):
+                        v = made[at]
+                        uses = first[v + 1] - first[v]
+                        every += uses
+                        most, least = max(most, uses), min(least, uses)
+                        row = self.rows[first[v]] if uses else 0
+                        consecutive &= before < 0 or row == before + 1
+                        before = row
+                    row = self.single(made[p.block[b]])
+                    p.read_arena[r], p.bag[r] = p.arena_ids[p.block_arena[b]], self.bags
+                    if most > 1:
+                        p.kind[r], p.start[r], p.stop[r] = 3, self.indices, self.indices + every
+                        self.indices += every
+                        self.bags += p.step_rows[k]
+                    elif most == 0:
+                        p.kind[r], p.start[r], p.stop[r] = (
+                            0,
+                            self.indices - phase_begin,
+                            self.indices - phase_begin,
+                        )
+                    elif consecutive and least == 1:
+                        p.kind[r], p.start[r], p.stop[r] = 1, row, row + p.step_rows[k]
+                    else:
+                        p.kind[r], p.start[r], p.stop[r] = 2, self.indices, self.indices + p.step_rows[k]
+                        self.indices += p.step_rows[k]
+                    r += 1
+            p.first_read[k + 1] = r
+
+    @cython.cfunc
+    def fill_indices(self, p: _Phase, indices: Written, bags: Written) -> cython.void:
+        """The rows that each read takes, and where those of each sum begin among them."""
+        k: Int
+        i: Int
+        r: Int = 0
+        s: Int
+        v: Int
+        u: Int
+        at: Int
+        to: Int
+        begin: Int
+        for k in range(p.steps):
+            s = p.step_signature[k]
+            if p.passed[k]:
+                continue
+            for i in range(p.first_choice[s], p.first_choice[s + 1]):
+                begin, to = p.block[p.first_block[k] + p.choice[i]], p.start[r]
+                if p.kind[r] == 2:
+                    for at in range(p.step_rows[k]):
+                        indices[to + at] = self.single(p.made[begin + at])
+                elif p.kind[r] == 3:
+                    for at in range(p.step_rows[k]):
+                        v = p.made[begin + at]
+                        bags[p.bag[r] + at] = to - p.start[r]
+                        for u in range(self.first_use[v], self.first_use[v + 1]):
+                            indices[to] = self.rows[u]
+                            to += 1
+                r += 1

@@ -1,0 +1,621 @@
+"""Program + Schedule -> Plan: where each value lives and what each step reads.
+
+Each output of a step is one contiguous block of rows in the arena of its tensor type; blocks follow one
+another in step order. A step's input group is read as a view when its rows are consecutive, as a
+broadcast when they are one row, else through an index.
+
+    >>> plan = plan_arenas(program, schedule, layouts)      # doctest: +SKIP
+    >>> plan.steps[3].inputs[0]                              # doctest: +SKIP
+    Gather(arena=1, kind='view', start=64, rows=32)
+
+For inference, which keeps nothing for backward, rows are used again (`reuse`): a block is free when the last reader
+of any of its values has run (results are never freed), and each block takes the first free rows of its arena that
+are wide enough, so that a chain of 1,000 steps needs two blocks.
+
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fxbatch.ir import (
+    Layout,
+    Plan,
+    Program,
+    Schedule,
+    Signature,
+    SignatureColumns,
+    offsets,
+)
+
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
+Int = cython.typedef(cython.longlong)
+Ints = cython.typedef(cython.const[cython.longlong][::1])
+Shorts = cython.typedef(cython.const[cython.int][::1])
+Flags = cython.typedef(cython.const[cython.uchar][::1])
+Written = cython.typedef(cython.longlong[::1])
+
+NOT_THERE = "a column names a call or a value that is not there"
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """Per signature slot (flat over signatures): where its rows go among the step's gathered rows."""
+
+    first_slot: np.ndarray  # int64 [signatures + 1]
+    prior: np.ndarray  # members of earlier groups of the signature
+    size: np.ndarray  # members of the slot's group
+    member: np.ndarray  # position in the group
+    first_group: np.ndarray  # int64 [signatures + 1]
+    group_size: np.ndarray  # int64 [groups]
+    group_type: np.ndarray  # int64 [groups]: type id of the members
+    _tables: dict[SignatureColumns, Tables] = field(default_factory=dict, repr=False, compare=False)
+
+    def tables(self, columns: SignatureColumns) -> Tables:
+        """These columns and those of the signatures, checked."""
+        found = self._tables.get(columns)
+        if found is None:
+            found = self._tables[columns] = Tables(columns, self)
+        return found
+
+
+def tabulate_slots(program: Program, layouts: Sequence[Layout | None]) -> SlotTable:
+    """The layouts of all signatures as columns; None means one group a slot."""
+    prior: list[int] = []
+    size: list[int] = []
+    member: list[int] = []
+    group_size: list[int] = []
+    group_type: list[int] = []
+    groups_of = []
+    type_ids = program.type_ids
+    for signature, layout in zip(program.signatures, layouts, strict=True):
+        arity = len(signature.inputs)
+        groups = tuple((i,) for i in range(arity)) if layout is None else layout.groups
+        rows = [(0, 0, 0)] * arity
+        before = 0
+        for group in groups:
+            for position, slot in enumerate(group):
+                rows[slot] = (before, len(group), position)
+            before += len(group)
+            group_size.append(len(group))
+            group_type.append(type_ids[signature.inputs[group[0]]])
+        for a, b, c in rows:
+            prior.append(a)
+            size.append(b)
+            member.append(c)
+        groups_of.append(len(groups))
+    columns = [np.array(x, dtype=np.int64) for x in (prior, size, member, groups_of, group_size, group_type)]
+    return SlotTable(offsets(program.arity), *columns[:3], offsets(columns[3]), *columns[4:])
+
+
+@cython.cclass
+class Tables:
+    """The columns of signatures and their slot table, as the planner reads them: made once a SlotTable."""
+
+    arity: Ints
+    width: Ints
+    first_output: Ints
+    output_types: Shorts
+    constant: Flags
+    first_slot: Ints
+    prior: Ints
+    size: Ints
+    member: Ints
+    first_group: Ints
+    group_size: Ints
+    group_type: Ints
+    signatures: Int
+    types: Int
+
+    def __init__(self, columns: SignatureColumns, slots: SlotTable) -> None:
+        self.arity, self.width, self.constant = columns.arity, columns.width, columns.constant
+        self.first_output, self.output_types = columns.first_output, columns.output_types
+        self.first_slot, self.prior, self.size, self.member = (
+            slots.first_slot,
+            slots.prior,
+            slots.size,
+            slots.member,
+        )
+        self.first_group, self.group_size, self.group_type = (
+            slots.first_group,
+            slots.group_size,
+            slots.group_type,
+        )
+        self.signatures, self.types = len(columns.arity), len(columns.types)
+
+
+def plan_arenas(
+    program: Program,
+    schedule: Schedule,
+    layouts: Sequence[Layout | None],
+    *,
+    slots: SlotTable | None = None,
+    known_rows: np.ndarray | None = None,
+    used: np.ndarray | None = None,
+    run_before: np.ndarray | None = None,
+    reuse: bool = False,
+    into: np.ndarray | None = None,
+) -> Plan:
+    """The plan of a program (or of one phase of it).
+
+    layouts: one a signature. known_rows: int64 [program.known], the rows of earlier phases' values;
+    used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of each
+    signature already run. reuse: rows are used again when their last reader has run (inference).
+    into: int64 with room for all values, where `row_of_value` is made: with the known rows at the start of it,
+    many phases copy none.
+    """
+    assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
+    table = tabulate_slots(program, layouts) if slots is None else slots
+    planner = _Planner(program, schedule, table.tables(program.columns))
+    *columns, unordered = planner.run(known_rows, used, run_before, reuse, into)
+    capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = columns[:9]
+    first_block, block_arena, block_start, entry_offsets, entries, row_of_value, indices = columns[9:]
+    order = {
+        s: _order_of(program, schedule, step_sig, s) if s in unordered else None for s in program.constants
+    }
+    return Plan(
+        program.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
+        first_block, block_arena, block_start, indices, entries, entry_offsets, row_of_value, order,
+    )  # fmt: skip
+
+
+@cython.cclass
+class _Planner:
+    """A plan as it is made: the columns of program and schedule, then those of the plan (see `Plan`)."""
+
+    sig: Shorts
+    order: Ints
+    first: Ints  # step k runs order[first[k] : first[k + 1]]
+    inputs: Ints
+    outputs: Ints
+    t: Tables
+    calls: Int
+    steps: Int
+    entries: Int
+    known: Int
+    values: Int
+    gathers: Int
+    blocks: Int
+    indexed: Int
+    value: Written  # of each call its first value, and its first input
+    begin: Written
+    ran: Written  # of each signature how many rows so far, and one more than its last call
+    last: Written
+
+    capacity: Written
+    step_signature: Written
+    step_rows: Written
+    step_offset: Written
+    first_gather: Written
+    gather_arena: Written
+    kind: Written
+    start: Written
+    gather_rows: Written
+    first_block: Written
+    block_arena: Written
+    block_start: Written
+    entry_offsets: Written
+    entry: Written
+    row: Written
+    indices: Written
+    made: np.ndarray  # what the columns above are pieces of
+    whole: Written
+    cut: Int
+
+    def __init__(self, program: Program, schedule: Schedule, tables: Tables) -> None:
+        self.sig, self.order, self.first = program.sig, schedule.order, schedule.offsets
+        self.inputs, self.outputs, self.t = program.inputs, program.outputs, tables
+        self.calls, self.steps, self.entries = len(self.sig), len(self.first) - 1, len(self.inputs)
+        self.known, self.gathers, self.blocks, self.indexed = program.known, 0, 0, 0
+        scratch: Written = np.zeros(2 * self.calls + 2 + 2 * tables.signatures, dtype=np.int64)
+        self.value, self.begin = scratch[: self.calls + 1], scratch[self.calls + 1 : 2 * self.calls + 2]
+        self.ran = scratch[2 * self.calls + 2 : 2 * self.calls + 2 + tables.signatures]
+        self.last = scratch[2 * self.calls + 2 + tables.signatures :]
+        if not self.number_calls() or not self.count_pieces():
+            raise IndexError(NOT_THERE)
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def number_calls(self) -> cython.bint:
+        """The first value and the first input of each call; whether all that the columns name is there."""
+        c: Int
+        i: Int
+        s: Int
+        value: Int = self.known
+        begin: Int = 0
+        for c in range(self.calls):
+            self.value[c] = value
+            self.begin[c] = begin
+            s = self.sig[c]
+            if s < 0 or s >= self.t.signatures:
+                return False
+            value += self.t.width[s]
+            begin += self.t.arity[s]
+        self.value[self.calls], self.begin[self.calls], self.values = value, begin, value
+        for i in range(self.entries):
+            if self.inputs[i] < 0 or self.inputs[i] >= value:
+                return False
+        for i in range(self.outputs.shape[0]):
+            if self.outputs[i] < 0 or self.outputs[i] >= value:
+                return False
+        return begin == self.entries
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def count_pieces(self) -> cython.bint:
+        """How many gathers and blocks there are; whether each step has calls of one signature."""
+        k: Int
+        at: Int
+        c: Int
+        s: Int
+        if self.steps and (self.first[0] != 0 or self.first[self.steps] > self.order.shape[0]):
+            return False
+        for k in range(self.steps):
+            s = -1
+            for at in range(self.first[k], self.first[k + 1]):
+                c = self.order[at]
+                if c < 0 or c >= self.calls or (s >= 0 and self.sig[c] != s):
+                    return False
+                s = self.sig[c]
+            if s < 0:
+                return False
+            self.gathers += self.t.first_group[s + 1] - self.t.first_group[s]
+            self.blocks += self.t.width[s]
+        return True
+
+    def run(
+        self,
+        known_rows: np.ndarray | None,
+        used: np.ndarray | None,
+        run_before: np.ndarray | None,
+        reuse: bool,
+        into: np.ndarray | None,
+    ) -> list[Any]:
+        """The columns of the plan, pieces of one array; then the constants whose calls are out of order."""
+        s: Int
+        k: Int = self.steps
+        columns: list[np.ndarray] = []
+        self.made = np.empty(
+            self.t.types + 5 * k + 2 + 5 * self.gathers + 1 + 2 * self.blocks + 2 * self.entries
+            + (self.values if into is None else 0), dtype=np.int64
+        )  # fmt: skip
+        self.whole, self.cut = self.made, 0
+        self.capacity = self.piece(columns, self.t.types)
+        self.step_signature = self.piece(columns, k)
+        self.step_rows = self.piece(columns, k)
+        self.step_offset = self.piece(columns, k)
+        self.first_gather = self.piece(columns, k + 1)
+        self.gather_arena = self.piece(columns, self.gathers)
+        self.kind = self.piece(columns, self.gathers)
+        self.start = self.piece(columns, self.gathers)
+        self.gather_rows = self.piece(columns, self.gathers)
+        self.first_block = self.piece(columns, k + 1)
+        self.block_arena = self.piece(columns, self.blocks)
+        self.block_start = self.piece(columns, self.blocks)
+        self.entry_offsets = self.piece(columns, self.gathers + 1)
+        self.entry = self.piece(columns, self.entries)
+        if into is None:
+            self.row = self.piece(columns, self.values)
+        elif len(into) < self.values:
+            raise IndexError(NOT_THERE)
+        else:
+            self.row = into
+            columns.append(into[: self.values])
+        if known_rows is not None:
+            columns[14][: self.known] = known_rows
+        self.indices = self.whole[self.cut :]
+        self.capacity[:] = 0
+        if used is not None:
+            columns[0][:] = used
+        if run_before is not None:
+            before: Ints = run_before
+            for s in range(self.t.signatures):
+                self.ran[s] = before[s]
+        self.lay_out()
+        if reuse:
+            self.lay_out_again()
+        self.place_values()
+        if not self.read_inputs():
+            raise IndexError(NOT_THERE)
+        return [*columns, self.made[self.cut : self.cut + self.indexed], self.out_of_order()]
+
+    @cython.cfunc
+    def piece(self, columns: list[np.ndarray], items: Int) -> Written:
+        """The next column, also put into the list as an array."""
+        at: Int = self.cut
+        self.cut += items
+        columns.append(self.made[at : self.cut])
+        return self.whole[at : self.cut]
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def lay_out(self) -> cython.void:
+        """What each step gathers and makes: blocks of an arena one after another."""
+        k: Int
+        s: Int
+        j: Int
+        arena: Int
+        rows: Int
+        g: Int = 0
+        b: Int = 0
+        entry: Int = 0
+        t: Tables = self.t
+        for k in range(self.steps):
+            s, rows = self.sig[self.order[self.first[k]]], self.first[k + 1] - self.first[k]
+            self.step_signature[k], self.step_rows[k], self.step_offset[k] = s, rows, self.ran[s]
+            self.ran[s] += rows
+            self.first_gather[k] = g
+            for j in range(t.first_group[s], t.first_group[s + 1]):
+                self.gather_arena[g], self.gather_rows[g] = t.group_type[j], rows * t.group_size[j]
+                self.entry_offsets[g] = entry
+                entry += self.gather_rows[g]
+                g += 1
+            self.first_block[k] = b
+            for j in range(t.first_output[s], t.first_output[s + 1]):
+                arena = t.output_types[j]
+                self.block_arena[b], self.block_start[b] = arena, self.capacity[arena]
+                self.capacity[arena] += rows
+                b += 1
+        self.first_gather[self.steps], self.first_block[self.steps], self.entry_offsets[g] = g, b, entry
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def place_values(self) -> cython.void:
+        """Row r of a step's call goes to row r of each of its blocks."""
+        k: Int
+        at: Int
+        c: Int
+        j: Int
+        width: Int
+        row: Written = self.row
+        value: Written = self.value
+        order: Ints = self.order
+        for k in range(self.steps):
+            width = self.first_block[k + 1] - self.first_block[k]
+            for at in range(self.first[k + 1] - self.first[k]):
+                c = order[self.first[k] + at]
+                for j in range(width):
+                    row[value[c] + j] = self.block_start[self.first_block[k] + j] + at
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def read_inputs(self) -> cython.bint:
+        """The values that each step reads, in the order of its gathers; what each gather finds (see `Plan`)."""
+        k: Int
+        at: Int
+        i: Int
+        s: Int
+        slot: Int
+        size: Int
+        to: Int
+        g: Int
+        group: Int
+        rows: Int
+        base: Int = 0
+        end: Int
+        t: Tables = self.t
+        entry: Written = self.entry
+        inputs: Ints = self.inputs
+        begin: Written = self.begin
+        order: Ints = self.order
+        for k in range(self.steps):
+            s, rows = self.step_signature[k], self.step_rows[k]
+            end = base + rows * t.arity[s]
+            if end > self.entries:
+                return False
+            for i in range(t.arity[s]):
+                slot = t.first_slot[s] + i
+                size, to = t.size[slot], base + t.prior[slot] * rows + t.member[slot]
+                if to < base or to + (rows - 1) * size >= end:
+                    return False
+                for at in range(self.first[k], self.first[k + 1]):
+                    entry[to] = inputs[begin[order[at]] + i]
+                    to += size
+            group = t.first_group[s]
+            for g in range(self.first_gather[k], self.first_gather[k + 1]):
+                if base + self.gather_rows[g] > end:
+                    return False
+                self.classify(g, base, t.group_size[group] == 1)
+                base += self.gather_rows[g]
+                group += 1
+            if base != end:
+                return False
+        return True
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def classify(self, g: Int, base: Int, alone: cython.bint) -> cython.void:
+        """Whether gather g, of the values from `base` on, finds consecutive rows, one row, or is to be indexed."""
+        i: Int
+        rows: Int = self.gather_rows[g]
+        at: Int = self.indexed
+        rows_of: Written = self.row
+        entry: Written = self.entry
+        indices: Written = self.indices
+        row: Int = rows_of[entry[base]] if rows else 0
+        before: Int = row
+        next_rows: cython.bint = True
+        same: cython.bint = alone
+        indices[at] = row
+        for i in range(1, rows):
+            row = rows_of[entry[base + i]]
+            indices[at + i] = row
+            next_rows &= row == before + 1
+            same &= row == before
+            before = row
+        if next_rows or same:
+            self.kind[g], self.start[g] = 0 if next_rows else 1, indices[at]
+        else:
+            self.kind[g], self.start[g] = 2, at
+            self.indexed += rows
+
+    @cython.cfunc
+    def out_of_order(self) -> list[int]:
+        """Signatures of constants whose calls don't run in recorded order."""
+        found: list[int] = []
+        k: Int
+        at: Int
+        s: Int
+        for k in range(self.steps):
+            s = self.step_signature[k]
+            if not self.t.constant[s] or self.last[s] < 0:
+                continue
+            for at in range(self.first[k], self.first[k + 1]):
+                if self.order[at] < self.last[s]:
+                    found.append(s)
+                    self.last[s] = -1
+                    break
+                self.last[s] = self.order[at] + 1
+        return found
+
+    # -- rows used again ----------------------------------------------------------------------------
+
+    @cython.cfunc
+    def lay_out_again(self) -> cython.void:
+        """Blocks anew, each in the first free rows of its arena that are enough."""
+        k: Int
+        b: Int
+        a: Int
+        scratch: Written = np.zeros(3 * self.blocks + self.steps + 1, dtype=np.int64)
+        size: Written = scratch[: self.blocks]
+        dies: Written = scratch[self.blocks : 2 * self.blocks]
+        after: Written = scratch[
+            2 * self.blocks : 3 * self.blocks
+        ]  # one more than the next block that dies with it
+        ending: Written = scratch[
+            3 * self.blocks :
+        ]  # of each step, one more than a block whose last reader it is
+        arenas: list[FreeRows] = [FreeRows() for _ in range(self.t.types)]
+        free: FreeRows
+        self.find_last_readers(dies)
+        for k in range(self.steps):
+            for b in range(self.first_block[k], self.first_block[k + 1]):
+                free = arenas[self.block_arena[b]]
+                size[b] = self.step_rows[k]
+                self.block_start[b] = free.take(size[b])
+                after[b] = ending[dies[b]]
+                ending[dies[b]] = b + 1
+            b = ending[k] - 1
+            while b >= 0:
+                free = arenas[self.block_arena[b]]
+                free.give(self.block_start[b], self.block_start[b] + size[b])
+                b = after[b] - 1
+        for a in range(self.t.types):
+            free = arenas[a]
+            self.capacity[a] = free.end
+
+    @cython.cfunc
+    def find_last_readers(self, dies: Written) -> cython.void:
+        """The step that reads any value of each block last: its own without readers, none of all for results."""
+        k: Int
+        at: Int
+        c: Int
+        i: Int
+        j: Int
+        b: Int
+        block: Written = np.empty(self.values + 1, dtype=np.int64)  # of each value
+        for k in range(self.steps):
+            for b in range(self.first_block[k], self.first_block[k + 1]):
+                dies[b] = k
+            for at in range(self.first[k], self.first[k + 1]):
+                c = self.order[at]
+                for j in range(self.value[c + 1] - self.value[c]):
+                    block[self.value[c] + j] = self.first_block[k] + j
+        for k in range(self.steps):
+            for at in range(self.first[k], self.first[k + 1]):
+                c = self.order[at]
+                for i in range(self.begin[c], self.begin[c + 1]):
+                    if self.inputs[i] >= self.known:
+                        dies[block[self.inputs[i]]] = k
+        for i in range(self.outputs.shape[0]):
+            if self.outputs[i] >= self.known:
+                dies[block[self.outputs[i]]] = self.steps
+
+
+@cython.cclass
+class FreeRows:
+    """The free rows of an arena: ranges in order, and all from `end` on."""
+
+    first: Written
+    stop: Written
+    count: Int
+    end: Int
+
+    def __init__(self) -> None:
+        room: Written = np.empty(32, dtype=np.int64)
+        self.first, self.stop = room[:16], room[16:]
+        self.count, self.end = 0, 0
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def take(self, rows: Int) -> Int:
+        """The first free rows that are enough, else rows at the end."""
+        i: Int
+        a: Int
+        for i in range(self.count):
+            a = self.first[i]
+            if self.stop[i] - a >= rows:
+                self.first[i] += rows
+                if self.first[i] == self.stop[i]:
+                    self.remove(i)
+                return a
+        a = self.end
+        if self.count and self.stop[self.count - 1] == self.end:
+            self.count -= 1
+            a = self.first[self.count]
+        self.end = a + rows
+        return a
+
+    @cython.cfunc
+    def give(self, a: Int, b: Int) -> cython.void:
+        """Put rows a : b back, joined with free neighbours."""
+        i: Int = self.count
+        j: Int
+        while i and self.first[i - 1] >= a:
+            i -= 1
+        if i and self.stop[i - 1] == a:
+            self.stop[i - 1] = b
+            if i < self.count and self.first[i] == b:
+                self.stop[i - 1] = self.stop[i]
+                self.remove(i)
+        elif i < self.count and self.first[i] == b:
+            self.first[i] = a
+        else:
+            if self.count == self.first.shape[0]:
+                self.first = np.concatenate([self.first, self.first])
+                self.stop = np.concatenate([self.stop, self.stop])
+            for j in range(self.count, i, -1):
+                self.first[j], self.stop[j] = self.first[j - 1], self.stop[j - 1]
+            self.first[i], self.stop[i] = a, b
+            self.count += 1
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def remove(self, i: Int) -> cython.void:
+        j: Int
+        self.count -= 1
+        for j in range(i, self.count):
+            self.first[j], self.stop[j] = self.first[j + 1], self.stop[j + 1]
+
+
+def _order_of(program: Program, schedule: Schedule, step_sig: np.ndarray, s: int) -> np.ndarray | None:
+    """The permutation of a signature's payload, None where its calls run as they were recorded."""
+    order, first = schedule.order, schedule.offsets
+    calls = [order[first[k] : first[k + 1]] for k in np.flatnonzero(step_sig == s).tolist()]
+    joined = calls[0] if len(calls) == 1 else np.concatenate(calls) if calls else order[:0]
+    in_order = len(joined) < 2 or bool((np.diff(joined) > 0).all())
+    return None if in_order else np.argsort(np.argsort(joined))
+
+
+def is_constant(signature: Signature) -> bool:
+    """Whether calls of it have a payload instead of a body."""
+    return signature.operation.kind in ("constant", "number")

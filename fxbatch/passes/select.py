@@ -1,0 +1,247 @@
+"""Program -> Program with fewer calls: what a rewrite keeps, renumbered; without the calls that no result needs.
+
+    v1 = s1 f(v0)                     v1 = s1 f(v0)
+    v2 = s2 g(v0)          ==>        return v1              # eliminate_dead
+    return v1
+
+    keep = np.array([True, True, False])
+    select_calls(program, keep)
+
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fxbatch.ir import Program
+from fxbatch.trace.integers import IntegerColumn
+
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
+Int = cython.typedef(cython.longlong)
+Ints = cython.typedef(cython.const[cython.longlong][::1])
+Shorts = cython.typedef(cython.const[cython.int][::1])
+Flags = cython.typedef(cython.const[cython.uchar][::1])
+Written = cython.typedef(cython.longlong[::1])
+WrittenShorts = cython.typedef(cython.int[::1])
+Marks = cython.typedef(cython.uchar[::1])
+Hash = cython.typedef(cython.ulonglong)
+
+NOT_THERE = "a column names a call or a value that is not there"
+
+
+def eliminate_dead(program: Program) -> Program:
+    """The program without dead calls; the same object when there are none.
+
+    Random calls stay even when nobody reads them, and so does what they read: without them, later calls would
+    draw other numbers from the same seed.
+    """
+    live = np.zeros(len(program), dtype=bool)
+    c = program.columns
+    dead = _mark_live(
+        program.sig, c.width, c.arity, program.inputs, program.outputs, c.random, live, program.known
+    )
+    return select_calls(program, live) if dead else program
+
+
+def _mark_live(
+    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, outputs: Ints, stays: Flags, live: Marks, known: Int
+) -> Int:
+    """Live are calls of signatures that stay, calls that make outputs, and what a live call reads; -> dead calls."""
+    c: Int
+    i: Int
+    s: Int
+    v: Int
+    values: Int = 0
+    dead: Int = 0
+    at: Int = inputs.shape[0]
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    maker: WrittenShorts = np.empty(values, dtype=np.int32)
+    values = 0
+    for c in range(sig.shape[0]):
+        for i in range(values, values + width[sig[c]]):
+            maker[i] = c
+        values += width[sig[c]]
+    for i in range(outputs.shape[0]):
+        v = outputs[i] - known
+        if v < -known or v >= values:
+            raise IndexError(NOT_THERE)
+        if v >= 0:
+            live[maker[v]] = 1
+    for c in range(sig.shape[0] - 1, -1, -1):
+        s = sig[c]
+        at -= arity[s]
+        if at < 0:
+            raise IndexError(NOT_THERE)
+        live[c] |= stays[s]
+        if not live[c]:
+            dead += 1
+            continue
+        for i in range(at, at + arity[s]):
+            v = inputs[i] - known
+            if v < -known or v >= values:
+                raise IndexError(NOT_THERE)
+            if v >= 0:
+                live[maker[v]] = 1
+    return dead
+
+
+def select_calls(program: Program, keep: np.ndarray) -> Program:
+    """The calls where `keep` (bool [calls]) holds.
+
+    `program.outputs` keep their places: output i of the result stands for output i of the program. The signatures
+    stay as they are, also those without calls. What is read or needed but not kept is value -1.
+    """
+    sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
+    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+    calls, entries = _keep_calls(
+        program.sig, program.instance, program.inputs, program.outputs, program.width, program.arity, keep,
+        sig, instance, inputs, outputs, program.known,
+    )  # fmt: skip
+    return dataclasses.replace(
+        program,
+        sig=sig[:calls],
+        inputs=inputs[:entries],
+        instance=instance[:calls],
+        outputs=outputs,
+        constants=kept_payloads(program, program.constants, keep),
+    )
+
+
+def _keep_calls(
+    sig: Shorts,
+    instance: Shorts,
+    inputs: Ints,
+    outputs: Ints,
+    width: Ints,
+    arity: Ints,
+    keep: Flags,
+    new_sig: WrittenShorts,
+    new_instance: WrittenShorts,
+    new_inputs: Written,
+    new_outputs: Written,
+    known: Int,
+) -> tuple[int, int]:
+    """Calls and inputs that are kept, numbered anew."""
+    c: Int
+    i: Int
+    s: Int
+    kept: Int = 0
+    entries: Int = 0
+    at: Int = 0
+    values: Int = known
+    number: Int = known
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    new_number: Written = np.arange(values)
+    values = known
+    for c in range(sig.shape[0]):
+        for i in range(values, values + width[sig[c]]):
+            new_number[i] = number if keep[c] else -1
+            number += keep[c]
+        values += width[sig[c]]
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if at + arity[s] > inputs.shape[0]:
+            raise IndexError(NOT_THERE)
+        if keep[c]:
+            for i in range(at, at + arity[s]):
+                if not 0 <= inputs[i] < values:
+                    raise IndexError(NOT_THERE)
+                new_inputs[entries] = new_number[inputs[i]]
+                entries += 1
+            new_sig[kept], new_instance[kept] = s, instance[c]
+            kept += 1
+        at += arity[s]
+    for i in range(outputs.shape[0]):
+        if not 0 <= outputs[i] < values:
+            raise IndexError(NOT_THERE)
+        new_outputs[i] = new_number[outputs[i]]
+    return kept, entries
+
+
+def checksum(sig: np.ndarray, inputs: np.ndarray, outputs: np.ndarray) -> int:
+    """A number that tells columns of programs apart; another one where this file is not compiled."""
+    if not cython.compiled:
+        return hash((sig.tobytes(), inputs.tobytes(), outputs.tobytes()))
+    return _checksum(sig, inputs, outputs)
+
+
+def _checksum(sig: Shorts, inputs: Ints, outputs: Ints) -> int:
+    """Four chains at once, for one waits for its multiplications."""
+    a: Hash = sig.shape[0]
+    b: Hash = inputs.shape[0]
+    c: Hash = outputs.shape[0]
+    d: Hash = 4
+    i: Int
+    for i in range(inputs.shape[0] // 2):
+        a, b = _mix(a, inputs[2 * i]), _mix(b, inputs[2 * i + 1])
+    if inputs.shape[0] % 2:
+        a = _mix(a, inputs[inputs.shape[0] - 1])
+    for i in range(sig.shape[0] // 2):
+        c, d = _mix(c, sig[2 * i]), _mix(d, sig[2 * i + 1])
+    if sig.shape[0] % 2:
+        d = _mix(d, sig[sig.shape[0] - 1])
+    for i in range(outputs.shape[0]):
+        c = _mix(c, outputs[i])
+    return _mix(_mix(a, b), _mix(c, d)) >> 1
+
+
+@cython.cfunc
+@cython.inline
+@cython.exceptval(check=False)
+def _mix(chain: Hash, item: Hash) -> Hash:
+    factor: Hash = 0x4F1BBCDC  # larger literals are Python numbers
+    chain = (chain ^ item) * ((factor << 32) | 0x3FA53E0B)
+    return chain ^ (chain >> 32)
+
+
+def kept_payloads(
+    program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
+) -> dict[int, Sequence[Any]]:
+    """The constants of the calls where `keep` (bool [calls]) holds."""
+    left = np.bincount(program.sig[keep], minlength=len(program.signatures)).tolist()
+    kept: dict[int, Sequence[Any]] = {}
+    for s, payload in payloads.items():
+        if left[s] == len(payload):
+            kept[s] = payload
+            continue
+        mine = keep[program.sig == s].nonzero()[0]
+        kept[s] = (
+            payload.take(mine) if isinstance(payload, IntegerColumn) else [payload[i] for i in mine.tolist()]
+        )
+    return kept
+
+
+def reorder(program: Program, order: np.ndarray) -> Program:
+    """The same calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
+
+    Constants of one signature must keep their order among themselves.
+    """
+    arity, width = program.arity[program.sig[order]], program.width[program.sig[order]]
+    first = np.empty(len(program), dtype=np.int64)
+    first[order] = program.known + np.cumsum(width) - width
+    new_value = np.arange(program.values)
+    call = program.call_of_value
+    new_value[program.known :] += first[call] - program.first_value[call]
+    within = np.arange(int(arity.sum())) - np.repeat(np.cumsum(arity) - arity, arity)
+    return dataclasses.replace(
+        program,
+        sig=program.sig[order],
+        inputs=new_value[program.inputs[np.repeat(program.input_offsets[order], arity) + within]],
+        instance=program.instance[order],
+        outputs=new_value[program.outputs],
+    )

@@ -1,0 +1,431 @@
+"""Program -> Survey: what every policy and pass asks first, answered in one pass over the calls; and which
+inputs of which signatures need gradients.
+
+Comes in: a Program. Goes out: how often each signature is called, chains of calls of one signature, and the
+SignatureGraph: which output feeds which slot. A model has few signature graphs, so what follows from one (its
+strongly connected components, who may run before whom, the Needs of gradients) is worked out once.
+
+    found = survey(program)
+    found.counts                 # int64 [signatures]
+    found.graph.parts            # [[0], [2, 5], [3]]: components as they feed each other, constants first
+    needs = find_needs(program, shared_needs, constant_needs)
+    needs.inputs[3]              # (True, True, False)
+
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import numpy as np
+
+from fxbatch.ir import Program, Signature, SignatureColumns, offsets, signature_columns
+from fxbatch.signature import kept_by_signatures
+
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
+Int = cython.typedef(cython.longlong)
+Ints = cython.typedef(cython.const[cython.longlong][::1])
+Shorts = cython.typedef(cython.const[cython.int][::1])
+Flags = cython.typedef(cython.const[cython.uchar][::1])
+Written = cython.typedef(cython.longlong[::1])
+WrittenShorts = cython.typedef(cython.int[::1])
+Marks = cython.typedef(cython.uchar[::1])
+
+NOT_THERE = "a column names a call or a value that is not there"
+
+_DENSE_LIMIT = 1 << 22
+_KEPT = 256  # signature graphs, a tuple of signatures
+
+
+class SignatureGraph:
+    """Distinct pairs (slot, output), both flat over signatures, such that some call reads such an output there."""
+
+    def __init__(self, columns: SignatureColumns, pairs: np.ndarray) -> None:
+        """pairs: slot * outputs + output, ascending."""
+        outs = max(int(columns.width.sum()), 1)
+        self.columns = columns
+        self.slots, self.outs = pairs // outs, pairs % outs
+        self.key = self.slots.tobytes(), self.outs.tobytes()
+
+    @functools.cached_property
+    def networkx(self) -> nx.DiGraph:
+        """Which signature's calls read which other's: numbers of signatures as nodes; constants feed nobody."""
+        c = self.columns
+        numbers = np.arange(len(c.arity))
+        reader, source = numbers.repeat(c.arity)[self.slots], numbers.repeat(c.width)[self.outs]
+        edges = ~c.constant[source]
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(numbers)))
+        graph.add_edges_from(sorted(zip(source[edges].tolist(), reader[edges].tolist(), strict=True)))
+        return graph
+
+    @functools.cached_property
+    def parts(self) -> list[list[int]]:
+        """The strongly connected components, each sorted: constants, then as they feed."""
+        condensed = nx.condensation(self.networkx)
+        members = [sorted(condensed.nodes[node]["members"]) for node in range(len(condensed))]
+        ranked = nx.lexicographical_topological_sort(condensed, key=lambda node: members[node][0])
+        constants = self.columns.constant.tolist()
+        return sorted((members[node] for node in ranked), key=lambda part: not constants[part[0]])
+
+    @functools.cached_property
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """The parts as columns: members of part p are `members[first[p] : first[p + 1]]` -> (members, first)."""
+        sizes = np.array([len(part) for part in self.parts], dtype=np.int64)
+        return np.array([s for part in self.parts for s in part], dtype=np.int64), offsets(sizes)
+
+    @functools.cached_property
+    def several(self) -> list[list[int]]:
+        """The parts of several signatures, which wait for each other in turn."""
+        return [part for part in self.parts if len(part) > 1]
+
+    @functools.cached_property
+    def components(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int64 [signatures] each: its component, its position in it, the component's size."""
+        component, column, size = (np.zeros(len(self.columns.arity), dtype=np.int64) for _ in range(3))
+        for number, part in enumerate(self.parts):
+            component[part], size[part] = number, len(part)
+            column[part] = np.arange(len(part))
+        return component, column, size
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What is known of a program; arrays are not to be written to."""
+
+    counts: np.ndarray  # int64 [signatures]: calls of each
+    before: np.ndarray  # int32 [calls]: calls of its signature before it on a path of such calls alone
+    longest: np.ndarray  # int64 [signatures]: calls on the longest such path
+    graph: SignatureGraph
+
+
+def count_values(program: Program) -> int:
+    """How many values there are, without numbering them call by call."""
+    return program.known + int(survey(program).counts @ program.width)
+
+
+def spread_outputs(
+    program: Program, types: np.ndarray, needs: np.ndarray, type_of: np.ndarray, needed: np.ndarray
+) -> None:
+    """Write what stands for each output of the signatures (int64, bool) at each of its values, from `known` on."""
+    _spread_outputs(program.sig, program.columns.first_output, types, needs, type_of, needed, program.known)
+
+
+def _spread_outputs(
+    sig: Shorts, first: Ints, types: Ints, needs: Flags, type_of: Written, needed: Marks, known: Int
+) -> None:
+    c: Int
+    j: Int
+    v: Int = known
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < first.shape[0] - 1 or v + first[sig[c] + 1] - first[sig[c]] > type_of.shape[0]:
+            raise IndexError(NOT_THERE)
+        for j in range(first[sig[c]], first[sig[c] + 1]):
+            type_of[v], needed[v] = types[j], needs[j]
+            v += 1
+
+
+# Several passes ask this of one program; programs are immutable.
+_SURVEYS: weakref.WeakKeyDictionary[Program, Survey] = weakref.WeakKeyDictionary()
+
+
+def survey(program: Program) -> Survey:
+    """The survey of a program, made once."""
+    found = _SURVEYS.get(program)
+    if found is None:
+        found = _SURVEYS[program] = _survey(program)
+    return found
+
+
+def _survey(program: Program) -> Survey:
+    c = program.columns
+    slots, outs = int(c.first_slot[len(c.arity)]), int(c.first_output[len(c.arity)])
+    dense = slots * outs <= _DENSE_LIMIT
+    seen = np.zeros(slots * outs if dense else 0, dtype=np.uint8)
+    before = np.empty(len(program), dtype=np.int32)
+    found = np.zeros((2, len(c.arity)), dtype=np.int64)
+    _walk(
+        program.sig, program.inputs, c.first_slot, c.first_output, program.known, outs if dense else 0,
+        seen, before, found[0], found[1],
+    )  # fmt: skip
+    return Survey(
+        found[0], before, found[1], _graph(c, np.flatnonzero(seen) if dense else _find_pairs(program))
+    )
+
+
+def _walk(
+    sig: Shorts,
+    inputs: Ints,
+    slot: Ints,
+    out: Ints,
+    known: Int,
+    outs: Int,
+    seen: Marks,
+    before: WrittenShorts,
+    counts: Written,
+    longest: Written,
+) -> None:
+    """Mark the pairs (slot, output) that occur, where `outs` is not 0; count calls and chains of them."""
+    c: Int
+    i: Int
+    s: Int
+    v: Int
+    own: Int
+    at: Int = 0
+    values: Int = 0
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if s < 0 or s >= counts.shape[0]:
+            raise IndexError(NOT_THERE)
+        counts[s] += 1
+    for s in range(counts.shape[0]):
+        values += counts[s] * (out[s + 1] - out[s])
+    scratch: WrittenShorts = np.empty(2 * values, dtype=np.int32)
+    maker: WrittenShorts = scratch[
+        :values
+    ]  # of each value the call that makes it, its number among all outputs
+    flat: WrittenShorts = scratch[values:]
+    values = 0
+    for c in range(sig.shape[0]):
+        s, own = sig[c], 0
+        if at + slot[s + 1] - slot[s] > inputs.shape[0]:
+            raise IndexError(NOT_THERE)
+        for i in range(slot[s], slot[s + 1]):
+            v = inputs[at] - known
+            at += 1
+            if v < -known or v >= values:
+                raise IndexError(NOT_THERE)
+            if v >= 0:
+                if outs:
+                    seen[i * outs + flat[v]] = 1
+                if sig[maker[v]] == s and before[maker[v]] >= own:
+                    own = before[maker[v]] + 1
+        before[c] = own
+        if own >= longest[s]:
+            longest[s] = own + 1
+        for i in range(out[s], out[s + 1]):
+            maker[values], flat[values] = c, i
+            values += 1
+
+
+def _graph(columns: SignatureColumns, pairs: np.ndarray) -> SignatureGraph:
+    graphs: dict[bytes, SignatureGraph] = columns.graphs
+    key = pairs.tobytes()
+    found = graphs.get(key)
+    if found is None:
+        if len(graphs) >= _KEPT:
+            graphs.clear()
+        found = graphs[key] = SignatureGraph(columns, pairs)
+    return found
+
+
+def source_calls(program: Program) -> np.ndarray:
+    """int64 [len(inputs)]: the call that makes each input entry, -1 for values of earlier phases."""
+    out = np.empty(len(program.inputs), dtype=np.int64)
+    _source_calls(program.sig, program.width, program.inputs, program.known, out)
+    return out
+
+
+def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Written) -> None:
+    c: Int
+    i: Int
+    v: Int
+    values: Int = 0
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    maker: WrittenShorts = np.empty(values, dtype=np.int32)
+    values = 0
+    for c in range(sig.shape[0]):
+        for i in range(values, values + width[sig[c]]):
+            maker[i] = c
+        values += width[sig[c]]
+    for i in range(inputs.shape[0]):
+        v = inputs[i] - known
+        if v < -known or v >= values:
+            raise IndexError(NOT_THERE)
+        out[i] = maker[v] if v >= 0 else -1
+
+
+def flat_slots(program: Program) -> np.ndarray:
+    """int64 [len(inputs)]: each entry's slot among those of all signatures."""
+    arity = program.arity[program.sig]
+    first = program.input_offsets
+    within = np.arange(len(program.inputs)) - np.repeat(first[: len(program)], arity)
+    return np.repeat(program.columns.first_slot[program.sig], arity) + within
+
+
+def _find_pairs(program: Program) -> np.ndarray:
+    """The pairs of a program of so many signatures that a table of all would be too large."""
+    made = program.inputs >= program.known
+    output = program.output_of_value[program.inputs[made] - program.known]
+    return np.unique(flat_slots(program)[made] * int(program.width.sum()) + output)
+
+
+# -- gradients --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Per signature: gradients needed for each input, and whether its outputs carry gradients."""
+
+    inputs: tuple[tuple[bool, ...], ...]
+    outputs: np.ndarray  # bool [signatures' outputs, flat]
+    feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
+    _wanted: dict[bytes, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def wanted(self, columns: SignatureColumns, reached: bytes) -> np.ndarray:
+        """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs."""
+        found = self._wanted.get(reached)
+        if found is None:
+            if len(self._wanted) >= _KEPT:
+                self._wanted.clear()
+            found = self._wanted[reached] = self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
+        return found
+
+    def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> np.ndarray:
+        slots, outs = self.feeds
+        owner_of_out = np.repeat(np.arange(len(columns.width)), columns.width).tolist()
+        feeders: dict[int, list[int]] = {}
+        for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+            feeders.setdefault(slot, []).append(out)
+        wanted = np.zeros(len(columns.width), dtype=bool)
+        waiting = [owner_of_out[o] for o in np.flatnonzero(reached & self.outputs).tolist()]
+        while waiting:
+            s = waiting.pop()
+            if wanted[s]:
+                continue
+            wanted[s] = True
+            for i, need in enumerate(self.inputs[s]):
+                if need:
+                    found = feeders.get(int(columns.first_slot[s]) + i, ())
+                    waiting.extend(owner_of_out[o] for o in found if self.outputs[o])
+        wanted.setflags(write=False)
+        return wanted
+
+
+def find_needs(
+    program: Program,
+    shared_needs: Sequence[bool],
+    constant_needs: Mapping[int, bool],
+    *,
+    known_needs: np.ndarray | None = None,
+) -> Needs:
+    """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
+    constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
+    found = survey(program)
+    early = early_needs(program, known_needs) or bytes(int(program.arity.sum()))
+    present = found.counts.nonzero()[0].tolist()
+    begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
+    return _spread_needs(program.signatures, *found.graph.key, tuple(present), begin, early)
+
+
+def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
+    """A byte an input slot of the signatures: whether it reads an early value with a gradient; b"" where none does."""
+    if known_needs is None or not known_needs.any():
+        return b""
+    slot_needs = np.zeros(int(program.arity.sum()), dtype=bool)
+    early = program.inputs < program.known
+    slot_needs[flat_slots(program)[early][known_needs[program.inputs[early]]]] = True
+    return slot_needs.tobytes()
+
+
+@kept_by_signatures(64)
+def _spread_needs(
+    signatures: tuple[Signature, ...],
+    slots_bytes: bytes,
+    outs_bytes: bytes,
+    present: tuple[int, ...],
+    begin: tuple[int, ...],
+    needs_bytes: bytes,
+) -> Needs:
+    """The needs of a signature graph, of which a model has few; `begin` are signatures with gradients of their
+    own, `present` all that are called."""
+    slots, outs = np.frombuffer(slots_bytes, dtype=np.int64), np.frombuffer(outs_bytes, dtype=np.int64)
+    slot_needs = np.frombuffer(needs_bytes, dtype=bool).copy()
+    columns = signature_columns(signatures)
+    first_slot, first_out = columns.first_slot, columns.first_output
+    out_needs = np.zeros(int(columns.width.sum()), dtype=bool)
+    owner = np.repeat(np.arange(len(signatures)), columns.arity)
+    readers: dict[int, list[int]] = {}
+    for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+        readers.setdefault(out, []).append(slot)
+    own = set(begin)
+    waiting = [s for s in present if s in own or slot_needs[first_slot[s] : first_slot[s + 1]].any()]
+    done = set()
+    while waiting:
+        s = waiting.pop()
+        signature = signatures[s]
+        if s in done or not signature.modes.grad:
+            continue
+        done.add(s)
+        for j, kind in enumerate(signature.outputs):
+            if kind.differentiable:
+                out = int(first_out[s]) + j
+                out_needs[out] = True
+                for slot in readers.get(out, ()):
+                    slot_needs[slot] = True
+                    waiting.append(int(owner[slot]))
+    flags = slot_needs.tolist()
+    inputs = tuple(
+        tuple(
+            flags[first_slot[s] + i] and signature.modes.grad and t.differentiable
+            for i, t in enumerate(signature.inputs)
+        )
+        for s, signature in enumerate(signatures)
+    )
+    out_needs.setflags(write=False)
+    return Needs(inputs, out_needs, (slots, outs))
+
+
+def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) -> list[np.ndarray]:
+    """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`, or what
+    a later phase reads."""
+    results = results if results.dtype == np.int64 else results.astype(np.int64)
+    marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
+    _mark(results, marked)
+    reached = []
+    for program, _ in reversed(phases):
+        hit = np.zeros(int(program.width.sum()), dtype=np.uint8)
+        _reach(program.sig, program.columns.first_output, program.inputs, program.known, marked, hit)
+        reached.append(hit.tobytes())
+    pairs = zip(phases, reversed(reached), strict=True)
+    return [needs.wanted(program.columns, outs) for (program, needs), outs in pairs]
+
+
+def _mark(results: Ints, marked: Marks) -> None:
+    i: Int
+    for i in range(results.shape[0]):
+        if not 0 <= results[i] < marked.shape[0]:
+            raise IndexError(NOT_THERE)
+        marked[results[i]] = 1
+
+
+def _reach(sig: Shorts, first: Ints, inputs: Ints, known: Int, marked: Marks, hit: Marks) -> None:
+    """Mark the outputs whose values are marked, then the earlier values that are read."""
+    c: Int
+    i: Int
+    s: Int
+    v: Int = known
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if s < 0 or s >= first.shape[0] - 1 or v + first[s + 1] - first[s] > marked.shape[0]:
+            raise IndexError(NOT_THERE)
+        for i in range(first[s], first[s + 1]):
+            hit[i] |= marked[v]
+            v += 1
+    for i in range(inputs.shape[0]):
+        if not 0 <= inputs[i] < marked.shape[0]:
+            raise IndexError(NOT_THERE)
+        if inputs[i] < known:
+            marked[inputs[i]] = 1

@@ -1,0 +1,32 @@
+"""What stands for the module `cython` where a pass runs as plain Python: types and decorators that do nothing.
+
+The passes whose loops are hot (signature_graph, select, deduplicate, schedule, plan, gradients) are typed Python files.
+Cython compiles them where there is a compiler (setup.py); elsewhere the same files run as they are, slowly and right.
+
+    try:
+        import cython
+    except ImportError:
+        from fxbatch.passes.uncompiled import cython
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class _Anything:
+    """A type, or a decorator, that leaves what it is given as it is."""
+
+    compiled = False
+
+    def __getattr__(self, name: str) -> _Anything:
+        return self
+
+    def __getitem__(self, key: Any) -> _Anything:
+        return self
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return given[-1] if given else self  # what is decorated or cast; options are of a decorator
+
+
+cython = _Anything()

@@ -1,0 +1,72 @@
+"""docs/extending-native.md, done: its row is added to a copy of the table, built, and runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fxbatch.codegen import native_calls, native_table
+from fxbatch.codegen.native import extension
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import torch, fxbatch
+
+@fxbatch.operation
+def wave(x):
+    return torch.sin(x) * x
+
+@fxbatch.autobatch
+def forward(x):
+    return wave(x)
+
+xs = torch.randn(5, 40)
+with torch.no_grad():
+    print([row.python for row in fxbatch.explain(forward, list(xs)).operations if row.operation == "wave"])
+    torch.testing.assert_close(forward(list(xs)), torch.sin(xs) * xs)
+"""
+
+
+def run(folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=folder, capture_output=True,
+                         text=True, check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+@pytest.mark.skipif(extension is None or shutil.which("cc") is None, reason="no compiler here")
+def test_a_row_of_the_table_is_a_native_operation(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fxbatch", tmp_path / "fxbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    assert not any("sin.default" in x.aten for x in native_table.LOOPS), "the page would show nothing"
+    row = re.search(r"^ *(Loop\(.*\))$", (ROOT / "docs" / "extending-native.md").read_text(), re.MULTILINE)
+    assert row is not None
+    codegen = tmp_path / "fxbatch" / "codegen"
+    table = codegen / "native_table.py"
+    table.write_text(table.read_text().replace("\n)\nROWS = (", f"\n    {row[1]},\n)\nROWS = ("))
+    made: dict[str, object] = {"__name__": "native_table"}
+    exec(compile(table.read_text(), str(table), "exec"), made)
+    (codegen / "_native_operations.h").write_text(made["header"]())  # type: ignore[operator]  # a function
+    built = codegen / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = sorted(map(str, codegen.glob("_native*.c")))
+    include = f"-I{sysconfig.get_path('include')}"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", include, *sources, "-lm", "-o", str(built)], check=True)
+    assert run(tmp_path) == "['']", "nothing of it runs in Python"
+
+
+def test_what_was_built_is_of_this_table() -> None:
+    header = ROOT / "fxbatch" / "codegen" / "_native_operations.h"
+    if header.exists():
+        assert header.read_text() == native_table.header(), "build again: python setup.py build_ext --inplace"
+
+
+def test_each_operation_has_a_code_of_its_own() -> None:
+    assert len(native_calls.CODES) == len(native_table.LOOPS) + len(native_table.ROWS)
+    assert len(set(native_calls.CODES.values())) == len(native_calls.CODES)

@@ -1,0 +1,40 @@
+"""Each recipe runs as it stands, and the first snippet of the README; the page of options has them all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from fxbatch.runtime.options import Options
+from tests.docs.pages import DOCS, ROOT, python_blocks, run
+
+
+def test_the_recipes_run_in_order() -> None:
+    page = DOCS / "recipes.md"
+    blocks = python_blocks(page)
+    assert len(blocks) > 10
+    run(page, blocks, {"__name__": "recipes"})
+
+
+def test_the_first_snippet_of_the_readme_runs() -> None:
+    page = ROOT / "README.md"
+    first = python_blocks(page)[:1]
+    assert "import fxbatch" in first[0][1]
+    assert "backward()" in first[0][1]
+    run(page, first, {"__name__": "readme"})
+
+
+def test_the_page_of_options_has_all_with_their_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (DOCS / "options.md").read_text(), re.MULTILINE)
+    defaults = {f.name: f.default if f.name != "compile_options" else None for f in fields(Options)}
+    assert {name: eval(default) for name, default in rows} == defaults
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")]), ids=lambda p: p.name)
+def test_links_lead_somewhere(page: object) -> None:
+    text = page.read_text(encoding="utf-8")  # type: ignore[attr-defined]  # a Path
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link  # type: ignore[attr-defined]  # a Path

@@ -1,0 +1,99 @@
+"""What differs from the loop by design, as docs/promises.md says: each difference is shown, that changes are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from tests.oracle import check_equal
+from tests.trust.programs import model, two, vectors
+
+
+def test_an_attribute_set_on_an_instance_tensor_stays_in_the_call() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        x.note = 1
+        return self.a(x) * x.note
+
+    xs = vectors(4, 4)
+    model(forward, two())(xs)
+    assert not hasattr(xs[0], "note")
+    with fxbatch.disabled():
+        model(forward, two())(xs)
+    assert xs[0].note == 1  # type: ignore[attr-defined]  # set in the forward
+
+
+def test_a_result_that_is_an_instance_tensor_is_a_copy() -> None:
+    xs = vectors(4, 4)
+    made = model(lambda self, x: (self.a(x), x), two(), out="list")
+    (_, first), _ = made(xs)
+    assert first is not xs[0] and torch.equal(first, xs[0])
+
+
+def test_side_effects_of_instances_that_wait_are_interleaved() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        seen.append("before")
+        y = self.a(x) if self.b(x).sum() > 0 else self.b(x)
+        seen.append("after")
+        return y
+
+    seen: list[str] = []
+    made = model(forward, two())
+    made(vectors(4, 4))
+    assert seen == ["before", "before", "after", "after"]
+    seen.clear()
+    with fxbatch.disabled():
+        made(vectors(4, 4))
+    assert seen == ["before", "after"] * 2
+
+
+def test_random_numbers_are_drawn_in_another_order() -> None:
+    made = model(lambda self, x: self.d(self.b(self.d(self.a(x)))), {**two(), "d": nn.Dropout(0.5)})
+    xs = vectors(*[4] * 6)
+    torch.manual_seed(0)
+    batched = made(xs)
+    torch.manual_seed(0)
+    with fxbatch.disabled():
+        assert not torch.equal(made(xs), batched)
+
+
+def test_what_the_check_runs_again_it_runs_twice_outside_the_model() -> None:
+    """Module and instances are copied; a global is not."""
+
+    def forward(self: Any, x: Any) -> Any:
+        calls.append(1)
+        self.seen += 1
+        return self.a(x)
+
+    calls: list[int] = []
+    made = model(forward, {**two(), "seen": 0}, check=1)
+    made(vectors(4, 4))
+    assert made.seen == 2 and len(calls) == 4
+
+
+def test_the_check_compares_random_results_by_type_only() -> None:
+    made = model(lambda self, x: self.d(self.b(self.d(self.a(x)))), {**two(), "d": nn.Dropout(0.5)}, check=1)
+    with pytest.warns(fxbatch.CheckWarning, match="by shape and type only: they depend on random numbers"):
+        made(vectors(*[4] * 6))
+
+
+def test_the_last_digits_may_differ() -> None:
+    made = model(lambda self, x: self.a(x).exp().sum(), {"a": nn.Linear(64, 64)})
+    xs = [torch.randn(64) for _ in range(32)]
+    with fxbatch.disabled():
+        loop = made(xs)
+    assert not torch.equal(made(xs), loop)
+    check_equal(made, xs)
+
+
+def test_full_backward_hooks_and_script_modules_are_refused() -> None:
+    made = model(lambda self, x: self.a(x), two())
+    made.a.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(fxbatch.TraceError, match="backward hook"):
+        made(vectors(4))
+    scripted = torch.jit.trace(nn.Linear(4, 4), torch.randn(4))
+    with pytest.raises(fxbatch.TraceError, match="TorchScript"):
+        model(lambda self, x: self.s(x), {"s": scripted})(vectors(4))

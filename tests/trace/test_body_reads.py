@@ -1,0 +1,535 @@
+"""An operation is kept by all that its code reads; a body that changes what outlives it is traced through."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxbatch
+from fxbatch.trace.body_reads import Reads
+from fxbatch.trace.modules import MANY_STATES
+from fxbatch.trace.reached import MISSING
+
+SCALE = 2.0
+TABLE = {"scale": 2.0}
+SETTINGS = types.SimpleNamespace(scale=2.0, other=1)
+module_like = types.ModuleType("module_like")
+module_like.scale = 2.0  # type: ignore[attr-defined]
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class Kind(enum.Enum):
+    TWICE = 2
+    THRICE = 3
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    layers: list[float] = dataclasses.field(default_factory=lambda: [2.0, 1.0])
+
+    def factor(self) -> float:
+        return self.scale
+
+
+class Sub(nn.Module):
+    """One operation whose body is given by the test."""
+
+    of_class = 2.0
+
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.body = body
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    @property
+    def doubled(self) -> float:
+        return self.scale * 2
+
+    def factor(self) -> float:
+        return self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, sub: nn.Module) -> None:
+        super().__init__()
+        self.sub = sub
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sub(x)
+
+
+def check(model: nn.Module, x: torch.Tensor | None = None) -> None:
+    """Batched is the loop, to the last bit: the bodies here are pointwise."""
+    x = torch.arange(1.0, 9.0).reshape(4, 2) if x is None else x
+    with fxbatch.disabled():
+        expected = model(x)
+    assert torch.equal(model(x), expected)
+
+
+def engine(model: Any) -> Any:
+    return type(model).forward.__fxbatch__.engine(model)
+
+
+def through(model: Any) -> list[str]:
+    return [t.reason for t in engine(model).table.traced_through.values()]
+
+
+def _set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+def _closure() -> tuple[Sub, Callable[[], None]]:
+    scale = 2.0
+
+    def body(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return Sub(body), change
+
+
+def _with(
+    body: Callable[[Any, torch.Tensor], torch.Tensor], change: Callable[[Any], Any], **attributes: Any
+) -> Any:
+    def make() -> tuple[Sub, Callable[[], Any]]:
+        sub = Sub(body, **attributes)
+        return sub, lambda: change(sub)
+
+    return make
+
+
+CHANGES: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
+    "attribute": _with(lambda self, x: x * self.scale, lambda m: setattr(m, "scale", 3.0), scale=2.0),
+    "attribute, past setattr": _with(
+        lambda self, x: x * self.scale, lambda m: m.__dict__.__setitem__("scale", 3.0), scale=2.0
+    ),
+    "type of a number": _with(lambda self, x: x.long() // self.n, lambda m: setattr(m, "n", 2.0), n=2),
+    "item of a list": _with(
+        lambda self, x: x * self.scales[0], lambda m: m.scales.__setitem__(0, 3.0), scales=[2.0, 1.0]
+    ),
+    "item of a dict in a tuple": _with(
+        lambda self, x: x * self.all[0]["a"], lambda m: m.all[0].update(a=3.0), all=({"a": 2.0},)
+    ),
+    "array": _with(
+        lambda self, x: x * float(self.a[1]), lambda m: m.a.__setitem__(1, 3.0), a=np.array([1.0, 2.0])
+    ),
+    "deque": _with(
+        lambda self, x: x * self.q[0], lambda m: m.q.appendleft(3.0), q=collections.deque([2.0])
+    ),
+    "config object": _with(lambda self, x: x * self.c.scale, lambda m: setattr(m.c, "scale", 3.0), c=Config()),
+    "method of a config object": _with(
+        lambda self, x: x * self.c.factor(), lambda m: setattr(m.c, "scale", 3.0), c=Config()
+    ),
+    "another config object": _with(
+        lambda self, x: x * self.c.scale, lambda m: setattr(m, "c", Config(3.0)), c=Config()
+    ),
+    "enum": _with(lambda self, x: x * self.k.value, lambda m: setattr(m, "k", Kind.THRICE), k=Kind.TWICE),
+    "property": _with(lambda self, x: x * self.doubled, lambda m: setattr(m, "scale", 3.0), scale=2.0),
+    "method": _with(lambda self, x: x * self.factor(), lambda m: setattr(m, "scale", 3.0), scale=2.0),
+    "dynamic name": _with(
+        lambda self, x: x * getattr(self, "sc" + "ale"), lambda m: setattr(m, "scale", 3.0), scale=2.0
+    ),
+    "replaced method of the object": _with(
+        lambda self, x: x * self.factor(), lambda m: setattr(m, "factor", lambda: 3.0), scale=2.0
+    ),
+    "global": _with(lambda self, x: x * SCALE, lambda m: _set_global("SCALE", 3.0)),
+    "global of a helper": _with(lambda self, x: twice(x), lambda m: _set_global("SCALE", 3.0)),
+    "helper": _with(lambda self, x: twice(x), lambda m: _set_global("twice", lambda x: x * 5)),
+    "global dict": _with(lambda self, x: x * TABLE["scale"], lambda m: TABLE.update(scale=3.0)),
+    "global object": _with(lambda self, x: x * SETTINGS.scale, lambda m: setattr(SETTINGS, "scale", 3.0)),
+    "Python module": _with(lambda self, x: x * module_like.scale, lambda m: setattr(module_like, "scale", 3.0)),
+    "closure": _closure,
+    "default": lambda: (Sub(_defaulted), lambda: _defaulted.__defaults__[0].update(a=3.0)),  # type: ignore[index]
+    "partial": _with(lambda self, x: self.f(x), lambda m: setattr(m, "f", functools.partial(torch.mul, other=3)),
+                     f=functools.partial(torch.mul, other=2)),
+    "function in an attribute": _with(lambda self, x: self.f(x), lambda m: setattr(m, "f", torch.cos), f=torch.sin),
+    "class attribute": _with(lambda self, x: x * self.of_class, lambda m: setattr(Sub, "of_class", 3.0)),
+    "function of the class": _with(lambda self, x: x, lambda m: setattr(Sub, "forward", lambda self, x: x * 7)),
+    "forward of the object": _with(lambda self, x: x, lambda m: setattr(m, "forward", lambda x: x * 7)),
+    "class": _with(lambda self, x: x * 2, lambda m: setattr(m, "__class__", Other)),
+    "activation by another": lambda: ((s := nn.Sequential(nn.ReLU())), lambda: s.__setitem__(0, nn.Tanh())),
+    "slope": lambda: ((s := nn.LeakyReLU(0.5)), lambda: setattr(s, "negative_slope", 2.0)),
+    "eps": lambda: ((s := nn.LayerNorm(2)), lambda: setattr(s, "eps", 1.0)),
+    "probability": lambda: ((s := nn.Dropout(0.0)), lambda: setattr(s, "p", 1.0)),
+}  # fmt: skip
+
+
+def _defaulted(self: Any, x: torch.Tensor, options: Any = {"a": 2.0}) -> torch.Tensor:  # noqa: B006 - what is tested
+    return x * options["a"]
+
+
+class Other(Sub):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 5
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    forward = Sub.forward
+    yield
+    Sub.of_class, Sub.forward, SETTINGS.scale, module_like.scale = 2.0, forward, 2.0, 2.0  # type: ignore[attr-defined, method-assign]
+    TABLE.update(scale=2.0)
+    globals().update(SCALE=2.0, twice=_TWICE)
+    _defaulted.__defaults__[0].update(a=2.0)  # type: ignore[index]
+
+
+_TWICE = twice
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_minibatches_is_seen(name: str) -> None:
+    sub, change = CHANGES[name]()
+    model = Model(sub)
+    check(model)
+    change()
+    check(model)
+
+
+PER_INSTANCE: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any, float], Any], Any]] = {
+    "config object": (lambda self, x: x * self.c.scale, lambda m, s: setattr(m.c, "scale", s), {"c": Config()}),
+    "list": (lambda self, x: x * self.l[0], lambda m, s: m.l.__setitem__(0, s), {"l": [2.0]}),
+    "global": (lambda self, x: x * SCALE, lambda m, s: _set_global("SCALE", s), {}),
+    "class attribute": (lambda self, x: x * self.of_class, lambda m, s: setattr(Sub, "of_class", s), {}),
+}  # fmt: skip
+
+
+class PerInstance(Model):
+    def __init__(self, sub: nn.Module, change: Callable[[Any, float], Any]) -> None:
+        super().__init__(sub)
+        self.change = change
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.sub, float(x[0]))
+        y = self.sub(x)
+        self.change(self.sub, 0.5)
+        return y + self.sub(x)
+
+
+@pytest.mark.parametrize("name", PER_INSTANCE)
+def test_a_change_while_instances_run_is_seen(name: str) -> None:
+    body, change, attributes = PER_INSTANCE[name]
+    model = PerInstance(Sub(body, **attributes), change)
+    for _ in range(2):
+        check(model, torch.tensor([[1.0, 5.0], [2.0, 5.0]]))
+
+
+class SetsAttribute(Model):
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sub.scale = float(x[0])
+        y = self.sub(x)
+        self.sub.scale = 0.5
+        return y + self.sub(x)
+
+
+def test_an_attribute_that_instances_set_is_seen() -> None:
+    model = SetsAttribute(Sub(lambda self, x: x * self.scale, scale=2.0))
+    for _ in range(2):
+        check(model, torch.tensor([[1.0, 5.0], [2.0, 5.0]]))
+
+
+def test_code_replaced_while_instances_run_is_refused() -> None:
+    def swap(m: Sub, s: float) -> None:
+        m.__dict__["scale"] = s
+
+    model = PerInstance(Sub(lambda self, x: x * self.scale, scale=2.0), swap)
+    with pytest.raises(fxbatch.TraceError, match=r"self\.scale was changed while instances ran"):
+        model(torch.tensor([[1.0, 5.0], [2.0, 5.0]]))
+
+
+def test_values_that_come_back_build_nothing() -> None:
+    model = Model(Sub(lambda self, x: x * self.scale, scale=2.0))
+    for scale in (2.0, 3.0):
+        model.sub.scale = scale
+        check(model)
+    signatures = len(engine(model).table.signatures)
+    for scale in (2.0, 3.0, 2.0):
+        model.sub.scale = scale
+        check(model)
+    assert len(engine(model).table.signatures) == signatures
+
+
+@pytest.mark.parametrize(
+    "sub",
+    [
+        lambda: (Sub(lambda self, x: x * self.scale, scale=0.0), "scale"),
+        lambda: (nn.LeakyReLU(), "negative_slope"),
+        lambda: (nn.ELU(), "alpha"),
+    ],
+)
+def test_a_number_that_keeps_changing_becomes_an_input(sub: Any) -> None:
+    made, name = sub()
+    model = Model(made)
+    counts = []
+    for step in range(2 * MANY_STATES + 6):
+        setattr(made, name, 0.125 * (step + 1))
+        check(model, torch.tensor([[1.0, -2.0], [-3.0, 4.0]]))
+        counts.append(len(engine(model).table.signatures))
+    assert counts[-1] == counts[-3], "the last steps made signatures"
+    assert any("keeps changing" in reason for reason in through(model))
+
+
+def test_a_probability_that_keeps_changing_becomes_an_input() -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Dropout(0.0))
+    for step in range(11):
+        model.sub.p = step / 10
+        share = (model(torch.ones(64, 64)) == 0).float().mean().item()
+        assert abs(share - step / 10) < 0.05
+    assert len(engine(model).table.signatures) <= 2 * MANY_STATES + 4
+
+
+def test_an_argument_that_has_no_such_form_runs_call_by_call() -> None:
+    settings = {"beta": 1.0}
+    model = Model(Sub(lambda self, x: x))
+    model.sub.body = lambda self, x: F.softplus(x, beta=settings["beta"])
+    for step in range(2 * MANY_STATES + 3):
+        settings["beta"] = 1.0 + step / 8
+        x = torch.tensor([[1.0, -2.0], [-3.0, 4.0]])
+        with fxbatch.disabled():
+            expected = model(x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+    reasons = [s.reason for s in engine(model).table.signatures]
+    assert reasons[-1] == "an argument of it keeps changing"
+
+
+# What a body changes
+
+
+def test_a_list_that_a_body_appends_to() -> None:
+    model = Model(Sub(_append, n=[]))
+    assert torch.equal(model(torch.ones(3, 2)), torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]))
+    assert model.sub.n == [1, 1, 1]
+    assert "changes self.n" in through(model)
+
+
+def _append(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.n.append(1)
+    return x * len(self.n)
+
+
+def _count(self: Any, x: torch.Tensor) -> torch.Tensor:
+    TABLE["scale"] += 1
+    return x * 2
+
+
+def _count_global(self: Any, x: torch.Tensor) -> torch.Tensor:
+    global SCALE
+    SCALE += 1
+    return x * 2
+
+
+def _count_in_class(self: Any, x: torch.Tensor) -> torch.Tensor:
+    Sub.of_class += 1
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (_count, lambda: TABLE["scale"]),
+        (_count_global, lambda: SCALE),
+        (_count_in_class, lambda: Sub.of_class),
+    ],
+)
+def test_counters_count_each_call(body: Any, count: Callable[[], float]) -> None:
+    model = Model(Sub(body))
+    for done in (3, 6):
+        model(torch.ones(3, 2))
+        assert count() == 2 + done
+
+
+def test_a_body_that_keeps_tensors_holds_no_fakes() -> None:
+    def body(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        self.log.append(y)
+        return y
+
+    model = Model(Sub(body, log=[]))
+    model(torch.ones(3, 2))
+    assert len(model.sub.log) == 3
+    assert not any(type(t).__name__ == "FakeTensor" for t in model.sub.log)
+
+
+@pytest.mark.parametrize(
+    ("body", "attributes", "reason"),
+    [
+        (lambda self, x: x * next(self.i), {"i": iter([1, 2, 3, 4, 5, 6])}, "which can't be compared"),
+        (lambda self, x: x * _cached(2), {}, "a function that keeps its results"),
+        (lambda self, x: (print(end=""), x * 2)[1], {}, "prints"),
+        (lambda self, x: x * (2 if self.lock.acquire() and not self.lock.release() else 1), {"lock": threading.Lock()},
+         "which can't be compared"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_traced_through(body: Any, attributes: Any, reason: str) -> None:
+    model = Model(Sub(body, **attributes))
+    model(torch.ones(2, 2))
+    assert any(reason in r for r in through(model)), through(model)
+
+
+@functools.cache
+def _cached(n: int) -> float:
+    return n * 2.0
+
+
+# Functions, traces, modules made on the way
+
+
+class Power(torch.autograd.Function):
+    scale = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * Power.scale
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g * Power.scale
+
+
+@fxbatch.operation
+def marked(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.l = nn.Identity()
+        self.call = call
+        self.scale = 2.0
+
+    @fxbatch.operation
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, self.l(x))
+
+
+def test_marked_functions_and_custom_functions_are_kept_by_what_they_read() -> None:
+    functions, custom = Calls(lambda m, x: marked(x)), Calls(lambda m, x: Power.apply(x))
+    methods = Sub(lambda self, x: x)
+    methods = Calls(lambda m, x: m.inner.scaled(x))
+    methods.inner = Calls(lambda m, x: x)
+    for scale in (2.0, 3.0, 2.0):
+        _set_global("SCALE", scale)
+        check(functions)
+        Power.scale = scale
+        check(custom)
+        methods.inner.scale = scale
+        check(methods)
+
+
+def test_functional_call_is_kept_by_what_the_module_reads() -> None:
+    model = Calls(lambda m, x: torch.func.functional_call(m.inner, {}, (x,)))
+    model.inner = Sub(lambda self, x: x * self.scale, scale=2.0)
+    for scale in (2.0, 3.0, 2.0):
+        model.inner.scale = scale
+        check(model)
+
+
+@pytest.mark.parametrize("change", [lambda m: setattr(m, "scale", 3.0), lambda m: _set_global("SCALE", 3.0)])
+def test_kept_traces_notice_what_the_forward_reads(change: Any) -> None:
+    model = Calls(lambda m, x: x * m.scale * SCALE)
+    x = torch.ones(3, 2)
+    data = fxbatch.TracedDataset(model, list(x))
+    traced = [data[i] for i in range(3)]
+    assert all(t.trace is not None for t in traced)
+    assert torch.equal(model(traced), x * 4)
+    change(model)
+    assert torch.equal(model(traced), x * 6)
+    assert torch.equal(model([data[i] for i in range(3)]), x * 6)
+
+
+def test_a_forward_that_counts_is_not_kept_and_counts_nothing_while_it_is_traced() -> None:
+    def call(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.scale += 1
+        return x * m.scale
+
+    model = Calls(call)
+    item = fxbatch.TracedDataset(model, [torch.ones(2)])[0]
+    assert item.trace is None
+    assert item.reason == "the forward changes self.scale"
+    assert model.scale == 2.0
+
+
+def test_modules_made_in_the_forward_are_one_operation() -> None:
+    model = Calls(
+        lambda m, x: nn.CrossEntropyLoss(label_smoothing=0.5)(nn.Sequential(nn.Tanh())(x), torch.tensor(1))
+    )
+    for _ in range(3):
+        with fxbatch.disabled():
+            expected = model(torch.ones(6, 2))
+        torch.testing.assert_close(model(torch.ones(6, 2)), expected)
+    assert len(engine(model).table.modules) <= 4
+    assert len(engine(model).table.signatures) <= 6
+
+
+# The walk itself
+
+
+def test_keys_are_equal_for_equal_content() -> None:
+    a = Sub(lambda self, x: x, c=Config())
+    first = Reads.of_module(a)
+    key = first.key
+    a.c = Config()
+    assert first.again().key == key
+    a.c.layers.append(3.0)
+    assert first.again().key == key, "nothing reads it"
+
+
+def test_what_a_run_changed_is_put_back() -> None:
+    sub = Sub(_append, n=[5])
+    reads = Reads.of_module(sub)
+    _, effects = reads.run(lambda: sub(torch.ones(2)))
+    assert effects.changed == "self.n"
+    assert sub.n == [5]
+
+
+def test_a_place_that_held_nothing_is_emptied_again() -> None:
+    settings = types.SimpleNamespace()
+
+    def body(self: Any, x: torch.Tensor) -> torch.Tensor:
+        settings.seen = True
+        return x
+
+    reads = Reads.of_module(Sub(body))
+    _, effects = reads.run(lambda: body(None, torch.ones(1)))
+    assert effects.changed == "settings.seen"
+    assert not hasattr(settings, "seen")
+    assert any(item.value is MISSING for item in reads.items)
+
+
+def test_torchs_own_modules_read_their_attributes_and_nothing_else() -> None:
+    reads = Reads.of_module(nn.TransformerEncoderLayer(8, 2, 16))
+    paths = {item.path for item in reads.items}
+    assert {"self.norm1.eps", "self.dropout.p", "self.self_attn.num_heads", "self.activation"} <= paths
+    assert not reads.opaque
+    assert reads.guards() == (), "nothing that changes unseen"

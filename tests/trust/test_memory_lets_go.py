@@ -1,0 +1,184 @@
+"""What is kept goes with the model, and caches stay within their bounds."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.codegen.kernel import Kernel, Workspace
+from fxbatch.ir import Operation, Signature, TensorType
+from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.compiled import OperationCache
+from fxbatch.runtime.engine import Engine
+
+WORDS = [[1, 2], [3], [4, 5, 6]]
+
+
+def model(**options: Any) -> tuple[nn.Module, type]:
+    """A model whose class and custom gradient are defined here, so that they should go with it."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.l = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(**options)
+        def forward(self, words: list[int]) -> torch.Tensor:
+            h = self.embed(torch.tensor(words[0]))
+            for w in words[1:]:
+                h = self.l(h) + self.embed(torch.tensor(w))
+            return Doubled.apply(h)
+
+    return Model(), Doubled
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "fold"},
+        {"mode": "unrolled"},
+        {"backward": "autograd"},
+        {"fuse": True, "deduplicate": True},
+    ],
+    ids=str,
+)
+def test_a_deleted_model_is_gone(options: dict[str, Any]) -> None:
+    m, function = model(**options)
+    m(WORDS).sum().backward()
+    with torch.no_grad():
+        m(WORDS)
+    if not options:
+        str(fxbatch.explain(m, WORDS))
+        with fxbatch.lazy(m) as batch:
+            batch.value(torch.ones(4)) + m.l.bias
+    refs = [weakref.ref(x) for x in (*m.parameters(), type(m), function)]
+    del m, function
+    if not options:
+        del batch
+    for _ in range(3):  # runs that end in a collection leave something to the next
+        gc.collect()
+    assert [r() for r in refs] == [None] * len(refs)
+
+
+def test_looking_at_an_undecorated_model_again_and_again_keeps_one_engine() -> None:
+    class Plain(nn.Linear):
+        def head(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x)
+
+    m = Plain(3, 3)
+    for _ in range(3):
+        fxbatch.trace(m, torch.ones(3))
+        fxbatch.trace(m.head, torch.ones(3))
+    assert len(m.__dict__["_fxbatch_engines"]) == 2
+
+
+def rows_of(length: int) -> TensorType:
+    return TensorType((length,), torch.float32, torch.device("cpu"))
+
+
+def minibatch(pool: BufferPool, *lengths: int) -> None:
+    """What a minibatch does with the pool: ten rows of each length, 40 bytes times the length."""
+    pool.begin()
+    taken = [(kind, pool.take(kind, 8)) for kind in map(kind_of, lengths)]
+    for kind, tensor in taken:
+        pool.give(kind, tensor)
+
+
+def kind_of(length: int) -> TensorType:
+    return KINDS.setdefault(length, rows_of(length))
+
+
+KINDS: dict[int, TensorType] = {}
+
+
+def test_a_pool_keeps_no_buffers_of_types_that_do_not_come_again() -> None:
+    pool = BufferPool(least=0)
+    for k in range(1, 100):
+        minibatch(pool, 1000 + k, 2000 + k)
+    assert pool.bytes <= 2 * 40 * (1099 + 2099)
+    before = pool.reused
+    minibatch(pool, 1099, 2099)
+    assert pool.reused == before + 2, "the last types are there"
+
+
+def test_a_pool_keeps_what_every_minibatch_takes() -> None:
+    pool = BufferPool(least=0)
+    for k in range(20):
+        minibatch(pool, 1000, 3000 + k)
+    assert pool.reused == 19
+
+
+def test_a_pool_forgets_that_a_minibatch_was_large() -> None:
+    pool = BufferPool(least=0)
+    minibatch(pool, *range(1000, 1100))
+    assert pool.bytes == 40 * sum(range(1000, 1100))
+    for k in range(40):
+        minibatch(pool, 10 + k)
+    assert pool.bytes <= 2 * 40 * 50 + 40 * 1100
+
+
+def test_small_pools_are_left_alone() -> None:
+    pool = BufferPool()
+    for k in range(50):
+        minibatch(pool, 1000 + k)
+    assert pool.bytes == 40 * sum(range(1000, 1050))
+
+
+def test_waiting_models_with_ever_new_shapes_do_not_fill_the_pool() -> None:
+    @fxbatch.autobatch
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    engine: Engine = wait.__fxbatch__.engine(None)  # type: ignore[attr-defined]
+    engine.pool.least = 0
+    sizes = []
+    for k in range(12):
+        wait([torch.ones(1000 + k), -torch.ones(1000 + k)])
+        sizes.append(engine.pool.bytes)
+    assert max(sizes) <= 3 * sizes[0]
+
+
+def kernel() -> Kernel:
+    nothing: Any = lambda *_: ()  # noqa: E731
+    return Kernel("", 0, nothing, nothing, nothing)
+
+
+def test_a_workspace_forgets_kernels_that_are_gone() -> None:
+    workspace = Workspace()
+    kept = [kernel() for _ in range(3)]
+    for k in kept:
+        workspace.views(k, 5)
+    for _ in range(20):
+        workspace.views(kernel(), 5)
+    gc.collect()
+    assert len(workspace._views) == 3
+    assert workspace.views(kept[0], 5) is workspace.views(kept[0], 5)
+
+
+def test_operations_that_were_not_used_for_the_longest_time_go_first() -> None:
+    cache = OperationCache(size=2)
+    signatures = [Signature(Operation("constant", "constant"), (), (rows_of(n),)) for n in range(3)]
+    first, second, third = signatures
+    for signature in (first, second, first, third, first):
+        cache.get(signature, ((), ()), ())
+    assert (cache.hits, cache.misses) == (2, 3)
+    cache.get(second, ((), ()), ())
+    assert cache.misses == 4
+    assert len(cache) == 2
