@@ -35,7 +35,7 @@ _TORCH = frozenset((
     "baddbmm", "addcmul", "addcdiv", "where", "sum", "mean", "amax", "amin", "index_select", "gather", "eq",
     "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "clamp", "clamp_min",
     "clamp_max", "sign", "cumsum", "floor", "ceil", "round", "atan2", "fmod", "remainder", "bitwise_and",
-    "bitwise_or", "bitwise_not", "prod", "argmax", "argmin", "matmul", "isnan", "lerp", "floor_divide", "cat",
+    "bitwise_or", "bitwise_not", "prod", "argmax", "argmin", "matmul", "lerp", "floor_divide", "cat",
 ))  # fmt: skip
 # The torch functions take a number for a tensor, and then do what these do.
 _SCALARS = {
