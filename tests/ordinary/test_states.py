@@ -90,8 +90,9 @@ def difference(name: str, options: dict[str, Any], steps: Sequence[str] | None =
             return "" if name in MAY_REFUSE else f"call {n} ({step}): {type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001  # told with the case
             return f"call {n} ({step}): {type(error).__name__}: {str(error)[:300]}"
+        if found[1:] != expected[1:]:
+            return f"call {n} ({step}): {found[1:]}, the loop has {expected[1:]}"
         try:
-            assert found[1:] == expected[1:], f"{found[1:]}, the loop has {expected[1:]}"
             if "autocast" in name:
                 compare_in_autocast(found[0], expected[0], torch.bfloat16)
             else:
