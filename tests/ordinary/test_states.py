@@ -135,7 +135,7 @@ def test_a_wrong_twin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert difference("wrong", {}) == ""
     assert "call 2 (m.g = 1): tensor 0: error" in difference("wrong", {}, ["m.g = 1"])
-    assert "[True, True, True, True], the loop has" in difference(
+    assert "[True, True, True, True]), the loop has" in difference(
         "wrong", {}, [f"n = []; m.l.register_forward_hook(lambda *a: n.append({recorded})); seen = lambda: n"]
     )
     assert "TypeError" in difference(

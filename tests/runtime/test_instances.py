@@ -315,14 +315,15 @@ def test_an_exception_leaves_what_the_finished_instances_left() -> None:
 
 def test_two_threads() -> None:
     made = [model(counted, l=linear, n=0) for _ in range(2)]
-    threads = [threading.Thread(target=lambda m=m: [m(instances()) for _ in range(3)]) for m in made]
+    xs = instances()  # made here: all threads draw from one generator
+    threads = [threading.Thread(target=lambda m=m: [m(xs) for _ in range(3)]) for m in made]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
     alone = model(counted, l=linear, n=0)
     for _ in range(3):
-        alone(instances())
+        alone(xs)
     assert [m.n for m in made] == [alone.n, alone.n]
 
 
