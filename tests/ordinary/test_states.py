@@ -138,6 +138,6 @@ def test_a_wrong_twin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[True, True, True, True]), the loop has" in difference(
         "wrong", {}, [f"n = []; m.l.register_forward_hook(lambda *a: n.append({recorded})); seen = lambda: n"]
     )
-    assert "TypeError" in difference(
-        "wrong", {}, ["import fxbatch as f; xs = xs if f.decorator._switch.disabled else [None]"]
+    assert "ValueError: invalid literal" in difference(
+        "wrong", {}, [f"m.l.register_forward_hook(lambda *a: int('no') if {recorded} else None)"]
     )
