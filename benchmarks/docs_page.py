@@ -14,11 +14,20 @@ import re
 import shlex
 from pathlib import Path
 
-from benchmarks.report import machine_lines, number_table, table_markdown
+from benchmarks.report import machine_lines, table_markdown
 from benchmarks.results import RunResult, TaskResult
 
 # Options that say where results go: they don't change what is measured, and name places on one machine.
 OUTPUT_OPTIONS = ("--docs", "--json", "-o", "--output", "--compare", "--data")
+
+# The page is short: of these tasks it has these tables only, of the others all. The report has everything.
+SHOWN = {
+    "figures": ("Figures",),
+    "looks-table-1": ("State 512, training",),
+    "neubig-table-1": ("Sentences a second, training",),
+}
+# Tasks without a section: differences of single options are noise on two cores, and lines of code are not speed.
+NOT_ON_THE_PAGE = ("ablations", "lines-of-code")
 
 
 class DocsError(ValueError):
@@ -31,6 +40,8 @@ def update_page(page: str, run: RunResult) -> str:
         raise DocsError("a quick run says nothing about speed: its figures don't go into the docs")
     run = dataclasses.replace(run, command=measuring_command(run.command))
     for task in run.tasks:
+        if task.name in NOT_ON_THE_PAGE:
+            continue
         start = f"<!-- figures: {task.name} -->"
         pattern = re.compile(re.escape(start) + r".*?<!-- end -->", re.DOTALL)
         if not pattern.search(page):
@@ -54,19 +65,16 @@ def measuring_command(command: str) -> str:
 
 def section_parts(task: TaskResult, run: RunResult) -> list[str]:
     """Where and how it was measured, and the task's own tables."""
-    parts = ["\n".join(f"* {line}" for line in machine_lines(run))]
+    parts = [f"*{'; '.join(machine_lines(run))}.*"]
     if task.skipped:
         return [*parts, f"Skipped: {task.skipped}"]
-    parts += [table_markdown(table) for table in task.tables]
-    counted = number_table(task.cases)
-    if counted is not None and task.name == "figures":
-        parts.append(table_markdown(counted))
+    shown = SHOWN.get(task.name)
+    parts += [table_markdown(table) for table in task.tables if shown is None or table.title in shown]
     left_out = {f"{name}: {why}" for case in task.cases for name, why in case.skipped.items()}
-    failed = [
-        f"* FAILED: {case.name}: {name}: {why}" for case in task.cases for name, why in case.failed.items()
-    ]
-    notes = [f"* left out: {text}" for text in sorted(left_out)] + failed
-    return [*parts, "\n".join(notes)] if notes else parts
+    if left_out:
+        parts.append(f"(left out: {'; '.join(sorted(left_out))})")
+    failed = [f"{case.name}: {name}: {why}" for case in task.cases for name, why in case.failed.items()]
+    return [*parts, f"FAILED: {'; '.join(failed)}"] if failed else parts
 
 
 def update_file(path: Path, run: RunResult) -> None:
