@@ -28,8 +28,14 @@ def holds(printed: str, expected: str) -> bool:
 
 
 def test_the_comparison_can_fail() -> None:
-    assert holds("a\nb\nc\n", "a\n...\nc\n") and holds("a\nb\n", "a\nb\n") and holds("a\nb\nc\n", "...\nb\n...\n")
-    assert not holds("a\nb\nc\n", "a\nc\n") and not holds("a\nb\n", "a\n...\nc\n") and not holds("a\nb\n", "a\n")
+    assert (
+        holds("a\nb\nc\n", "a\n...\nc\n")
+        and holds("a\nb\n", "a\nb\n")
+        and holds("a\nb\nc\n", "...\nb\n...\n")
+    )
+    assert (
+        not holds("a\nb\nc\n", "a\nc\n") and not holds("a\nb\n", "a\n...\nc\n") and not holds("a\nb\n", "a\n")
+    )
 
 
 def test_the_example_prints_what_the_page_says(
@@ -63,7 +69,9 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
     named = re.findall(r"`([\w/.]+\.(?:py|c|h|md))`", (DOCS / f"{page}.md").read_text())
     folders = (ROOT, ROOT / "fxbatch", *(ROOT / "fxbatch").iterdir(), DOCS)
     made = {"example.py", "_native_operations.h"}  # by a reader, by setup.py
-    assert [name for name in named if name not in made and not any((f / name).is_file() for f in folders)] == []
+    assert [
+        name for name in named if name not in made and not any((f / name).is_file() for f in folders)
+    ] == []
 
 
 def test_pages_keep_their_length() -> None:
