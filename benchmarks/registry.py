@@ -11,11 +11,13 @@ from benchmarks.tasks import (
     neubig_figure_2,
     neubig_figure_3,
     neubig_table_1,
+    peers,
     scale,
 )
 
 TASKS: tuple[Task, ...] = (
     figures.TASK,
+    peers.TASK,
     looks_table_1.TASK,
     neubig_figure_2.TASK,
     neubig_table_1.TASK,

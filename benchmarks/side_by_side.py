@@ -1,9 +1,11 @@
 """Models beside the same by hand and the loop, in CPU time of one thread: for loaded machines.
 
-    python -m benchmarks.side_by_side --batches 8           # Tree-LSTM: ms a minibatch, ratios pair by pair
+    python -m benchmarks.side_by_side --batches 8           # Tree-LSTM on SST: ms a minibatch, ratios pair by pair
     python -m benchmarks.side_by_side --model parser        # one of the four of Neubig et al., training
 
-The full comparison, in wall time and with checks, is `python -m benchmarks --task figures`.
+All do the same work on the same new minibatch, one after the other, and take turns in who is first: in training the
+loss of every node and its gradients, in inference the scores of the roots. Others are compared there too: with DyNet,
+`python -m benchmarks --task peers`; in wall time, `python -m benchmarks --task figures`.
 """
 
 from __future__ import annotations
@@ -12,24 +14,22 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fxbatch
 from benchmarks.competitors.level_trees import LevelTreeLSTM
-from benchmarks.contenders import Training
-from benchmarks.measure import Clock
-from benchmarks.models import TreeLSTM, losses_once
+from benchmarks.contenders import Batches, Inference, Training
+from benchmarks.correctness import check_outcome
+from benchmarks.measure import Clock, Contender, in_turn
+from benchmarks.models import TreeLSTM
 from benchmarks.task import Settings
 from benchmarks.tasks.neubig_table_1 import MODELS
 from fxbatch.data.paths import find_data
 from fxbatch.data.sst import read_sst
 from fxbatch.data.vocabulary import Vocabulary
-
-Run = Callable[[Sequence[Any]], torch.Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,67 +47,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.model:
         name = next(name for name in MODELS if name.endswith(options.model))
-        train_beside(name, Settings(data=Path(options.data) if options.data else None), options.batches)
+        settings = Settings(data=Path(options.data) if options.data else None)
+        show(f"{name}, training", update_contenders(name, settings), options.batches)
         return 0
     trees = read_sst(find_data("sst", options.data))["train"][::9]
     vocabulary = Vocabulary.build(leaf.word or "" for tree in trees for leaf in tree.leaves())
-    encoded = [vocabulary.encode_tree(tree) for tree in trees]
+    batches = Batches.of([vocabulary.encode_tree(tree) for tree in trees], options.batch_size)
     torch.manual_seed(0)
     model = TreeLSTM(len(vocabulary), embedding=300, hidden=options.hidden, classes=5)
-    by_hand = LevelTreeLSTM(model)
-    size = options.batch_size
-    batches = [encoded[i * size : (i + 1) * size] for i in range(options.batches + 1)]
-
-    def one_by_one(batch: Sequence[Any]) -> torch.Tensor:
-        with fxbatch.disabled():
-            return losses_once(model, batch).sum()
-
-    runs: dict[str, Run] = {
-        "fxbatch": lambda batch: model(batch).sum(),
-        "by hand": by_hand.loss,
-        "one by one": one_by_one,
-    }
-    for training in (True, False):
-        times = {name: [seconds(run, model, b, training) for b in batches][1:] for name, run in runs.items()}
-        print("training" if training else "inference")
-        for name, found in times.items():
-            ratios = [a / b for a, b in zip(found, times["fxbatch"], strict=True)]
-            print(
-                f"  {name:11} {statistics.median(found) * 1e3:8.1f} ms  {statistics.median(ratios):6.2f} x fxbatch"
-            )
+    for title, contenders in tree_contenders(model, batches).items():
+        show(title, contenders, options.batches)
     return 0
 
 
-def train_beside(name: str, settings: Settings, batches: int) -> None:
-    """Print a model's training steps of 64 instances, an SGD update included, after one untimed each."""
+def tree_contenders(model: TreeLSTM, batches: Batches[Any]) -> dict[str, list[Contender]]:
+    """Who takes part, fxbatch first: each does the same."""
+    hand = LevelTreeLSTM(model)
+    found: dict[str, list[Contender]] = {}
+    for work in (Training(model, batches), Inference(model, batches)):
+        title = "training, loss of every node" if isinstance(work, Training) else "inference, scores of roots"
+        found[title] = [work.batched("fxbatch"), work.by_hand("by hand", hand), work.one_by_one("one by one")]
+    return found
+
+
+def update_contenders(name: str, settings: Settings) -> list[Contender]:
+    """A model of Neubig et al.'s table 1 in training, an SGD update included."""
     made = MODELS[name](settings)
     train = Training(made.model, made.batches, update=1e-5)
-    contenders = [train.batched("fxbatch"), train.by_hand("by hand", made.hand), made.one(train)]
+    return [train.batched("fxbatch"), train.by_hand("by hand", made.hand), made.one(train)]
+
+
+def show(title: str, contenders: Sequence[Contender], batches: int) -> None:
+    """Check that all give the same; print each one's median and the median of its ratios to the first."""
+    outcomes = {c.name: c.outcome() for c in contenders if c.outcome is not None}
+    first = contenders[0].name
+    for name, outcome in outcomes.items():
+        if name != first:
+            check_outcome(name, outcome, outcomes[first])
+    times = timed(contenders, batches)
+    print(title)
+    for name, found in times.items():
+        ratio = statistics.median(a / b for a, b in zip(found, times[first], strict=True))
+        print(f"  {name:11} {statistics.median(found) * 1e3:8.1f} ms  {ratio:6.2f} x {first}")
+
+
+def timed(contenders: Sequence[Contender], batches: int) -> dict[str, list[float]]:
+    """CPU seconds of this thread for each minibatch but the first, which is not timed. They take turns."""
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(batches + 1):
-        for contender in contenders if number % 2 else contenders[::-1]:
-            made.batches.prepare(number)
+        for contender in in_turn(contenders, number):
+            if contender.prepare is not None:
+                contender.prepare(number)
             clock = Clock(torch.device("cpu"), number)
             gc.collect()
             start = time.thread_time()
             contender.run(clock)
-            times[contender.name].append(time.thread_time() - start)
-    print(f"{name}, training")
-    for other, found in times.items():
-        pairs = zip(found[1:], times["fxbatch"][1:], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        print(f"  {other:11} {statistics.median(found[1:]) * 1e3:8.1f} ms  {ratio:6.2f} x fxbatch")
-
-
-def seconds(run: Run, model: torch.nn.Module, batch: Sequence[Any], training: bool) -> float:
-    """CPU seconds of this thread for one minibatch."""
-    model.zero_grad(set_to_none=True)
-    with torch.set_grad_enabled(training):
-        start = time.thread_time()
-        loss = run(batch)
-        if training:
-            loss.backward()
-        return time.thread_time() - start
+            if number:
+                times[contender.name].append(time.thread_time() - start)
+    return times
 
 
 if __name__ == "__main__":

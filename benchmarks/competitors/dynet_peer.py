@@ -61,6 +61,11 @@ class DyNetModel:
             parameter.scale_gradient(0.0)
 
 
+def evaluated(rows: Sequence[Any]) -> Tensor:
+    """The values of vectors of one length, one after the other as rows, computed together."""
+    return torch.from_numpy(np.array(dy.concatenate_cols(list(rows)).npvalue().T, dtype=np.float32))
+
+
 class DyNetTreeLSTM(DyNetModel):
     """benchmarks.models.TreeLSTM."""
 
@@ -74,12 +79,21 @@ class DyNetTreeLSTM(DyNetModel):
         self.clear()
         losses: list[Any] = []
         for tree in trees:
-            found: list[Any] = []
-            self._encode(tree, found)
-            losses += found if self.all_nodes else found[-1:]
+            root = self._encode(tree, losses if self.all_nodes else None)
+            if not self.all_nodes:
+                losses.append(dy.pickneglogsoftmax(self._scores(root[0]), int(tree.label)))
         return self.run(losses, train)
 
-    def _encode(self, tree: Node, losses: list[Any]) -> tuple[Any, Any]:
+    def __call__(self, trees: Sequence[Node]) -> Tensor:
+        """Scores `[trees, classes]` of the roots."""
+        self.clear()
+        return evaluated([self._scores(self._encode(tree, None)[0]) for tree in trees])
+
+    def _scores(self, h: Any) -> Any:
+        return dy.affine_transform([self["out.bias"], self["out.weight"], h])
+
+    def _encode(self, tree: Node, losses: list[Any] | None) -> tuple[Any, Any]:
+        """State and memory of the root; the losses of all nodes are added to `losses`."""
         n = self.hidden
         if tree.left is None or tree.right is None:
             assert tree.word is not None
@@ -96,8 +110,8 @@ class DyNetTreeLSTM(DyNetModel):
             kept = dy.cmult(dy.logistic(fl), cl) + dy.cmult(dy.logistic(fr), cr)
             c = dy.cmult(dy.logistic(i), dy.tanh(u)) + kept
         h = dy.cmult(dy.logistic(o), dy.tanh(c))
-        scores = dy.affine_transform([self["out.bias"], self["out.weight"], h])
-        losses.append(dy.pickneglogsoftmax(scores, int(tree.label)))
+        if losses is not None:
+            losses.append(dy.pickneglogsoftmax(self._scores(h), int(tree.label)))
         return h, c
 
 
@@ -114,15 +128,23 @@ class DyNetTagger(DyNetModel):
         self.clear()
         losses = []
         for sentence in sentences:
-            vectors = [self["embed.weight"][int(word)] for word in sentence.words]
-            for layer in range(self.layers):
-                left = self._states(f"left_to_right.{layer}", vectors)
-                right = self._states(f"right_to_left.{layer}", vectors[::-1])[::-1]
-                vectors = [dy.concatenate(list(pair)) for pair in zip(left, right, strict=True)]
-            for vector, tag in zip(vectors, sentence.tags, strict=True):
-                scores = dy.affine_transform([self["out.bias"], self["out.weight"], vector])
+            for scores, tag in zip(self._scores(sentence), sentence.tags, strict=True):
                 losses.append(dy.pickneglogsoftmax(scores, int(tag)))
         return self.run(losses, train)
+
+    def __call__(self, sentences: Sequence[Sentence]) -> Tensor:
+        """Scores `[words, tags]` of all words, sentence after sentence."""
+        self.clear()
+        return evaluated([scores for sentence in sentences for scores in self._scores(sentence)])
+
+    def _scores(self, sentence: Sentence) -> list[Any]:
+        vectors = [self["embed.weight"][int(word)] for word in sentence.words]
+        for layer in range(self.layers):
+            left = self._states(f"left_to_right.{layer}", vectors)
+            right = self._states(f"right_to_left.{layer}", vectors[::-1])[::-1]
+            vectors = [dy.concatenate(list(pair)) for pair in zip(left, right, strict=True)]
+        out = self["out.bias"], self["out.weight"]
+        return [dy.affine_transform([*out, vector]) for vector in vectors]
 
     def _states(self, cell: str, vectors: list[Any]) -> list[Any]:
         n = self.hidden

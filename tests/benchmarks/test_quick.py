@@ -16,7 +16,7 @@ from benchmarks.models import TreeLSTM, random_trees
 from benchmarks.registry import TASKS
 from benchmarks.report import to_html, to_markdown
 from benchmarks.results import RunResult
-from benchmarks.side_by_side import train_beside
+from benchmarks.side_by_side import show, tree_contenders, update_contenders
 from benchmarks.stages import NAMES, stage_times, staged
 from benchmarks.task import Settings, Task
 from benchmarks.tasks.neubig_figure_2 import phases_of
@@ -101,11 +101,21 @@ def test_compiled_levels_agree_with_the_loop() -> None:
 
 
 def test_models_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    train_beside("Tree-LSTM", Settings(quick=True), 1)
+    show("Tree-LSTM, training", update_contenders("Tree-LSTM", Settings(quick=True)), 1)
     title, *rows = capsys.readouterr().out.splitlines()
     assert title == "Tree-LSTM, training"
     assert [row[:13].strip() for row in rows] == ["fxbatch", "by hand", "one by one"]
     assert rows[0].endswith(" 1.00 x fxbatch")
+
+
+def test_contenders_side_by_side_do_the_same_work() -> None:
+    found = tree_contenders(*small())
+    for contenders in found.values():
+        outcomes = [c.outcome() for c in contenders if c.outcome is not None]
+        assert len(outcomes) == 3 and len({tuple(sorted(outcome)) for outcome in outcomes}) == 1
+        for outcome in outcomes[1:]:
+            for name, tensor in outcomes[0].items():
+                torch.testing.assert_close(outcome[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_part_of_the_loop_is_scaled_by_words_and_held_against_the_lookup() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.competitors import peers
+from benchmarks.competitors import peer_process, peers
+from benchmarks.measure import Clock
 from examples import bilstm_tagger, molecules
 
 
@@ -55,6 +58,69 @@ def test_dynet_trees_and_tagger() -> None:
             assert peer.loss(instances) == pytest.approx(loss, rel=1e-4)
             for name, gradient in peer.gradients().items():
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+def test_dynet_gives_scores_and_the_loss_of_roots() -> None:
+    dynet = adapter("dynet")
+    torch.manual_seed(0)
+    model = models.TreeLSTM(20, embedding=6, hidden=5, all_nodes=False)
+    loss, gradients = loss_and_gradients(model, trees())
+    peer = dynet.DyNetTreeLSTM(model)
+    assert peer.loss(trees()) == pytest.approx(loss, rel=1e-4)
+    for name, gradient in peer.gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
+    wanted = torch.stack([models.TreeLSTM.forward.__wrapped__(model, tree) for tree in trees()])
+    torch.testing.assert_close(peer(trees()), wanted, rtol=1e-4, atol=1e-5)
+    tagger = models.Labeller(20, 6, embedding=5, hidden=4, layers=2)
+    sentences = models.random_sentences(3, length=6, words=20, tags=6, ragged=True)
+    scores = [torch.stack(models.Labeller.forward.__wrapped__(tagger, s)) for s in sentences]
+    torch.testing.assert_close(dynet.DyNetTagger(tagger)(sentences), torch.cat(scores), rtol=1e-4, atol=1e-5)
+
+
+class Doubling:
+    """A peer's work that is known: round n takes no time and gives 2 n."""
+
+    def __init__(self, module: ModuleType, start: float) -> None:
+        self.start = start
+
+    def run(self, kind: str, number: int) -> None:
+        if number == 7:
+            raise ValueError("seven")
+
+    def outcome(self, kind: str) -> dict[str, Any]:
+        return {kind: torch.tensor([self.start, 2.0]).numpy()}
+
+
+def test_a_peer_answers_from_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "math", peers.Peer("math", "math", "math", "math"))
+    here, there = multiprocessing.Pipe()
+    serve = threading.Thread(target=peer_process.serve, args=(there, "math", Doubling, 1, 1.0))
+    serve.start()
+    assert here.recv() == (True, None)
+    here.send(("outcome", "train", 0))
+    good, found = here.recv()
+    assert good and found["train"].tolist() == [1.0, 2.0]
+    here.send(("run", "train", 3))
+    good, (wall, cpu) = here.recv()
+    assert good and cpu >= 0 and 0 <= wall < 1
+    here.send(("run", "train", 7))
+    assert here.recv() == (False, "ValueError: seven")
+    serve.join()
+
+
+def test_a_peer_that_is_missing_says_so_from_its_process() -> None:
+    try:
+        peers.find_peer("dynet")
+    except peers.PeerUnavailable:
+        with pytest.raises(peers.PeerUnavailable, match=r"dynet.*pip install dyNET38"):
+            peer_process.PeerProcess("dynet", Doubling, 1.0)
+    else:
+        with peer_process.PeerProcess("dynet", Doubling, 3.0) as peer:
+            contender = peer.contender("DyNet", "infer")
+            assert contender.outcome is not None
+            torch.testing.assert_close(contender.outcome()["infer"], torch.tensor([3.0, 2.0]))
+            with pytest.raises(peer_process.PeerError, match="seven"):
+                contender.run(Clock(torch.device("cpu"), 7))
 
 
 def test_dgl_trees() -> None:

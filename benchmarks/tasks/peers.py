@@ -1,0 +1,167 @@
+"""Every cell of sizes and modes beside batching by hand and DyNet, which runs in a process of its own.
+
+In: Settings. Out: a row a cell: units a second, and how many times as fast as each peer, in CPU time.
+
+    python -m benchmarks --task peers --threads 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from benchmarks.competitors.level_trees import LevelTreeLSTM
+from benchmarks.competitors.packed_lstm import PackedTagger
+from benchmarks.competitors.peer_process import PeerProcess
+from benchmarks.competitors.peers import PeerUnavailable
+from benchmarks.contenders import Batches, Inference, Training
+from benchmarks.optional import DYNET
+from benchmarks.report import ratio_text
+from benchmarks.results import CaseResult, Spread, Table
+from benchmarks.task import Case, Settings, Skip, Task
+from benchmarks.workloads import ewt_tagger, made_up_trees, sst_trees
+
+HAND, OURS = "by hand", "fxbatch"
+SMALL = 8  # instances of a minibatch up to which level with the best peer is wanted, beyond it 1.5 times
+WANTED_SMALL, WANTED_LARGE = 1.0, 1.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """trees: random ones of 20 leaves, the loss at the root; SST: a loss at every node; EWT: the BiLSTM tagger."""
+
+    kind: str
+    hidden: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} H{self.hidden} b{self.batch}"
+
+
+CELLS = (
+    *(Cell("trees", hidden, batch) for hidden in (150, 300) for batch in (1, 8, 64, 256)),
+    Cell("SST", 150, 1), Cell("SST", 150, 64), Cell("EWT", 256, 1), Cell("EWT", 256, 64),
+)  # fmt: skip
+
+
+def made(cell: Cell, settings: Settings) -> tuple[Any, Batches[Any]]:
+    """The model and minibatches of a cell: the same in each process, by the seed."""
+    wide = settings.size(300, 6)
+    if cell.kind == "trees":
+        leaves = settings.size(20, 4)
+        return made_up_trees(
+            settings,
+            leaves=leaves,
+            hidden=cell.hidden,
+            batch=cell.batch,
+            embedding=wide,
+            all_nodes=False,
+        )
+    if cell.kind == "SST":
+        return sst_trees(settings, hidden=cell.hidden, batch=cell.batch, embedding=wide)[:2]
+    return ewt_tagger(settings, hidden=cell.hidden, batch=cell.batch, embedding=settings.size(200, 6))
+
+
+class DyNetWork:
+    """What DyNet's process does."""
+
+    def __init__(self, adapter: ModuleType, cell: Cell, settings: Settings) -> None:
+        model, self.batches = made(cell, settings)
+        self.hand: Any = (adapter.DyNetTagger if cell.kind == "EWT" else adapter.DyNetTreeLSTM)(model)
+
+    def run(self, kind: str, number: int) -> None:
+        batch = self.batches[number]
+        if kind == "train":
+            self.hand.loss(batch)
+        else:
+            self.hand(batch)
+
+    def outcome(self, kind: str) -> dict[str, np.ndarray]:
+        if kind == "infer":
+            return {"result": self.hand(self.batches[0]).numpy()}
+        loss = self.hand.loss(self.batches[0])
+        gradients = {f"gradient of {n}": g.numpy() for n, g in self.hand.gradients().items()}
+        return {"loss": np.array(loss, np.float32), **gradients}
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    cells = settings.size(CELLS, (Cell("trees", 5, 3), Cell("EWT", 5, 3)))
+    for cell in cells:
+        try:
+            yield from cell_cases(cell, settings)
+        except Skip as skip:
+            yield Case(cell.name, {}, "instance", 0, [], skipped={"all": str(skip)})
+
+
+def cell_cases(cell: Cell, settings: Settings) -> Iterator[Case]:
+    """Training and inference of one cell. Who is not there is named with the reason."""
+    model, batches = made(cell, settings)
+    hand = PackedTagger(model) if cell.kind == "EWT" else LevelTreeLSTM(model)
+    unit = "sentence" if cell.kind == "EWT" else "tree"
+    with contextlib.ExitStack() as stack:
+        skipped, peer = {}, None
+        try:
+            if settings.peers:
+                peer = stack.enter_context(PeerProcess("dynet", DyNetWork, cell, settings))
+        except PeerUnavailable as error:
+            skipped = {DYNET: str(error)}
+        for work in (Training(model, batches), Inference(model, batches)):
+            kind = "train" if isinstance(work, Training) else "infer"
+            contenders = [work.by_hand(HAND, hand), work.batched(OURS)]
+            if peer is not None:
+                contenders.append(peer.contender(DYNET, kind))
+            rounds = [replace(c, prepare=batches.prepare) for c in contenders]
+            yield Case(
+                f"{cell.name} {kind}", {"hidden": cell.hidden, "batch": cell.batch, "mode": kind}, unit,
+                cell.batch, rounds, slow=(HAND, DYNET), skipped=skipped, reference=HAND,
+            )  # fmt: skip
+
+
+def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
+    rows: list[list[str | int | float | None]] = []
+    for case in found:
+        ours = case.entries.get(OURS)
+        if ours is None:
+            continue
+        ratios = [over(case, peer) for peer in (HAND, DYNET)]
+        least = min((r.median for r in ratios if r is not None), default=None)
+        wanted = WANTED_SMALL if case.count <= SMALL else WANTED_LARGE
+        mark = None if least is None else f"{least:.2f} {'+' if least >= wanted else '-'} (>= {wanted:g})"
+        shown = [None if r is None else ratio_text(r) for r in ratios]
+        rows.append([case.name, case.count / ours.cpu.median, *shown, mark])
+    note = (
+        "Units: trees or sentences a second of CPU time. Ratios: the peer's CPU time over fxbatch's, round by round, "
+        "median (quartiles); below 1 fxbatch loses. Trees: 20 random leaves, embedding 300, loss at the root; SST: a "
+        "loss at every node in training, root scores in inference; EWT: two layers of 256 a direction, all words."
+    )
+    return [Table("Beside the peers", ["cell", "units/s", HAND, DYNET, "least (wanted)"], rows, note)]
+
+
+def over(case: CaseResult, peer: str) -> Spread | None:
+    """The peer's CPU seconds over fxbatch's, round by round."""
+    theirs, ours = case.entries.get(peer), case.entries.get(OURS)
+    if theirs is None or ours is None:
+        return None
+    pairs = zip(theirs.cpu.samples, ours.cpu.samples, strict=False)
+    return Spread.of([a / b for a, b in pairs])
+
+
+TASK = Task(
+    name="peers",
+    title="Beside batching by hand and DyNet",
+    explanation=(
+        "Tree-LSTMs and the BiLSTM tagger at several sizes, in training and in inference, in CPU time. By hand and "
+        "fxbatch share a process, DyNet has one of its own; all take turns on the same new minibatches, and their "
+        "results and gradients are compared first. DyNet's wheel (`pip install dyNET38`) is a slow build: for figures "
+        "build DyNet from source with `-DMKL_ROOT=...`, or without MKL and with "
+        "`-DCMAKE_CXX_FLAGS='-O3 -march=native'`, and install its Python package beside fxbatch."
+    ),
+    cases=cases,
+    tables=tables,
+)
