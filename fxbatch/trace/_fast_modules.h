@@ -104,7 +104,8 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
             PyType_Modified((PyTypeObject *)changed);
         changed = PyType_Check(owner) ? owner : NULL;
         PyObject *name = PyTuple_GET_ITEM(row, 1), *new = PyTuple_GET_ITEM(row, 2), *dict = attributes_of(owner);
-        failed = (new == Py_None ? PyDict_DelItem(dict, name) : PyDict_SetItem(dict, name, new)) < 0;
+        int there = PyDict_Contains(dict, name); /* a clean-up that was cut short is done again */
+        failed = (new != Py_None ? PyDict_SetItem(dict, name, new) : there > 0 ? PyDict_DelItem(dict, name) : there) < 0;
     }
     if (changed)
         PyType_Modified((PyTypeObject *)changed);

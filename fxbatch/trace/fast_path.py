@@ -73,10 +73,10 @@ def put_attributes(entries: Entries, saved: list[Entries]) -> None:
         return
     saved.append(tuple((owner, name, owner.__dict__.get(name)) for owner, name, _ in reversed(entries)))
     for owner, name, new in entries:
-        if new is None:
-            delattr(owner, name)
-        else:
+        if new is not None:
             setattr(owner, name, new)
+        elif name in owner.__dict__:  # a clean-up that was cut short is done again
+            delattr(owner, name)
 
 
 def quicken_modules(on: bool) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.ir import Operation, Signature, TensorType
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import OperationCache
@@ -153,23 +152,6 @@ def test_waiting_models_with_ever_new_shapes_do_not_fill_the_pool() -> None:
         wait([torch.ones(1000 + k), -torch.ones(1000 + k)])
         sizes.append(engine.pool.bytes)
     assert max(sizes) <= 3 * sizes[0]
-
-
-def kernel() -> Kernel:
-    nothing: Any = lambda *_: ()  # noqa: E731
-    return Kernel("", 0, nothing, nothing, nothing)
-
-
-def test_a_workspace_forgets_kernels_that_are_gone() -> None:
-    workspace = Workspace()
-    kept = [kernel() for _ in range(3)]
-    for k in kept:
-        workspace.views(k, 5)
-    for _ in range(20):
-        workspace.views(kernel(), 5)
-    gc.collect()
-    assert len(workspace._views) == 3
-    assert workspace.views(kept[0], 5) is workspace.views(kept[0], 5)
 
 
 def test_operations_that_were_not_used_for_the_longest_time_go_first() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch import mistakes
-from fxbatch.codegen import operation
+from fxbatch.codegen import build_operation
 from fxbatch.errors import InternalWarning
 from fxbatch.trace import modules
 
@@ -42,8 +42,8 @@ def model(part: nn.Module, **options: Any) -> nn.Module:
 
 # In a pass over graphs whatever is raised is a mistake; where modules become operations, what PyTorch raises is none.
 PLACES = {
-    "a rewrite": (operation, "rewrite", RuntimeError),
-    "a partition": (operation, "partition", KeyError),
+    "a rewrite": (build_operation, "rewrite", RuntimeError),
+    "a partition": (build_operation, "partition", KeyError),
     "a module": (modules, "_changed_attribute", KeyError),
 }
 
