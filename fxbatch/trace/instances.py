@@ -72,7 +72,7 @@ class Instances:
         self, recorder: Recorder, fn: Callable[..., Any], count: int, started: int, settings: Settings
     ) -> None:
         modules = {id(m): m for r in (*recorder.roots, *recorder.table.owners.values()) for m in r.modules()}
-        changes = changes_of([fn], [type(m) for m in modules.values()])
+        changes = changes_of([fn], list(modules.values()))
         self.recorder = recorder
         self.names = changes.names
         self.shared = changes.shared

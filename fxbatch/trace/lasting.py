@@ -1,12 +1,12 @@
 """What a forward's code may change that outlives an instance, read from its bytecode.
 
-In: functions, and the classes of modules. Out: names of attributes that are set or whose containers are changed, and
-whether globals, closures or the contents of either are; whether a frame is inside a `with` whose manager may hold
-something that all instances share.
+In: functions, modules, and the plain objects that modules hold. Out: names of attributes that are set or whose
+containers are changed, and whether globals, closures, plain objects or the contents of these are; whether a frame is
+inside a `with` whose manager may hold something that all instances share.
 
-    changes = changes_of([Model.forward], [Model])
+    changes = changes_of([Model.forward], [model])
     changes.names         # {"h", "log"}: self.h = ..., self.log.append(...)
-    changes.shared        # "COUNT" (model.py:12), "" where nothing but attributes is changed
+    changes.shared        # "COUNT" (model.py:12), "State.h", "" where nothing else is
 
 An instance that waits lets others run, and what they share would be mixed. What is found here is only ever too much:
 then an instance waits for its turn, or isn't left, where it might have been.
@@ -15,11 +15,13 @@ then an instance waits for its turn, or isn't left, where it might have been.
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import decimal
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ _FREE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 @dataclass(frozen=True)
 class Changes:
-    """What code may change: attributes by name, and the first global or closure variable ("" for none)."""
+    """What code may change: attributes by name, and the first global, closure or plain object ("" for none)."""
 
     names: frozenset[str]
     shared: str
@@ -58,6 +60,11 @@ class _Found:
     rebound: tuple[str, ...]  # globals and closure variables that are assigned
     shared: tuple[str, ...]  # those whose attributes or items are
     called: tuple[str, ...]  # names of functions that it may call
+    own: tuple[str, ...]  # attributes of its first parameter that are set, or whose contents are changed
+    others: tuple[
+        tuple[str, str], ...
+    ]  # attributes of anything else: (attribute that it was read from or "", name)
+    methods: tuple[str, ...]  # attributes that are read: its methods may be called
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,6 +73,9 @@ def _found(code: types.CodeType) -> _Found:
     rebound: dict[str, None] = {}
     shared: dict[str, None] = {}
     called: dict[str, None] = {}
+    own: dict[str, None] = {}
+    others: dict[tuple[str, str], None] = {}
+    methods: dict[str, None] = {}
     steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
     for k, i in enumerate(steps):
         changed: range | None = None  # where what changes was read
@@ -78,12 +88,23 @@ def _found(code: types.CodeType) -> _Found:
         elif i.opname in _STORES_ATTRIBUTE:
             names[str(i.argval)] = None
             changed = _expression(steps, k) or _line(steps, k)
+            path = [str(steps[at].argval) for at in changed if steps[at].opname in _LOADS_ATTRIBUTE]
+            if len(changed) == 1 and _is_first(code, steps[changed.start]):
+                own[str(i.argval)] = None
+            else:
+                others[path[-1] if path else "", str(i.argval)] = None
             changed = range(changed.start, changed.start + 1)
         elif i.opname in _STORES_ITEM:
             key = _expression(steps, k)
             changed = (key and _expression(steps, key.start)) or _line(steps, k)
         elif i.opname in _LOADS_ATTRIBUTE and i.argval in _MUTATORS:
             changed = _expression(steps, k) or _line(steps, k)
+        if i.opname in _LOADS_ATTRIBUTE:
+            methods[str(i.argval)] = None
+        path = [str(steps[at].argval) for at in changed or () if steps[at].opname in _LOADS_ATTRIBUTE]
+        if path and i.opname not in _STORES_ATTRIBUTE:
+            own[path[0]] = None
+            others.update({(x, ""): None for x in path})
         for x in (steps[at] for at in changed or ()):
             if x.opname in _LOADS_ATTRIBUTE and x.argval not in _MUTATORS:
                 names[str(x.argval)] = None
@@ -94,10 +115,18 @@ def _found(code: types.CodeType) -> _Found:
             found = _found(inner)
             names.update(dict.fromkeys(found.names))
             called.update(dict.fromkeys(found.called))
-            own = set(code.co_cellvars)  # only looked up
-            rebound.update({x: None for x in found.rebound if x not in own})
-            shared.update({x: None for x in found.shared if x not in own})
-    return _Found(tuple(names), tuple(rebound), tuple(shared), tuple(called))
+            methods.update(dict.fromkeys(found.methods))
+            others.update(dict.fromkeys(found.others))
+            others.update({("", x): None for x in found.own})  # its first parameter is not ours
+            cells = set(code.co_cellvars)  # only looked up
+            rebound.update({x: None for x in found.rebound if x not in cells})
+            shared.update({x: None for x in found.shared if x not in cells})
+    return _Found(*map(tuple, (names, rebound, shared, called, own, others, methods)))  # type: ignore[arg-type]
+
+
+def _is_first(code: types.CodeType, step: dis.Instruction) -> bool:
+    """Whether a step reads the first parameter, `self` in a method."""
+    return bool(code.co_argcount) and step.opname == "LOAD_FAST" and step.argval == code.co_varnames[0]
 
 
 def _expression(steps: Sequence[dis.Instruction], end: int) -> range | None:
@@ -126,14 +155,21 @@ def _at(steps: Sequence[dis.Instruction], k: int) -> int | None:
     return None if positions is None else positions.lineno
 
 
-def changes_of(functions: Iterable[Callable[..., Any]], classes: Iterable[type]) -> Changes:
-    """What these functions, the methods of these classes, and the functions that they name may change."""
+def changes_of(functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module]) -> Changes:
+    """What these functions, the methods of these modules' classes and of the plain objects that modules hold, and the
+    functions that they name may change."""
     names: dict[str, None] = {}
     shared = ""
     ahead = list(map(inspect.unwrap, functions))
-    for cls in dict.fromkeys(classes):
+    held: dict[int, tuple[str, Any]] = {}  # plain objects, by id, and the attribute where each was found
+    for cls in dict.fromkeys(map(type, modules)):
         ahead.extend(_methods(cls))
+    for m in modules:
+        for name, x in m.__dict__.items():
+            if type(x) not in _PLAIN and name not in _TABLES:
+                _find_held(name, x, held, 0)
     seen: set[types.CodeType] = set()  # only looked up
+    read: dict[str, None] = {}  # names of attributes that are read
     while ahead:
         f = ahead.pop()
         f = getattr(f, "__func__", f)
@@ -147,8 +183,84 @@ def changes_of(functions: Iterable[Callable[..., Any]], classes: Iterable[type])
         if not shared:
             changed = (*found.rebound, *(x for x in found.shared if _may_hold(known.get(x))))
             shared = f"{changed[0]} ({f.__qualname__})" if changed else ""
+        if not shared and held:
+            shared = _changed_of_held(found.others, held)
         ahead.extend(x for n in found.called if isinstance(x := known.get(n), types.FunctionType))
-    return Changes(frozenset(names), shared)
+        read.update(dict.fromkeys(found.methods))
+    return Changes(frozenset(names), shared or _changed_by_methods(read, held))
+
+
+# What modules hold that can't be changed, or is looked at elsewhere; their tables of parameters and submodules.
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
+)  # fmt: skip
+_TABLES = tuple(torch.nn.Module().__dict__)
+_DEPTH = 3  # of plain objects within plain objects
+_ITEMS = 64  # of a container that are looked at
+
+
+def _find_held(name: str, x: Any, held: dict[int, tuple[str, Any]], depth: int) -> None:
+    """Note plain objects of users' classes that an attribute leads to, through objects and containers."""
+    if type(x) in _PLAIN or depth == _DEPTH or id(x) in held:
+        return
+    if isinstance(x, (list, tuple, dict, set, frozenset, collections.deque)):
+        for y in itertools.islice(x.values() if isinstance(x, dict) else x, _ITEMS):
+            _find_held(name, y, held, depth + 1)
+    elif not isinstance(x, (torch.nn.Module, type)) and (
+        type(x) is types.SimpleNamespace or type(x).__module__.split(".")[0] not in _KNOWN
+    ):
+        held[id(x)] = name, x
+        for inner, y in getattr(x, "__dict__", {}).items():
+            _find_held(inner, y, held, depth + 1)
+
+
+_KNOWN = (
+    "torch",
+    "fxbatch",
+    "builtins",
+    "numpy",
+    "collections",
+    "functools",
+    "types",
+    "enum",
+    "random",
+    "logging",
+    "re",
+)
+
+
+def _changed_of_held(others: Iterable[tuple[str, str]], held: dict[int, tuple[str, Any]]) -> str:
+    """The attribute of a plain object that `owner.name = ...` may set, or whose contents `owner.add(...)` changes."""
+    for owner, name in others:
+        for at, x in held.values():
+            if (
+                owner == at
+                if owner or not name
+                else name in getattr(x, "__dict__", ()) or hasattr(type(x), name)
+            ):
+                return f"{type(x).__name__}.{name}" if name else f"{type(x).__name__} ({at})"
+    return ""
+
+
+def _changed_by_methods(read: Iterable[str], held: dict[int, tuple[str, Any]]) -> str:
+    """The attribute of a plain object that one of its methods sets or changes, of those that may be called."""
+    for cls in dict.fromkeys(type(x) for _, x in held.values()):
+        ahead = [*read, "__call__", "__setitem__", "__iadd__"]
+        seen: dict[str, None] = {}
+        while ahead:
+            name = ahead.pop()
+            f = inspect.unwrap(x) if callable(x := getattr(cls, name, None)) else None
+            if name in seen or not isinstance(f, types.FunctionType):
+                continue
+            seen[name] = None
+            found = _found(f.__code__)
+            if found.own or found.others:
+                return (
+                    f"{cls.__name__}.{(*found.own, *(n or o for o, n in found.others))[0]} ({f.__qualname__})"
+                )
+            ahead.extend(found.methods)
+    return ""
 
 
 def _methods(cls: type) -> Iterator[Callable[..., Any]]:

@@ -7,6 +7,7 @@ import decimal
 import io
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,11 +205,63 @@ def managed(self: Any, x: Any) -> Any:
     return h + self.l(x)
 
 
+class State:
+    """A plain object that a model holds, and that its forwards change."""
+
+    def __init__(self) -> None:
+        self.h: Any = None
+        self.known = {"a": 1}
+        self.last = types.SimpleNamespace()
+
+    def __eq__(self, other: object) -> bool:  # the values are compared as results
+        return isinstance(other, State) and self.known == other.known
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def keep(self, h: Any) -> Any:
+        self.h = h
+        return h
+
+    def look_up(self, word: str) -> int:
+        return self.known[word]
+
+
+def plain_object(self: Any, x: Any) -> Any:
+    self.state.h = self.l(x)
+    if self.state.h.sum() > 0:
+        self.state.h = self.state.h * 2
+    return self.state.h
+
+
+def plain_object_by_another_name(self: Any, x: Any) -> Any:
+    state = self.state
+    state.h = self.l(x)
+    return state.h * 2 if state.h.sum() > 0 else state.h
+
+
+def plain_object_by_a_method(self: Any, x: Any) -> Any:
+    h = self.state.keep(self.l(x))
+    return self.state.h * 2 if h.sum() > 0 else self.state.h
+
+
+def plain_object_within_another(self: Any, x: Any) -> Any:
+    self.state.last.h = self.l(x)
+    return self.state.last.h * 2 if self.state.last.h.sum() > 0 else self.state.last.h
+
+
+def plain_object_that_is_read(self: Any, x: Any) -> Any:
+    h = self.l(x) * self.state.look_up("a")
+    return h * 2 if h.sum() > 0 else h
+
+
 FORWARDS: dict[Callable[..., Any], dict[str, Any]] = {
     held: {"h": None}, counted: {"n": 0}, counted_after_waits_of_different_numbers: {"n": 0}, logged: {"log": list},
     tallied: {"calls": lambda: {"n": 0, "m": 0}}, made_late: {}, taken_away: {}, submodule: {"s": Stateful},
     switched_off: {"d": nn.Dropout}, locked: {}, acquired: {}, thread_local: {}, default_dtype: {}, redirected: {},
-    warned: {}, rounded: {}, managed: {},
+    warned: {}, rounded: {}, managed: {}, plain_object: {"state": State},
+    plain_object_by_another_name: {"state": State},
+    plain_object_by_a_method: {"state": State}, plain_object_within_another: {"state": State},
+    plain_object_that_is_read: {"state": State},
 }  # fmt: skip
 
 
@@ -337,7 +390,19 @@ def test_what_code_changes() -> None:
     assert changes_of([held, counted, logged, tallied], []).names == {"h", "n", "log", "calls"}
     assert changes_of([local], []) == changes_of([], [])
     assert changes_of([thread_local], []).shared == "LOCAL (thread_local)"
-    assert changes_of([], [Stateful]).names == {"seen", "last"}
+    assert changes_of([], [Stateful()]).names == {"seen", "last"}
+
+
+def test_plain_objects_that_code_changes() -> None:
+    def shared(forward: Any) -> str:
+        return changes_of([forward], [model(forward, l=linear, state=State)]).shared
+
+    assert shared(plain_object) == "State.h"
+    assert shared(plain_object_by_another_name) == "State.h"
+    assert shared(plain_object_by_a_method) == "State.h (State.keep)"
+    assert shared(plain_object_within_another) == "SimpleNamespace.h"
+    assert shared(plain_object_that_is_read) == ""
+    assert shared(held) == ""
 
 
 def test_which_managers_hold_what_is_shared() -> None:
