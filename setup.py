@@ -45,7 +45,14 @@ _LOOPS = cythonize(
 for extension in _LOOPS:
     extension.optional = True
 
-_NATIVE = ("_native", "_native_blocks", "_native_program", "_native_steps", "_native_threads")
+_NATIVE = (
+    "_native",
+    "_native_blocks",
+    "_native_products",
+    "_native_program",
+    "_native_steps",
+    "_native_threads",
+)
 
 _CODEGEN = Path(__file__).parent / "fxbatch" / "codegen"
 _HEADER = _CODEGEN / "_native_operations.h"
@@ -72,7 +79,13 @@ setup(
             [f"fxbatch/codegen/{name}.c" for name in _NATIVE],
             depends=[
                 f"fxbatch/codegen/{name}.h"
-                for name in ("_native", "_native_loops", "_native_operations", "_native_steps")
+                for name in (
+                    "_native",
+                    "_native_loops",
+                    "_native_operations",
+                    "_native_steps",
+                    "_native_tiles",
+                )
             ],
             # Loops are vectorised: comparisons become blends, and the square root an instruction.
             extra_compile_args=[

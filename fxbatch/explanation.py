@@ -106,6 +106,7 @@ class Explanation:
     unbatched: list[UnbatchedRow] = field(default_factory=list)
     traced_through: list[dict[str, Any]] = field(default_factory=list)
     phases: int = 1
+    products: str = ""  # which library multiplies matrices in native programs, and who decided
     statistics: Statistics | None = None
 
     @property
@@ -177,6 +178,8 @@ class Explanation:
             lines += [
                 f"why an operation: {', '.join(dict.fromkeys(names))}: {rule}" for rule, names in why.items()
             ]
+        if self.products:
+            lines += [f"products: {self.products}"]
         if self.deduplicated:
             lines += [
                 f"deduplicated: {self.deduplicated} calls were equal to others, and are not in the table"

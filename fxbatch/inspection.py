@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fxbatch.batched_graph import BatchedGraph
+from fxbatch.codegen import products
 from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.decorator import find_autobatched
 from fxbatch.errors import TraceError
@@ -145,6 +146,11 @@ def _record(
     return engine, recording, run, recording.pending_program(found.values), found
 
 
+def _runs_native(phases: Sequence[Phase]) -> bool:
+    made = [compiled for phase in phases for compiled in phase.compiled if compiled is not None]
+    return any(compiled.native_forward is not None for compiled in made)
+
+
 def explain(model: Any, *args: Any, **options: Any) -> Explanation:
     """What batching did to this minibatch, and why: run once, then described. Prints as a table.
 
@@ -200,5 +206,6 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         unbatched=list(unbatched.values()),
         traced_through=[dataclasses.asdict(t) for t in table.traced_through.values()],
         phases=len(minibatch.phases),
+        products=products.described() if _runs_native(minibatch.phases) else "",
         statistics=minibatch.recording.statistics,
     )

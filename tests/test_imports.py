@@ -20,6 +20,7 @@ LAYERS = {
     "fxbatch.errors": 0,
     "fxbatch.mistakes": 0,
     "fxbatch.torch_private": 0,
+    "fxbatch.user_cache": 0,
     "fxbatch.signature": 1,
     "fxbatch.ir": 1,
     "fxbatch.batched_graph": 2,

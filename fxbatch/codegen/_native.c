@@ -336,6 +336,27 @@ static PyObject *native_set_products(PyObject *module, PyObject *address)
     Py_RETURN_NONE;
 }
 
+/* set_choice(bytes): for each layout and class of rows 1 where BLAS multiplies, 0 where loops of ours do. */
+static PyObject *native_set_choice(PyObject *module, PyObject *choice)
+{
+    char *bytes;
+    Py_ssize_t count;
+    (void)module;
+    if (PyBytes_AsStringAndSize(choice, &bytes, &count) < 0)
+        return NULL;
+    if (count != LAYOUTS * ROW_CLASSES)
+        return PyErr_Format(PyExc_ValueError, "%d bytes were expected", LAYOUTS * ROW_CLASSES);
+    set_choice((const int8_t *)bytes);
+    Py_RETURN_NONE;
+}
+
+/* products() -> (whether BLAS is there, the level of loops of ours, "" for none). */
+static PyObject *native_products(PyObject *module, PyObject *nothing)
+{
+    (void)module, (void)nothing;
+    return Py_BuildValue("(Os)", has_products() & 1 ? Py_True : Py_False, has_products() & 2 ? chosen_loops() : "");
+}
+
 /* set_threads(GOMP_parallel, omp_get_thread_num, omp_get_num_threads, set_num_threads_local): addresses, 0 for none. */
 static PyObject *native_set_threads(PyObject *module, PyObject *args)
 {
@@ -390,6 +411,9 @@ static PyMethodDef methods[] = {
     {"copy", native_copy, METH_VARARGS, "copy(to, from, bytes): between pieces of memory that the caller holds."},
     {"set_threads", native_set_threads, METH_VARARGS, "set_threads(addresses of four functions, 0: none)."},
     {"set_loops", native_set_loops, METH_O, "set_loops(level) -> the level before, for tests."},
+    {"set_choice", native_set_choice, METH_O, "set_choice(bytes): which library multiplies, by layout and rows."},
+    {"products", native_products, METH_NOARGS, "products() -> (whether BLAS is there, the level of our loops)."},
+    {"product", native_product, METH_VARARGS, "product(a, b, out, rows, width, depth, layout, library, repeats)."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };

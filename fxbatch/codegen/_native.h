@@ -86,13 +86,32 @@ int run_program(const Program *program, int64_t n, char **bases, Fill *fills, in
 
 /* _native_program.c */
 size_t local_bytes(const Program *program);
-int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, char **bases, char *local,
+/* On n rows, of `all` that the step has: a block of them, or all. */
+int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *local,
                      int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
 const char *chosen_loops(void);
+
+/* _native_products.c */
+/* out[i][j] (+)= sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p * step_of_a, element (p, j) of b at
+   p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the line is long. */
+typedef struct {
+    float *out;
+    const float *a, *b;
+    int64_t row_of_out, row_of_a, step_of_a, row_of_b, step_of_b;
+    int64_t rows, width, depth;
+    int64_t whole; /* rows of the product that this is a piece of */
+    int add;
+} Product;
+enum { AS_THEY_LIE, TURNED_B, TURNED_A, LAYOUTS, ROW_CLASSES = 4 };
+#define DOTS_MOST 40 /* rows of a product with turned weights that are dot products: beyond, turning them pays */
+void multiply(const Product *product);
+void choose_tiles(const char *level);
 void set_products(void *single);
-int has_products(void);
+PyObject *native_product(PyObject *module, PyObject *args);
+int has_products(void); /* 1: BLAS, 2: loops of ours, 3: both */
+void set_choice(const int8_t *choice);
 
 /* _native_threads.c */
 typedef void (*Part)(void *job, int64_t thread, int64_t threads);

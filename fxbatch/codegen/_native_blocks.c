@@ -187,7 +187,7 @@ static int run_block(const Job *job, int64_t from, int64_t rows, char *memory, i
         if (fill_rows(fill, from, rows, to))
             return 1;
     }
-    return job->segment && run_instructions(p, job->segment->first, job->segment->last, rows, bases, memory, threads);
+    return job->segment && run_instructions(p, job->segment->first, job->segment->last, rows, job->n, bases, memory, threads);
 }
 
 static void run_blocks(void *data, int64_t thread, int64_t threads)
@@ -283,7 +283,7 @@ int run_program(const Program *p, int64_t n, char **bases, Fill *fills, int64_t 
         if (job.segment->rowwise)
             failed = run_segment(&job, segment_cost(p, s, fills, fill_count));
         else
-            failed = run_instructions(p, job.segment->first, job.segment->last, n, bases, job.memory, threads);
+            failed = run_instructions(p, job.segment->first, job.segment->last, n, n, bases, job.memory, threads);
     }
     products_as_before(before);
     return failed;

@@ -56,6 +56,7 @@ int choose_loops(const char *level)
     for (int k = 2; k >= 0; k--)
         if (levels[k] && (!*level || !strcmp(level, levels[k]->level))) {
             loops = levels[k];
+            choose_tiles(loops->level);
             return 0;
         }
     return -1;
@@ -64,21 +65,6 @@ int choose_loops(const char *level)
 const char *chosen_loops(void)
 {
     return loops->level;
-}
-
-/* sgemm_ of BLAS, Fortran's calling convention, 32-bit integers. */
-typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
-                      const int *, const float *, const int *, const float *, float *, const int *);
-static Sgemm sgemm;
-
-void set_products(void *single)
-{
-    memcpy(&sgemm, &single, sizeof sgemm);
-}
-
-int has_products(void)
-{
-    return sgemm != NULL;
 }
 
 void accumulate(float *out, const float *row, int64_t count)
@@ -231,6 +217,7 @@ typedef struct {
     char **at;
     int64_t rows, depth, items;
     int bad;
+    int64_t whole; /* rows of the product that these are a block of */
 } Pieces;
 
 static int64_t piece_start(int64_t items, int64_t thread, int64_t threads)
@@ -238,20 +225,12 @@ static int64_t piece_start(int64_t items, int64_t thread, int64_t threads)
     return thread == threads ? items : items / 16 * thread / threads * 16;
 }
 
-/* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. */
 static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t width,
-                    int64_t depth)
+                    int64_t depth, int64_t whole)
 {
-    int ta = x->in[0].inner != 1, tb = x->in[1].inner != 1;
-    int m = (int)width, n = (int)rows, k = (int)depth, ldo = (int)x->out.stride;
-    int lda = (int)(ta ? x->in[0].inner : x->in[0].stride), ldb = (int)(tb ? x->in[1].inner : x->in[1].stride);
-    float one = 1.0f, rest = x->flag ? 1.0f : 0.0f;
-    int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
-    lda = lda < least_a ? least_a : lda;
-    ldb = ldb < least_b ? least_b : ldb;
-    ldo = ldo < m ? m : ldo;
-    if (m && n)
-        sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, b, &ldb, a, &lda, &rest, out, &ldo);
+    Product job = {out, a, b, x->out.stride, x->in[0].stride, x->in[0].inner, x->in[1].stride, x->in[1].inner,
+                   rows, width, depth, whole, x->flag != 0};
+    multiply(&job);
 }
 
 static void product_piece(void *job, int64_t thread, int64_t threads)
@@ -262,18 +241,18 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
     float *out = (float *)p->at[0];
     const float *a = (const float *)p->at[1], *b = (const float *)p->at[2];
     if (p->items == x->width)
-        product(x, out + first, a, b + first * x->in[1].inner, p->rows, count, p->depth);
+        product(x, out + first, a, b + first * x->in[1].inner, p->rows, count, p->depth, p->whole);
     else
-        product(x, out + first * x->out.stride, a + first * x->in[0].stride, b, count, x->width, p->depth);
+        product(x, out + first * x->out.stride, a + first * x->in[0].stride, b, count, x->width, p->depth, p->whole);
 }
 
-static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t threads)
+static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
 {
-    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0};
+    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole};
     if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= 16 * threads)
         in_parallel(threads, product_piece, &job);
     else
-        product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth);
+        product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
 static void sum_piece(void *job, int64_t thread, int64_t threads)
@@ -323,7 +302,7 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
     float *out = (float *)at[0];
     const float *a = (const float *)at[1], *c = (const float *)at[3];
     const int64_t *index = (const int64_t *)at[2];
-    Pieces job = {x, at, rows, 0, width, 0};
+    Pieces job = {x, at, rows, 0, width, 0, rows};
     switch (x->code) {
     case LOOKUP:
         for (int64_t r = 0; r < rows; r++) {
@@ -373,7 +352,7 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
     return 1;
 }
 
-int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, char **bases, char *local,
+int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *local,
                      int64_t threads)
 {
     for (int64_t i = first; i < last;) {
@@ -391,10 +370,10 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, c
             if (size[k])
                 at[k] = bases[operands[k].base] + operands[k].offset * size[k];
         int64_t rows = rows_of(x->per_row, x->rest, n);
-        if (x->code == PRODUCT && !sgemm)
+        if (x->code == PRODUCT && !has_products())
             return 1;
         if (x->code == PRODUCT)
-            run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), threads);
+            run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), rows_of(x->per_row, x->rest, all), threads);
         else if (run_rows(x, at, rows, threads))
             return 1;
         i++;

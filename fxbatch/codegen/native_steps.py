@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from fxbatch.codegen import products
 from fxbatch.codegen.build_operation import OperationGraphs, Ref
 from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.native import available, extension
@@ -87,6 +88,7 @@ def make_step(
     inputs = (made.bases[:, 3] == INPUT).sum()
     sizes = (made.bases[:, 1] * made.bases[:, 2])[inputs - len(shared) : inputs].tolist()
     columns = np.array(sources, dtype=np.int64).reshape(-1, 5)
+    products.settle()
     try:
         program = extension.Program(made.bases, made.instructions, columns)
     except ValueError as error:

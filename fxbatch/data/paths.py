@@ -10,11 +10,11 @@ A data set is a folder of its name with known files in it. In: a data set's name
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from fxbatch.errors import DataError, MissingDataError
+from fxbatch.user_cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,6 @@ DATA_SETS = {
         ),
     )
 }
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of this project; `fxbatch data get` fills it. Not made here."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "fxbatch"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "fxbatch"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "fxbatch"
-    return Path.home() / ".cache" / "fxbatch"
 
 
 def search_folders(given: str | os.PathLike[str] | None = None) -> list[tuple[str, Path]]:

@@ -277,6 +277,7 @@ def test_without_the_extension(why: str, monkeypatch: pytest.MonkeyPatch, stretc
     made = M.with_options(made, native=True)
     if why == "no products":
         extension.set_products(0)
+        level = extension.set_loops("plain")
     try:
         check_equal(made, trees)
         rows = fxbatch.explain(made, trees).operations
@@ -284,6 +285,7 @@ def test_without_the_extension(why: str, monkeypatch: pytest.MonkeyPatch, stretc
     finally:
         if why == "no products":
             extension.set_products(product_address())
+            extension.set_loops(level)
 
 
 def test_the_option_is_checked() -> None:

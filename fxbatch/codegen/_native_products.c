@@ -1,0 +1,268 @@
+/* Products of float32 matrices: by BLAS as torch's library has it, or by loops of ours, as was chosen for a layout and
+   a number of rows. Which it is depends on the whole product, never on the piece of it that a thread does. */
+
+#include "_native.h"
+
+/* sgemm_ of BLAS, Fortran's calling convention, 32-bit integers. */
+typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                      const int *, const float *, const int *, const float *, float *, const int *);
+static Sgemm sgemm;
+
+typedef struct {
+    const char *level;
+    void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
+    void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
+} Tiles;
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
+#define VECTORISED
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+static inline __m256i some_of_8(int64_t count)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline __m128 sum4_of_8(__m256 a, __m256 b, __m256 c, __m256 d)
+{
+    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+static inline void transpose_8(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+{
+    __m256 r[8], t[8];
+    __m256i some = some_of_8(depth);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        r[i] = i < lines ? _mm256_maskload_ps(from + i * sf, some) : _mm256_setzero_ps();
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        if (i < depth)
+            _mm256_storeu_ps(to + i * st, t[i]);
+}
+#define TILE_OF(name) avx2_##name
+#define LEVEL "avx2"
+#define LANES 8
+#define V __m256
+#define MASK __m256i
+#define ZERO _mm256_setzero_ps()
+#define LOAD(at) _mm256_loadu_ps(at)
+#define LOAD_SOME(at, mask) _mm256_maskload_ps(at, mask)
+#define STORE(at, v) _mm256_storeu_ps(at, v)
+#define STORE_SOME(at, mask, v) _mm256_maskstore_ps(at, mask, v)
+#define SPREAD_OUT(x) _mm256_set1_ps(x)
+#define MULTIPLY_ADD(x, y, z) _mm256_fmadd_ps(x, y, z)
+#define SOME some_of_8
+#define SUM4 sum4_of_8
+#define TRANSPOSE transpose_8
+#include "_native_tiles.h"
+#pragma GCC pop_options
+#undef TILE_OF
+#undef LEVEL
+#undef LANES
+#undef V
+#undef MASK
+#undef ZERO
+#undef LOAD
+#undef LOAD_SOME
+#undef STORE
+#undef STORE_SOME
+#undef SPREAD_OUT
+#undef MULTIPLY_ADD
+#undef SOME
+#undef SUM4
+#undef TRANSPOSE
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
+static inline __mmask16 some_of_16(int64_t count)
+{
+    return (__mmask16)((1u << count) - 1);
+}
+static inline __m128 sum4_of_16(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1)); /* each quarter is one sum */
+    __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(first, all));
+}
+static inline void transpose_16(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+{
+    __m512 r[16], t[16];
+    __mmask16 some = some_of_16(depth);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        r[i] = i < lines ? _mm512_maskz_loadu_ps(some, from + i * sf) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+        r[4 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88);
+        r[12 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        if (i < depth)
+            _mm512_storeu_ps(to + i * st, r[i]);
+}
+#define TILE_OF(name) avx512_##name
+#define LEVEL "avx512"
+#define LANES 16
+#define V __m512
+#define MASK __mmask16
+#define ZERO _mm512_setzero_ps()
+#define LOAD(at) _mm512_loadu_ps(at)
+#define LOAD_SOME(at, mask) _mm512_maskz_loadu_ps(mask, at)
+#define STORE(at, v) _mm512_storeu_ps(at, v)
+#define STORE_SOME(at, mask, v) _mm512_mask_storeu_ps(at, mask, v)
+#define SPREAD_OUT(x) _mm512_set1_ps(x)
+#define MULTIPLY_ADD(x, y, z) _mm512_fmadd_ps(x, y, z)
+#define SOME some_of_16
+#define SUM4 sum4_of_16
+#define TRANSPOSE transpose_16
+#include "_native_tiles.h"
+#pragma GCC pop_options
+#endif
+
+static const Tiles *tiles;
+static int8_t chosen[LAYOUTS][ROW_CLASSES]; /* 1: BLAS */
+
+/* The loops of a level of the processor that is known to be there; none for "plain". */
+void choose_tiles(const char *level)
+{
+    tiles = NULL;
+#ifdef VECTORISED
+    tiles = !strcmp(level, "avx512") ? &avx512_level : !strcmp(level, "avx2") ? &avx2_level : NULL;
+#endif
+}
+
+void set_products(void *single)
+{
+    memcpy(&sgemm, &single, sizeof sgemm);
+}
+
+int has_products(void)
+{
+    return (sgemm != NULL) + 2 * (tiles != NULL);
+}
+
+void set_choice(const int8_t *choice)
+{
+    memcpy(chosen, choice, sizeof chosen);
+}
+
+static int class_of(int64_t rows)
+{
+    return rows <= 4 ? 0 : rows <= 24 ? 1 : rows <= 96 ? 2 : 3;
+}
+
+/* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. */
+static void blas(const Product *x)
+{
+    int ta = x->step_of_a != 1, tb = x->step_of_b != 1;
+    int m = (int)x->width, n = (int)x->rows, k = (int)x->depth, ldo = (int)x->row_of_out;
+    int lda = (int)(ta ? x->step_of_a : x->row_of_a), ldb = (int)(tb ? x->step_of_b : x->row_of_b);
+    float one = 1.0f, rest = x->add ? 1.0f : 0.0f;
+    int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
+    lda = lda < least_a ? least_a : lda;
+    ldb = ldb < least_b ? least_b : ldb;
+    ldo = ldo < m ? m : ldo;
+    sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, x->b, &ldb, x->a, &lda, &rest, x->out, &ldo);
+}
+
+static void ours(const Product *x)
+{
+    int turned = x->step_of_b != 1;
+    if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
+        tiles->dots(x->out, x->row_of_out, x->a, x->row_of_a, x->b, x->step_of_b, x->rows, x->width, x->depth, x->add);
+    else
+        tiles->panels(x->out, x->row_of_out, x->a, x->row_of_a, x->step_of_a, x->b, turned ? x->step_of_b : x->row_of_b,
+                      turned, x->rows, x->width, x->depth, x->add);
+}
+
+void multiply(const Product *x)
+{
+    int layout = x->step_of_a != 1 ? TURNED_A : x->step_of_b != 1 ? TURNED_B : AS_THEY_LIE;
+    int by_blas = chosen[layout][class_of(layout == TURNED_A ? x->depth : x->whole)];
+    if (x->rows && x->width) {
+        if (sgemm && (by_blas || !tiles))
+            blas(x);
+        else
+            ours(x);
+    }
+}
+
+/* product(a, b, out, rows, width, depth, layout, library, repeats): addresses of dense matrices, each of its layout. */
+PyObject *native_product(PyObject *module, PyObject *args)
+{
+    unsigned long long a, b, out;
+    long long rows, width, depth, layout, library, repeats;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKLLLLLL", &a, &b, &out, &rows, &width, &depth, &layout, &library, &repeats))
+        return NULL;
+    if (library ? !sgemm : !tiles)
+        return PyErr_Format(PyExc_ValueError, "no such library of products here");
+    if (rows < 1 || width < 1 || depth < 1 || rows > MOST_ROWS || width > MOST_ROWS || depth > MOST_ROWS)
+        return PyErr_Format(PyExc_ValueError, "sizes of a product");
+    Product x = {(float *)(uintptr_t)out, (const float *)(uintptr_t)a, (const float *)(uintptr_t)b, width, depth, 1, width, 1,
+                 rows, width, depth, rows, 0};
+    if (layout & TURNED_B) {
+        x.row_of_b = 1;
+        x.step_of_b = depth;
+    }
+    if (layout & TURNED_A) {
+        x.row_of_a = 1;
+        x.step_of_a = rows;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    int before = products_alone(2);
+    for (long long i = 0; i < repeats; i++) {
+        if (library)
+            blas(&x);
+        else
+            ours(&x);
+    }
+    products_as_before(before);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

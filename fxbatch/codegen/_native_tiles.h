@@ -1,0 +1,182 @@
+/* Products of float32 matrices, compiled once a level of the processor: whoever includes this defines TILE_OF(name),
+   LANES, the vector V, MASK, and what is done with them.
+
+   Each element is one chain of multiplications and additions in the order of the depth, however many rows or threads
+   there are, so that no piece of a result depends on how it was cut. Only `dots`, for few rows of a product with
+   weights as nn.Linear has them, adds up in lanes. */
+
+#define TILE_ROWS 6
+#define VECTORS (LANES == 16 ? 4 : 2) /* of a tile: its sums fill the registers */
+#define COLUMNS (VECTORS * LANES)
+#define PANEL_DEPTH 128 /* of a panel of b, which stays in the first cache */
+#define DOT_ROWS (LANES == 16 ? 4 : 2)
+
+/* rows x (vectors x LANES) elements of out; of the last vector those that the mask says. */
+static inline __attribute__((always_inline)) void TILE_OF(tile)(
+    const int rows, const int vectors, float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a,
+    const float *b, int64_t sb, int64_t depth, int add, MASK last)
+{
+    V sum[TILE_ROWS][VECTORS];
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            float *at = out + i * so + v * LANES;
+            sum[i][v] = !add ? ZERO : v < vectors - 1 ? LOAD(at) : LOAD_SOME(at, last);
+        }
+    for (int64_t p = 0; p < depth; p++, a += step_of_a, b += sb) {
+        V row[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            row[v] = v < vectors - 1 ? LOAD(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            V x = SPREAD_OUT(a[i * row_of_a]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                sum[i][v] = MULTIPLY_ADD(x, row[v], sum[i][v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            float *at = out + i * so + v * LANES;
+            if (v < vectors - 1)
+                STORE(at, sum[i][v]);
+            else
+                STORE_SOME(at, last, sum[i][v]);
+        }
+}
+
+typedef void (*TILE_OF(Tile))(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int, MASK);
+#define TILE(rows, vectors)                                                                                        \
+    static void TILE_OF(tile_##rows##_##vectors)(float *out, int64_t so, const float *a, int64_t row_of_a,          \
+                                                 int64_t step_of_a, const float *b, int64_t sb, int64_t depth,      \
+                                                 int add, MASK last)                                                \
+    {                                                                                                              \
+        TILE_OF(tile)(rows, vectors, out, so, a, row_of_a, step_of_a, b, sb, depth, add, last);                     \
+    }
+#define TILES(vectors) TILE(1, vectors) TILE(2, vectors) TILE(3, vectors) TILE(4, vectors) TILE(5, vectors) TILE(6, vectors)
+#define TILE_NAMES(vectors)                                                                                        \
+    {                                                                                                              \
+        TILE_OF(tile_1_##vectors), TILE_OF(tile_2_##vectors), TILE_OF(tile_3_##vectors), TILE_OF(tile_4_##vectors), \
+            TILE_OF(tile_5_##vectors), TILE_OF(tile_6_##vectors)                                                    \
+    }
+TILES(1)
+TILES(2)
+#if LANES == 16
+TILES(3)
+TILES(4)
+static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), TILE_NAMES(2), TILE_NAMES(3), TILE_NAMES(4)};
+#else
+static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), TILE_NAMES(2)};
+#endif
+#undef TILE
+#undef TILES
+#undef TILE_NAMES
+
+/* Columns [0, width) of b', rows [0, depth): b's rows turned, as rows of COLUMNS elements. */
+static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t depth, int64_t width)
+{
+    for (int64_t j = 0; j < width; j += LANES)
+        for (int64_t p = 0; p < depth; p += LANES)
+            TRANSPOSE(to + p * COLUMNS + j, COLUMNS, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
+                      depth - p < LANES ? depth - p : LANES);
+}
+
+/* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
+static void TILE_OF(panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
+                            int64_t ldb, int turned, int64_t rows, int64_t width, int64_t depth, int add)
+{
+    float panel[PANEL_DEPTH * COLUMNS] __attribute__((aligned(64)));
+    for (int64_t p = 0; p < depth; p += PANEL_DEPTH) {
+        int64_t deep = depth - p < PANEL_DEPTH ? depth - p : PANEL_DEPTH;
+        for (int64_t j = 0; j < width; j += COLUMNS) {
+            int64_t wide = width - j < COLUMNS ? width - j : COLUMNS, vectors = (wide + LANES - 1) / LANES, sb = ldb;
+            MASK last = SOME(wide - (vectors - 1) * LANES);
+            const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
+            if (turned) {
+                TILE_OF(turn)(panel, from, ldb, deep, wide);
+                from = panel;
+                sb = COLUMNS;
+            }
+            for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+                int64_t tall = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
+                TILE_OF(tiles)[vectors - 1][tall - 1](out + i * so + j, so, a + i * row_of_a + p * step_of_a, row_of_a,
+                                                      step_of_a, from, sb, deep, add || p, last);
+            }
+        }
+    }
+}
+
+/* rows x 4 elements of out: rows of a by rows of b, added up in lanes and then across them. */
+static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, float *out, int64_t so, const float *a,
+                                                               int64_t lda, const float *b, int64_t ldb, int64_t depth,
+                                                               int64_t columns, int add)
+{
+    V sum[DOT_ROWS][4];
+    const float *b1 = columns > 1 ? b + ldb : b, *b2 = columns > 2 ? b + 2 * ldb : b, *b3 = columns > 3 ? b + 3 * ldb : b;
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i++)
+        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = ZERO;
+    int64_t p = 0;
+    for (; p + LANES <= depth; p += LANES) {
+        V w[4] = {LOAD(b + p), LOAD(b1 + p), LOAD(b2 + p), LOAD(b3 + p)};
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i++) {
+            V x = LOAD(a + i * lda + p);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++)
+                sum[i][v] = MULTIPLY_ADD(x, w[v], sum[i][v]);
+        }
+    }
+    if (p < depth) {
+        MASK last = SOME(depth - p);
+        V w[4] = {LOAD_SOME(b + p, last), LOAD_SOME(b1 + p, last), LOAD_SOME(b2 + p, last), LOAD_SOME(b3 + p, last)};
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i++) {
+            V x = LOAD_SOME(a + i * lda + p, last);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++)
+                sum[i][v] = MULTIPLY_ADD(x, w[v], sum[i][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i++) {
+        __m128 four = SUM4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+        float *at = out + i * so;
+        if (columns >= 4)
+            _mm_storeu_ps(at, add ? _mm_add_ps(four, _mm_loadu_ps(at)) : four);
+        else
+            for (int v = 0; v < columns; v++)
+                at[v] = add ? at[v] + four[v] : four[v];
+    }
+}
+
+static void TILE_OF(dots)(float *out, int64_t so, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t rows,
+                          int64_t width, int64_t depth, int add)
+{
+    for (int64_t j = 0; j < width; j += 4) {
+        int64_t columns = width - j < 4 ? width - j : 4, i = 0;
+        const float *w = b + j * ldb;
+        for (; i + DOT_ROWS <= rows; i += DOT_ROWS)
+            TILE_OF(dot)(DOT_ROWS, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+#if LANES == 16
+        if (rows - i == 3)
+            TILE_OF(dot)(3, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+        if (rows - i == 2)
+            TILE_OF(dot)(2, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+#endif
+        if (rows - i == 1)
+            TILE_OF(dot)(1, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+    }
+}
+
+static const Tiles TILE_OF(level) = {LEVEL, TILE_OF(panels), TILE_OF(dots)};
+
+#undef TILE_ROWS
+#undef VECTORS
+#undef COLUMNS
+#undef PANEL_DEPTH
+#undef DOT_ROWS
