@@ -9,6 +9,7 @@
 #define VECTORS (LANES == 16 ? 4 : 2) /* of a tile: its sums fill the registers */
 #define COLUMNS (VECTORS * LANES)
 #define PANEL_DEPTH 128 /* of a panel of b, which stays in the first cache */
+#define LARGE 400000 /* elements of a beyond which it is read by blocks */
 #define DOT_ROWS (LANES == 16 ? 4 : 2)
 
 /* rows x (vectors x LANES) elements of out; of the last vector those that the mask says. */
@@ -86,7 +87,7 @@ static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t depth,
 }
 
 /* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
-static void TILE_OF(panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
+static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
                             int64_t ldb, int turned, int64_t rows, int64_t width, int64_t depth, int add)
 {
     float panel[PANEL_DEPTH * COLUMNS] __attribute__((aligned(64)));
@@ -108,6 +109,18 @@ static void TILE_OF(panels)(float *out, int64_t so, const float *a, int64_t row_
             }
         }
     }
+}
+
+/* The same, where a is larger than the second cache by blocks of its rows, so that they and the result stay there. */
+static void TILE_OF(panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
+                            int64_t ldb, int turned, int64_t rows, int64_t width, int64_t depth, int add)
+{
+    int64_t most = rows;
+    if (!turned && rows * depth > LARGE)
+        most = LARGE / 3 / depth > 8 * TILE_ROWS ? LARGE / 3 / depth / TILE_ROWS * TILE_ROWS : 8 * TILE_ROWS;
+    for (int64_t i = 0; i < rows; i += most)
+        TILE_OF(block)(out + i * so, so, a + i * row_of_a, row_of_a, step_of_a, b, ldb, turned,
+                       rows - i < most ? rows - i : most, width, depth, add);
 }
 
 /* rows x 4 elements of out: rows of a by rows of b, added up in lanes and then across them. */
@@ -179,4 +192,5 @@ static const Tiles TILE_OF(level) = {LEVEL, TILE_OF(panels), TILE_OF(dots)};
 #undef VECTORS
 #undef COLUMNS
 #undef PANEL_DEPTH
+#undef LARGE
 #undef DOT_ROWS
