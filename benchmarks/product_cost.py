@@ -3,8 +3,8 @@
     python -m benchmarks.product_cost                       # 300 x 750 and 600 x 1500
     python -m benchmarks.product_cost --sizes 256x1024
 
-Layouts: forward (weights as nn.Linear has them), input gradients (the same weights, not turned), weight gradients (out of
-so many rows). Libraries: torch's BLAS, our loops on each level of the processor, oneDNN as torch has it, numpy's BLAS.
+Layouts: forward (weights as nn.Linear has them), input gradients (the same weights, not turned), weight gradients (out
+of so many rows). Libraries: torch, our loops on each level of the processor, oneDNN as torch has it, numpy.
 """
 
 from __future__ import annotations
