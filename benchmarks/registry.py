@@ -23,6 +23,7 @@ TASKS: tuple[Task, ...] = (
     neubig_table_1.TASK,
     neubig_figure_3.TASK,
     scale.TASK,
+    never_slower.TASK,
     ablations.TASK,
     lines_of_code.TASK,
 )

@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, overload
@@ -21,13 +22,15 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from fxbatch.checking import Call, Prepared, checked, run_ready_watched, run_watched, warn_once
-from fxbatch.errors import MinibatchError, OptionError, StaleTraceError
+from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.runtime.watchers import hidden_modes
+from fxbatch.runtime.scouting import Seen
+from fxbatch.runtime.strategy import Strategy
+from fxbatch.runtime.watchers import hidden_modes, shown_modes
 from fxbatch.signature import bodies
 from fxbatch.torch_private import (
     dispatch_mode_count,
@@ -156,6 +159,8 @@ class Autobatched:
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise MinibatchError(f"{self.fn.__qualname__}: arguments of different lengths: {listed}")
+        if not named and not any(type(column) is _Same for column in columns):
+            return [((*head, *row), {}) for row in zip(*columns, strict=True)]
         return [
             ((*head, *[column[i] for column in columns]), {name: column[i] for name, column in named.items()})
             for i in range(next(iter(lengths.values())))
@@ -201,7 +206,48 @@ class Autobatched:
         engine = self.engine(owner)
         if self._is_checked(engine):
             return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
-        return engine.call(self.fn, instances, self.options.out)
+        strategy = engine.strategy
+        if strategy is None or inside_functorch():
+            return engine.call(self.fn, instances, self.options.out)
+        return self._chosen(engine, strategy, instances)
+
+    def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
+        """A minibatch as the strategy says: batched, by the plain loop, or its first instances so and the others so."""
+        grad = torch.is_grad_enabled()
+        choice = strategy.choose(len(instances), grad=grad)
+        if choice.batched:
+            return engine.call_counted(self.fn, instances, self.options.out)
+        results: list[Any] = []
+        if choice.scouts:
+            results = self._loop(instances[: choice.scouts], strategy.watched(grad=grad))
+        if choice.scouts and strategy.decide(len(instances), grad=grad):
+            rest = instances[choice.scouts :]
+            if rest:
+                results += engine.call_counted(self.fn, rest, "list", first=choice.scouts)
+        else:
+            results += self._loop(instances[choice.scouts :], None, first=choice.scouts)
+            if text := strategy.warning(grad=grad):
+                warnings.warn(f"{self.fn.__qualname__}: {text}", LoopWarning, stacklevel=_outside())
+        return self._put_together(results)
+
+    def _loop(self, instances: Sequence[Instance], seen: Seen | None, first: int = 0) -> list[Any]:
+        """The result of each instance by the undecorated forward, exactly as the plain loop runs it. seen: where its
+        calls are counted."""
+        results: list[Any] = []
+        with disabled(), shown_modes():
+            try:
+                if seen is None:
+                    alone = self._alone if self.options.return_exceptions else self.fn
+                    for args, kwargs in instances:
+                        results.append(alone(*args, **kwargs))
+                else:
+                    for args, kwargs in instances:
+                        with seen.watch():
+                            results.append(self._alone(*args, **kwargs))
+            except BaseException as error:
+                error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
+                raise
+        return results
 
     def _is_super(self, owner: Any) -> bool:
         """Whether a decorated method of a derived class, which stands for this one on `owner`, is among the callers.
@@ -291,18 +337,29 @@ class Autobatched:
 
     def one_by_one(self, instances: Sequence[Instance]) -> Any:
         """The undecorated forward in a loop, results put together as the decorated call does."""
-        results = [self._alone(args, kwargs) for args, kwargs in instances]
+        return self._put_together([self._alone(*args, **kwargs) for args, kwargs in instances])
+
+    def _put_together(self, results: list[Any]) -> Any:
+        """Results of the instances, real tensors in them, as the decorated call gives them."""
         if self.options.out == "stack":
             return stack_real(results)
         return nest(results) if self.options.out == "nested" else results
 
-    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _alone(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.fn(*args, **kwargs)
         except Exception as error:
             if not self.options.return_exceptions:
                 raise
             return error
+
+
+def _outside() -> int:
+    """The stack level of the user's line that made the call, for a warning of the one who asks."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("fxbatch", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _undecorated() -> bool:
@@ -436,6 +493,7 @@ def autobatch(
     native: bool = True,
     check: int = 0,
     check_gradients: bool = False,
+    adaptive: bool = True,
 ) -> Callable[[F], F]: ...
 
 
@@ -456,6 +514,7 @@ def autobatch(
     native: bool = True,
     check: int = 0,
     check_gradients: bool = False,
+    adaptive: bool = True,
     **unknown: Any,
 ) -> Any:
     """Make a callable that is written for ONE instance take a minibatch of instances.
@@ -488,6 +547,9 @@ def autobatch(
         mode: "looped" (one module walks the plan of each minibatch), or "unrolled" (an fx.GraphModule for each
             structure).
         native: on the CPU, run steps in C where their kernels have native programs.
+        adaptive: where batching would be slower than the plain loop, run the loop: chosen from counts of calls,
+            the same way in every run. False: batch always. Options that say how to batch (schedule, mode, backward,
+            compile, verify) batch always, too.
         compile: operation graphs through torch.compile: True ("inductor"), the name of a backend, a backend,
             or "auto" (Inductor, for graphs without a native program).
         compile_options: passed on to torch.compile: `mode`, `options`, Inductor's settings by name,
@@ -514,6 +576,7 @@ def autobatch(
         native=native,
         check=check,
         check_gradients=check_gradients,
+        adaptive=adaptive,
         **unknown,
     )
     return (lambda function: decorate(function, options)) if fn is None else decorate(fn, options)

@@ -95,3 +95,7 @@ class InternalWarning(UserWarning):
 
 class CheckWarning(UserWarning):
     """`autobatch(check=N)` could not compare something: it depends on random numbers, or the loop doesn't repeat it."""
+
+
+class LoopWarning(UserWarning):
+    """Minibatches run the plain loop, which is estimated to be faster than batching them (`adaptive=True`)."""

@@ -108,6 +108,7 @@ class Explanation:
     phases: int = 1
     products: str = ""  # which library multiplies matrices in native programs, and who decided
     statistics: Statistics | None = None
+    strategy: str = ""  # whether such minibatches are batched or run the plain loop, and what would change it
 
     @property
     def ratio(self) -> float:
@@ -195,6 +196,8 @@ class Explanation:
             lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
         lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
         lines += [f"would help: {line}" for line in self.advice]
+        if self.strategy:
+            lines += [f"such minibatches run as {self.strategy}"]
         return lines
 
     def __str__(self) -> str:

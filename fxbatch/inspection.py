@@ -208,4 +208,12 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         phases=len(minibatch.phases),
         products=products.described() if _runs_native(minibatch.phases) else "",
         statistics=minibatch.recording.statistics,
+        strategy=_strategy(minibatch),
     )
+
+
+def _strategy(minibatch: Minibatch) -> str:
+    """What is chosen for minibatches like this one; "" where all are batched."""
+    chosen = minibatch.engine.strategy
+    count = len(minibatch.recording.results)
+    return "" if chosen is None else chosen.describe(count, grad=torch.is_grad_enabled())

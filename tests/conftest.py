@@ -13,6 +13,8 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from hypothesis import HealthCheck, settings
 
+from fxbatch.runtime.strategy import Switch
+
 # Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
 os.environ.pop("COLUMNS", None)
 
@@ -57,6 +59,12 @@ def pytest_collection_finish() -> None:
 def _same_start() -> None:
     """Each test starts with the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _always_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests look at batching, on minibatches too small to gain by it; test_strategy.py at the choice."""
+    monkeypatch.setattr(Switch, "on", False)
 
 
 _UNPATCHED = torch.nn.Module.__call__, torch.tensor, torch.nn.functional.handle_torch_function

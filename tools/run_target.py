@@ -38,6 +38,7 @@ class Runnable:
             **overrides,
             "out": "list",
             "check": 0,
+            "adaptive": False,
             "check_gradients": False,
         }
         return Runnable(Autobatched(found.fn, Options.of(**given)), owner)

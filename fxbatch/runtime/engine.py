@@ -28,6 +28,7 @@ from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
+from fxbatch.runtime.count_run import count_run
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.family import Family, OperationSet
 from fxbatch.runtime.function import LazyRun, take_results
@@ -39,6 +40,7 @@ from fxbatch.runtime.ready import ReadyMinibatch
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.slab import SlabPlan, plan_slab
+from fxbatch.runtime.strategy import Strategy, Switch
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.runtime.wanted import Wanted
 from fxbatch.torch_private import inside_functorch, memory_is_real
@@ -99,6 +101,7 @@ class Engine:
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
         self.calls = 0  # of the decorated callable, where some are checked
+        self._strategy = Strategy() if options.chooses else None
         self.warned: set[str] = set()  # what checks have warned of
 
     def table_for_recording(self) -> SignatureTable:
@@ -229,6 +232,16 @@ class Engine:
         """The unrolled module of a program's structure, emitted when it is new."""
         return self.modules.get(PlanKey.of(program, self.options.schedule), emit)
 
+    def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
+        """Positions of the signatures that run call by call for now, their graphs being built later."""
+        strategy = self.strategy
+        if strategy is not None and strategy.building is not None:
+            return strategy.put_off(signatures, counts)
+        late = self.postponed.choose(signatures, counts)
+        if strategy is not None:
+            strategy.note_built([s for s, n in zip(signatures, counts, strict=True) if n], late)
+        return late
+
     # -- the call -----------------------------------------------------------------------------------
 
     def execution(self) -> Run | DifferentiableRun:
@@ -259,8 +272,38 @@ class Engine:
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run), out)
 
+    @property
+    def strategy(self) -> Strategy | None:
+        """What chooses between batching and the plain loop; None where all is batched."""
+        return self._strategy if Switch.on else None
+
+    def call_counted(
+        self, fn: Callable[..., Any], instances: Sequence[Instance], out: str, *, first: int = 0
+    ) -> Any:
+        """`call`, paid and judged by the strategy. first: the number of the first instance in the minibatch."""
+        strategy, grad = self.strategy, torch.is_grad_enabled()
+        assert strategy is not None
+        known = len(self.table.signatures)
+        run = self.execution()
+        try:
+            recording = self.record(fn, instances, run, first=first)
+            result = self.finish(run, recording, out)
+        finally:
+            strategy.building = None
+        counts = None
+        if isinstance(run, Run) and strategy.judges(len(instances), grad=grad):
+            counts = count_run(run, recording, new=max(0, len(self.table.signatures) - known))
+        strategy.ran(counts, len(instances), grad=grad)
+        return result
+
     def record(
-        self, fn: Callable[..., Any], instances: Sequence[Instance], run: Execution, *, ahead: bool = False
+        self,
+        fn: Callable[..., Any],
+        instances: Sequence[Instance],
+        run: Execution,
+        *,
+        ahead: bool = False,
+        first: int = 0,
     ) -> Recording:
         """Run the user's forward on each instance, recording; `run` executes what instances wait for.
 
@@ -275,6 +318,7 @@ class Engine:
             roots=() if self.root is None else (self.root,),
             runs_now=True,
             ahead=ahead,
+            first=first,
         )
 
     def run_ready(self, ready: ReadyMinibatch, out: str) -> Any:

@@ -41,6 +41,8 @@ class Options:
     check: 0, or N: the first minibatch and then one in N is also run undecorated, on copies of module and instances,
     and compared; a difference is an error (fxbatch/checking.py). check_gradients: compare gradients too, by an extra
     backward pass of each.
+    adaptive: minibatches that batching would make slower, by counts of their calls, run the undecorated forward
+    (runtime/strategy.py).
     native: on the CPU, run the steps of operations whose kernels have native programs in C
     (codegen/native_lower.py), all others by the emitted Python kernels.
     """
@@ -59,6 +61,13 @@ class Options:
     native: bool = True
     check: int = 0
     check_gradients: bool = False
+    adaptive: bool = True
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the plain loop is one of the strategies: not where options say how batching is to be done."""
+        usual = self.mode == "looped" and self.backward == "compiled" and self.schedule == "lookahead"
+        return self.adaptive and usual and self.compile is False and not self.verify
 
     @staticmethod
     def of(**given: Any) -> Options:
@@ -81,7 +90,7 @@ class Options:
         when = given.get("deduplicate", "auto")
         if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
             raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients"):
+        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients", "adaptive"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         if "compile" in given:

@@ -172,6 +172,8 @@ def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take:
 
 def stack_real(results: Sequence[Any]) -> Any:
     """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
+    if results and _are_alike(results):
+        return torch.stack(list(results))
     found = Results(results)
     if len(found.values):  # inside a recording: stacking is recorded too
         found = found.made_alike()
@@ -179,6 +181,18 @@ def stack_real(results: Sequence[Any]) -> Any:
         spec = found.specs[0]
         return stacked[0] if spec is None else put_together(stacked, spec)
     return stack(found, lambda ids: ids, lambda requests: [])
+
+
+def _are_alike(results: Sequence[Any]) -> bool:
+    """Whether all results are plain tensors of one type."""
+    first = results[0]
+    if type(first) is not torch.Tensor:
+        return False
+    shape, dtype, device = first.shape, first.dtype, first.device
+    return all(
+        type(x) is torch.Tensor and x.dtype is dtype and x.shape == shape and x.device == device
+        for x in results
+    )
 
 
 def _stack_recorded(column: Sequence[Any]) -> Any:

@@ -238,8 +238,7 @@ class Run:
             dict.fromkeys(constants, True),
             known_needs=known_needs,
         )
-        postponed = self.engine.postponed
-        late = postponed.choose(program.signatures, survey(program).counts.tolist())
+        late = self.engine.late(program.signatures, survey(program).counts.tolist())
         family.settled = not late
         compiled = tuple(
             self.engine.compiled(

@@ -73,6 +73,7 @@ class Dependent:
 
 def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record `func(*args, **kwargs)` and give its result with Values."""
+    recorder.long_calls += 1
     recorder.sync_modes()
     func = plain_function(func)
     if type(func) is CustomFunction:

@@ -91,6 +91,7 @@ def record_minibatch(
     roots: Sequence[torch.nn.Module] | None = None,
     runs_now: bool = False,
     ahead: bool = False,
+    first: int = 0,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -100,7 +101,7 @@ def record_minibatch(
     were closed;
     with return_exceptions it becomes that instance's result.
     runs_now: the recording is for this one run, so that buffers may be taken as they are; ahead: its last phase runs
-    later, with parameters that may be others by then.
+    later, with parameters that may be others by then. first: the number of the first instance, in messages.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
@@ -110,6 +111,7 @@ def record_minibatch(
     recorder.copies = {} if runs_now else None
     recorder.watches_operands = runs_now and not ahead
     run = _Run(fn, instances, recorder, execution, return_exceptions)
+    run.first = first
     with patched():
         for root in roots:
             quicken(type(root))
@@ -191,6 +193,7 @@ class _Run:
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
+        self.first = 0  # the number of the first instance, in messages
         self.next = 0  # the next instance to start
         self.running = 0  # the instance whose code runs now
         self.failed: BaseException | None = None
@@ -332,7 +335,7 @@ class _Run:
                 "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit "
                 "raises the limit"
             )
-        error.add_note(f"fxbatch: in instance {instance} of the minibatch")
+        error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""

@@ -83,6 +83,7 @@ class Recorder(Columns):
         self.foreign = Foreign()  # tensors whose memory others may write to
         self.graded = False  # whether some call was made with gradients on
         self.calls = 0  # calls that phases have run
+        self.long_calls = 0  # calls of functions that Python recorded
         self.running = 0  # the instance whose code runs
         self.waiting: Instances | None = None  # what instances set on modules, once one has waited
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name

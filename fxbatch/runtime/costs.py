@@ -1,0 +1,90 @@
+"""What a minibatch costs, in microseconds, from counts alone: batched, and one by one.
+
+In: counts of a minibatch that was recorded (`Counts`), or of the calls of the plain loop (`Eager`). Out: estimates,
+good to about a factor of 1.5, made of constants that were measured once and are shipped, so that equal counts give
+equal choices on every machine and every run. How they were measured: docs/design.md.
+
+    batched_cost(Counts(instances=64, calls=6592, steps=28, grad=True))      # 12,000
+    loop_cost(Eager(calls=300, inner=340), instances=64, grad=True)           # 198,000
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# One by one: a call of a torch function, and each call of ATen more that it makes; with gradients, backward included.
+EAGER_CALL, EAGER_INNER = 2.2, 0.5
+EAGER_CALL_GRAD, EAGER_INNER_GRAD = 7.5, 2.5
+
+# Batched: a minibatch, a recorded call, one that is recorded in Python, a signature that is new; what backward adds.
+MINIBATCH, CALL, LONG_CALL, NEW_SIGNATURE = 800.0, 1.5, 6.0, 700.0
+MINIBATCH_GRAD, CALL_GRAD = 1000.0, 1.0
+# A step by its native program, or in Python, or a call that runs by itself; what backward adds.
+STEP, PYTHON_STEP, UNBATCHED_CALL = 18.0, 45.0, 70.0
+STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 25.0, 60.0, 65.0
+# A phase, and an instance that waits in one; what backward adds.
+PHASE, WAIT = 300.0, 14.0
+PHASE_GRAD = 150.0
+# The graphs of one operation.
+BUILD = 80_000.0
+
+# Batching is chosen where it is estimated to take at most this share of the loop's time.
+WORTH_IT = 0.8
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Calls of torch functions that one instance makes on average, and calls of ATen that these make beyond one."""
+
+    calls: float = 0.0
+    inner: float = 0.0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a recorded minibatch was made of."""
+
+    instances: int
+    calls: int = 0  # recorded
+    long_calls: int = 0  # of these, in Python
+    new: int = 0  # signatures that were not met before
+    steps: int = 0  # that run by a native program
+    python_steps: int = 0
+    unbatched: int = 0  # calls that run one by one, for good
+    late_steps: int = 0  # steps of operations whose graphs are not built yet
+    late: int = 0  # how many operations those are
+    phases: int = 1
+    waits: int = 0  # how often an instance waited for a value
+    grad: bool = False
+
+
+def loop_cost(eager: Eager, instances: float, *, grad: bool) -> float:
+    """The plain loop over so many instances, its backward included."""
+    call, inner = (EAGER_CALL_GRAD, EAGER_INNER_GRAD) if grad else (EAGER_CALL, EAGER_INNER)
+    return instances * (eager.calls * call + eager.inner * inner)
+
+
+def batched_cost(counts: Counts) -> float:
+    """A minibatch batched, its backward included, once all graphs are built."""
+    forward = (
+        MINIBATCH
+        + CALL * counts.calls
+        + (LONG_CALL - CALL) * counts.long_calls
+        + NEW_SIGNATURE * counts.new
+        + STEP * counts.steps
+        + PYTHON_STEP * (counts.python_steps + counts.late_steps)
+        + UNBATCHED_CALL * counts.unbatched
+        + PHASE * (counts.phases - 1)
+        + WAIT * counts.waits
+    )
+    if not counts.grad:
+        return forward
+    return (
+        forward
+        + MINIBATCH_GRAD
+        + CALL_GRAD * counts.calls
+        + STEP_GRAD * counts.steps
+        + PYTHON_STEP_GRAD * (counts.python_steps + counts.late_steps)
+        + UNBATCHED_CALL_GRAD * counts.unbatched
+        + PHASE_GRAD * (counts.phases - 1)
+    )

@@ -1,0 +1,423 @@
+"""The plain loop as one of the strategies: what is chosen, from counts alone, and that each choice is exact."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxbatch
+from benchmarks.ordinary_models import ROWS
+from fxbatch.runtime import strategy as module
+from fxbatch.runtime.costs import BUILD, Counts, Eager, batched_cost, loop_cost
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.scouting import STEPS, Seen
+from fxbatch.runtime.strategy import SCOUTS, Strategy, Switch
+from tests.oracle import check_equal
+
+
+@pytest.fixture(autouse=True)
+def _chooses(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Switch, "on", True)
+
+
+class Chain(nn.Module):
+    """A cell over a sequence of vectors: batches well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.calls = 0
+        self.last: Any = None
+
+    def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        h = torch.zeros_like(words[0])
+        for w in words:
+            h = self.cell(w, h)
+        return h
+
+
+class Sizes(nn.Module):
+    """A sentence as one tensor: each length makes signatures of its own, so batching does not pay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.calls = 0
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = torch.tanh(self.inner(x)).sum(0)
+        return self.last + torch.rand(4)
+
+
+def chains(n: int, length: int = 20) -> list[list[torch.Tensor]]:
+    return [[torch.randn(4) for _ in range(length)] for _ in range(n)]
+
+
+def lengths(n: int) -> list[torch.Tensor]:
+    return [torch.randn(3 + i, 3) for i in range(n)]
+
+
+def decorated(model: nn.Module, **options: Any) -> Any:
+    return fxbatch.autobatch(**options)(model.forward)
+
+
+def engine_of(f: Any, model: nn.Module) -> Engine:
+    found: Engine = f.__fxbatch__.engine(model)
+    return found
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many instances each recording of the test had."""
+    found: list[int] = []
+    record = Engine.record
+
+    def counted(self: Engine, fn: Any, instances: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(instances))
+        return record(self, fn, instances, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "record", counted)
+    return found
+
+
+# Choices
+
+
+# Row: operations built in ten minibatches and minibatches of them that ran the loop; training, inference.
+CHOICES: dict[str, tuple[tuple[bool, int], tuple[bool, int]]] = {
+    **dict.fromkeys(ROWS, ((False, 10), (False, 10))),
+    "adaptive computation time": ((True, 0), (False, 10)),
+    "pointer network": ((True, 0), (False, 10)),
+    "greedy autoencoder": ((True, 8), (False, 10)),  # two say that it does not pay
+    "Tree-LSTM": ((True, 0), (True, 0)),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "beam search"])
+def test_builds_launches_and_fallbacks_of_each_row(name: str, grad: bool, batches: list[int]) -> None:
+    row, rounds = ROWS[name], 10
+    model = row.model()
+    f = row.decorate(model)
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxbatch.LoopWarning)
+        for round in range(rounds):
+            result = f(*row.batch(round))
+            if grad:
+                result.sum().backward()
+    engine = engine_of(f, model)
+    built = [x for x in engine.operations._entries.values() if x.graphs is not None]
+    builds, loops = CHOICES[name][0 if grad else 1]
+    assert (bool(built), rounds - len(batches)) == (builds, loops)
+    if not builds:
+        assert not len(engine.table.signatures), "nothing was recorded"
+    else:
+        expected = row.instances - SCOUTS
+        assert batches == [expected, *[row.instances] * (rounds - loops - 1)]
+        assert len(built) * BUILD < module.FIRST_CREDIT * loop_cost(Eager(400, 400), row.instances, grad=True)
+
+
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_the_same_data_chooses_the_same_way_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choices() -> list[bool]:
+        torch.manual_seed(0)
+        model, found = Chain(), []
+        f = decorated(model)
+        for n in (1, 2, 40, 3, 16, 40, 1, 40):
+            before = model.calls
+            with torch.no_grad():
+                f(chains(n))
+            strategy = engine_of(f, model).strategy
+            assert strategy is not None and model.calls == before + n
+            found.append(strategy.choose(n, grad=False).batched)
+        return found
+
+    first = choices()
+    for name in ("time", "perf_counter", "process_time", "monotonic", "thread_time"):
+        monkeypatch.setattr(time, name, lambda: 1e9)
+    assert choices() == first
+    assert True in first and False in first
+
+
+def test_what_batches_well_is_batched_from_its_first_minibatch_on(batches: list[int]) -> None:
+    model = Chain()
+    f = decorated(model)
+    for _ in range(3):
+        f(chains(64))
+    assert batches == [64 - SCOUTS, 64, 64]
+
+
+def test_what_does_not_pay_runs_the_loop(batches: list[int]) -> None:
+    f = decorated(Sizes())
+    for _ in range(5):
+        f(lengths(16))
+    assert not batches
+
+
+def test_adaptive_false_and_options_that_say_how_always_batch(batches: list[int]) -> None:
+    for options in (
+        {"adaptive": False},
+        {"schedule": "depth"},
+        {"mode": "unrolled"},
+        {"backward": "autograd"},
+    ):
+        batches.clear()
+        decorated(Sizes(), **options)(lengths(4))
+        assert batches == [4], options
+    with pytest.raises(fxbatch.OptionError, match="adaptive=2: takes True or False"):
+        fxbatch.autobatch(adaptive=2)
+
+
+def test_a_minibatch_that_is_checked_is_batched(batches: list[int]) -> None:
+    f = decorated(Sizes(), check=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxbatch.CheckWarning)
+        for _ in range(4):
+            f(lengths(4))
+    assert batches == [4, 4]
+
+
+def test_sizes_that_come_again_are_noticed() -> None:
+    """Nine lengths: each new at first, and then the same ones in each minibatch."""
+
+    def run(strategy: Strategy, n: int, length: Callable[[int], int]) -> list[bool]:
+        found = []
+        for k in range(n):
+            choice = strategy.choose(256, grad=False)
+            for i in range(choice.scouts):
+                with strategy.watched(grad=False).watch():
+                    x = torch.ones(length(SCOUTS * k + i), 4)
+                    for _ in range(30):
+                        x = torch.tanh(x) * 2
+            found.append(choice.batched or (choice.scouts > 0 and strategy.decide(256, grad=False)))
+        return found
+
+    always_new = run(Strategy(), 40, lambda i: 5 + i)
+    assert not any(always_new)
+    again = run(Strategy(), 40, lambda i: 5 + i % 5)
+    assert not any(again[:2]) and again[-1]
+
+
+def test_one_that_did_not_pay_is_tried_again_after_a_while() -> None:
+    strategy = Strategy()
+    tried = []
+    for k in range(300):
+        choice = strategy.choose(64, grad=False)
+        for _ in range(choice.scouts):
+            with strategy.watched(grad=False).watch():
+                x = torch.ones(4)
+                for _ in range(50):
+                    x = torch.tanh(x) * 2
+        if choice.batched or (choice.scouts and strategy.decide(64, grad=False)):
+            tried.append(k + 1)
+            strategy.ran(Counts(64, calls=6400, phases=200, waits=6400), 64, grad=False)
+    assert tried[0] == 1
+    assert 2 <= len(tried) <= 4, "seldom, and ever more so"
+    assert tried[1] > 50
+
+
+def test_graphs_are_built_from_a_credit() -> None:
+    strategy = Strategy()
+    mode = strategy._modes[True]
+    mode.credit, strategy.building = 2.5 * BUILD, mode
+    kind = fxbatch.trace.table.TensorType((2,), torch.float32, torch.device("cpu"))
+    signatures = [
+        fxbatch.trace.table.Signature(fxbatch.trace.table.Operation(f"op{i}", "function", torch.relu), (kind,), (kind,))
+        for i in range(4)
+    ]  # fmt: skip
+    assert strategy.put_off(signatures, [1, 9, 0, 5]) == {0}, "those with the most calls first"
+    assert strategy.put_off(signatures, [1, 9, 0, 5]) == {0}
+    mode.credit += BUILD
+    assert strategy.put_off(signatures, [1, 9, 0, 5]) == frozenset()
+    strategy.building = None
+    assert strategy.put_off(signatures, [1, 1, 1, 1]) == frozenset(), "nothing is put off where nobody pays"
+
+
+def test_what_would_pay_waits_until_its_graphs_are_earned() -> None:
+    strategy = Strategy()
+    found = []
+    for _ in range(400):
+        choice = strategy.choose(48, grad=False)
+        for _ in range(choice.scouts):
+            with strategy.watched(grad=False).watch():
+                x = torch.ones(4)
+                for _ in range(8):
+                    x = torch.relu(torch.sigmoid(torch.tanh(x) * 2) + x)
+        found.append(choice.batched or (choice.scouts > 0 and strategy.decide(48, grad=False)))
+        if len(found) == 1:
+            assert "operations have to be built first" in strategy.describe(48, grad=False)
+    first = found.index(True)
+    assert 10 < first < 300 and all(found[first:])
+
+
+def test_costs_add_up() -> None:
+    counts = Counts(64, calls=1000, steps=20, phases=3, waits=64)
+    assert batched_cost(counts) < batched_cost(
+        Counts(64, calls=1000, steps=20, phases=3, waits=64, grad=True)
+    )
+    assert batched_cost(counts) < batched_cost(Counts(64, calls=1000, python_steps=20, phases=3, waits=64))
+    assert loop_cost(Eager(10, 5), 64, grad=True) > loop_cost(Eager(10, 5), 64, grad=False) > 0
+
+
+def test_scouts_count_calls_steps_and_waits() -> None:
+    seen = Seen()
+    x = torch.ones(4)
+    for _ in range(2):
+        with seen.watch():
+            y = torch.tanh(torch.tanh(x)) + x
+            if y.sum() > 0:
+                y = y * 2
+            torch.nn.functional.linear(x.view(2, 2), y.view(2, 2))
+    assert (seen.calls, seen.inner, seen.waits) == (2 * 10, 2, 2)  # linear is two calls of ATen
+    expected = seen.expected(100, grad=False)
+    assert expected.phases == 2 and expected.waits == 100
+    assert expected.python_steps == 0
+    assert expected.steps == round(STEPS * 9), (
+        "tanh and view twice, the others once; what asks for a number is no step"
+    )
+
+
+# Exactness
+
+
+def loop(model: nn.Module, data: list[Any]) -> list[Any]:
+    return [model.forward(x) for x in data]
+
+
+@pytest.mark.parametrize("kind, data", [(Sizes, lengths(6)), (Chain, chains(48))])
+@pytest.mark.parametrize("out", ["stack", "list", "nested"])
+def test_results_gradients_random_numbers_and_state_are_the_loops(
+    kind: Any, data: list[Any], out: str
+) -> None:
+    torch.manual_seed(3)
+    one, other = kind(), kind()
+    other.load_state_dict(one.state_dict())
+    f = decorated(one, out=out)
+    for round in range(3):
+        torch.manual_seed(round)
+        found = f(data)
+        state = torch.get_rng_state()
+        torch.manual_seed(round)
+        expected = loop(other, data)
+        if kind is Sizes:  # by the loop throughout: to the bit
+            assert torch.equal(state, torch.get_rng_state())
+            assert torch.equal(one.last, other.last)
+        rows = list(found.unbind() if out != "list" else found)
+        for a, b in zip(rows, expected, strict=True):
+            if kind is Sizes:
+                assert torch.equal(a, b)
+            torch.testing.assert_close(a, b)
+        assert one.calls == other.calls == len(data) * (round + 1)
+        sum(x.sum() for x in rows).backward()
+        sum(x.sum() for x in expected).backward()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        if kind is Sizes:
+            assert torch.equal(a.grad, b.grad)
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_values_and_gradients_of_a_minibatch_of_which_some_ran_in_the_loop(batches: list[int]) -> None:
+    class Model(Chain):
+        forward = fxbatch.autobatch(Chain.forward)
+
+    data = chains(40)
+    check_equal(Model(), data)
+    assert batches and batches[0] == 40 - SCOUTS
+
+
+def test_nothing_is_chosen_for_an_empty_minibatch() -> None:
+    assert decorated(Chain(), out="list")([]) == []
+    assert decorated(Chain())([]).shape == (0,)
+
+
+def test_an_error_names_its_instance_and_is_given_back_where_asked() -> None:
+    class Fails(Chain):
+        def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+            h = super().forward(words)
+            if words[0].shape != (4,) or len(words) == 7:
+                raise ValueError("seven")
+            return h
+
+    for place in (1, 30):
+        data = chains(48)
+        data[place] = data[place][:7]
+        with pytest.raises(ValueError, match="seven") as caught:
+            decorated(Fails())(data)
+        assert f"fxbatch: in instance {place} of the minibatch" in caught.value.__notes__
+        found = decorated(Fails(), out="list", return_exceptions=True)(data)
+        assert [i for i, x in enumerate(found) if isinstance(x, ValueError)] == [place]
+
+
+def test_a_decorated_call_inside_the_loop_is_plain_code() -> None:
+    inner = decorated(Sizes())
+
+    class Outer(Sizes):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return inner([x, x]).sum(0)
+
+    f = decorated(Outer())
+    for _ in range(2):
+        assert f(lengths(4)).shape == (4, 4)
+    assert not engine_of(inner, inner.__self__).operations._entries
+
+
+def test_dispatch_modes_see_the_loops_calls() -> None:
+    data = lengths(6)
+    model = Sizes()
+    f = decorated(model)
+    f(data)
+    with FlopCounterMode(display=False) as ours:
+        f(data)
+    with FlopCounterMode(display=False) as theirs:
+        loop(model, data)
+    assert ours.get_total_flops() == theirs.get_total_flops() > 0
+
+
+def test_double_backward_goes_through_the_loop() -> None:
+    model = Sizes()
+    result = decorated(model)(lengths(4)).sum()
+    (first,) = torch.autograd.grad(result, model.inner.weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), model.inner.weight)
+    assert second.abs().sum() > 0
+
+
+# What is said
+
+
+def test_one_warning_says_that_the_loop_runs() -> None:
+    f = decorated(Sizes())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3 * module.WARN):
+            f(lengths(4))
+    (warning,) = caught
+    assert warning.category is fxbatch.LoopWarning
+    assert "Sizes.forward: its minibatches run the plain loop" in str(warning.message)
+    assert "adaptive=False" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_explain_says_what_was_chosen_and_what_would_change_it() -> None:
+    model = Sizes()
+    model.forward = decorated(model)  # type: ignore[method-assign]
+    assert "will choose" in fxbatch.explain(model, lengths(4)).strategy
+    model(lengths(16))
+    report = fxbatch.explain(model, lengths(16))
+    assert report.strategy.startswith("the plain loop: ")
+    assert "more instances, sizes that come again or fewer waits" in " ".join(str(report).split())
+    good = Chain()
+    good.forward = decorated(good)  # type: ignore[method-assign]
+    good(chains(64))
+    assert fxbatch.explain(good, chains(64)).strategy.startswith("a batch: ")
+    assert fxbatch.explain(model, lengths(4), adaptive=False).strategy == ""
