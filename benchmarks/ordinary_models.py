@@ -9,6 +9,7 @@ In: a Row by name. Out: a model with a plain forward of one instance, and miniba
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -249,7 +250,7 @@ class GreedyAutoencoder(nn.Module):
     def forward(self, words: list[Tensor]) -> Tensor:
         nodes, loss = list(words), words[0].new_zeros(())
         while len(nodes) > 1:
-            pairs = [torch.cat([a, b]) for a, b in zip(nodes, nodes[1:])]
+            pairs = [torch.cat([a, b]) for a, b in itertools.pairwise(nodes)]
             merged = [torch.tanh(self.encode(p)) for p in pairs]
             errors = [F.mse_loss(self.decode(m), p) for m, p in zip(merged, pairs, strict=True)]
             k = int(torch.stack(errors).argmin())

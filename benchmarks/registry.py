@@ -11,6 +11,7 @@ from benchmarks.tasks import (
     neubig_figure_2,
     neubig_figure_3,
     neubig_table_1,
+    never_slower,
     peers,
     scale,
 )

@@ -99,7 +99,8 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
     slower = [case.name for case in found if case.numbers and case.numbers["after"] > MOST_AFTER]
     longer = [case.name for case in found if case.numbers and case.numbers["all"] > MOST_IN_ALL]
     note = (
-        f"CPU time of the decorated call over the plain loop's, new data in each of {settings.size(100, 4)} minibatches. "
+        f"CPU time of the decorated call over the plain loop's, new data in each of {settings.size(100, 4)} "
+        "minibatches. "
         f"After the first ten more than {MOST_AFTER} times the loop: {', '.join(slower) or 'none'}. "
         f"In all more than {MOST_IN_ALL} times: {', '.join(longer) or 'none'}."
     )

@@ -64,7 +64,9 @@ def test_the_example_is_not_rewritten(
     assert printed[0] == printed[1] == printed[2]
 
 
-@pytest.mark.parametrize("page", ["design", "extending", "extending-native", "gpu-notes", "compiled"])
+@pytest.mark.parametrize(
+    "page", ["design", "extending", "extending-native", "gpu-notes", "compiled", "strategy"]
+)
 def test_files_that_a_page_names_are_there(page: str) -> None:
     named = re.findall(r"`([\w/.]+\.(?:py|c|h|md))`", (DOCS / f"{page}.md").read_text())
     folders = (ROOT, ROOT / "fxbatch", *(ROOT / "fxbatch").iterdir(), DOCS)
