@@ -75,6 +75,7 @@ class Autobatched:
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
+        self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.options = options
         self.signature = inspect.signature(fn)
         parameters = list(self.signature.parameters.values())
@@ -82,7 +83,7 @@ class Autobatched:
         unknown = [name for name in options.shared if name not in names]
         if unknown:
             raise MinibatchError(
-                f"shared={unknown[0]!r}: {fn.__qualname__} has no such argument; it has {', '.join(names)}"
+                f"shared={unknown[0]!r}: {self.name} has no such argument; it has {', '.join(names)}"
             )
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._positional = [p.name for p in positional]
@@ -101,7 +102,7 @@ class Autobatched:
         """
         if self._always_owned:
             if not args:
-                raise MinibatchError(f"{self.fn.__qualname__} is a method: call it on an object")
+                raise MinibatchError(f"{self.name} is a method: call it on an object")
             return args[0], args[1:]
         if args and not self._never_owned:
             first = args[0]
@@ -154,11 +155,11 @@ class Autobatched:
         }
         if not lengths:
             raise MinibatchError(
-                f"{self.fn.__qualname__} takes a minibatch: at least one argument with an item an instance"
+                f"{self.name} takes a minibatch: at least one argument with an item an instance"
             )
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-            raise MinibatchError(f"{self.fn.__qualname__}: arguments of different lengths: {listed}")
+            raise MinibatchError(f"{self.name}: arguments of different lengths: {listed}")
         if not named and not any(type(column) is _Same for column in columns):
             return [((*head, *row), {}) for row in zip(*columns, strict=True)]
         return [
@@ -187,13 +188,13 @@ class Autobatched:
         except TypeError as error:
             columns = len(args) == 1 and type(args[0]) in (list, tuple) and len(args[0]) > 1
             hint = "; a batch of columns, as DataLoader makes it, is given as *batch" if columns else ""
-            raise MinibatchError(f"{self.fn.__qualname__}{self.signature}: {error}{hint}") from None
+            raise MinibatchError(f"{self.name}{self.signature}: {error}{hint}") from None
 
     def _column(self, name: str, value: Any) -> Sequence[Any] | _Same:
         """An argument as its items, one an instance; None, and what is shared, is the same for all."""
         if value is None or name in self.options.shared:
             return _Same(value)
-        return instances_of(value, f"{self.fn.__qualname__}: {name}", name)
+        return instances_of(value, f"{self.name}: {name}", name)
 
     def __call__(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and not kwargs and is_traced(args[0]):
@@ -227,7 +228,7 @@ class Autobatched:
         else:
             results += self._loop(instances[choice.scouts :], None, first=choice.scouts)
             if text := strategy.warning(grad=grad):
-                warnings.warn(f"{self.fn.__qualname__}: {text}", LoopWarning, stacklevel=_outside())
+                warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=_outside())
         return self._put_together(results)
 
     def _loop(self, instances: Sequence[Instance], seen: Seen | None, first: int = 0) -> list[Any]:
@@ -256,7 +257,7 @@ class Autobatched:
         """
         codes = set()
         for cls in type(owner).__mro__:
-            found = getattr(cls.__dict__.get(self.fn.__name__), "__fxbatch__", None)
+            found = getattr(cls.__dict__.get(getattr(self.fn, "__name__", "")), "__fxbatch__", None)
             if found is not None and found.fn is self.fn:
                 break
             if found is not None:
@@ -282,7 +283,7 @@ class Autobatched:
             ready = batch
         if self._is_checked(engine):
             if any(item.args is None for item in ready.instances):
-                warn_once(engine, self.fn.__qualname__, "bare traces know no instances: not compared")
+                warn_once(engine, self.name, "bare traces know no instances: not compared")
                 return engine.run_ready(ready, self.options.out)
             again = [self._again(owner, item) for item in ready.instances]
             return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
@@ -306,7 +307,7 @@ class Autobatched:
             with disabled():
                 return self.one_by_one(instances)
 
-        return checked(Call(engine, self.fn.__qualname__, owner, instances, batched, undecorated))
+        return checked(Call(engine, self.name, owner, instances, batched, undecorated))
 
     def ready(self, engine: Engine, owner: Any, batch: Any, *, ahead: bool = False) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""

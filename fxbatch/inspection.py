@@ -143,6 +143,8 @@ def _record(
     run = Run(engine, grad=torch.is_grad_enabled())
     recording = engine.record(autobatched.fn, instances, run)
     found = Results(recording.results)
+    if recording.left is not None:
+        recording.left.abandon()
     return engine, recording, run, recording.pending_program(found.values), found
 
 

@@ -335,7 +335,7 @@ class Engine:
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
-        found = Results(recording.results)
+        found = Results(recording.results, recording.left)
         values = found.values
         program = recording.recorder.final_program(values)
         return self.assemble(run, found, run.finish(program, values), out)
@@ -343,9 +343,14 @@ class Engine:
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
         """The result of the decorated call from the values of a finished run."""
         take = lambda requests: take_results(run, requests)  # noqa: E731
-        if out == "stack":
-            made = stack(found, renumber, take)
-        else:
+        left = found.left
+        if left is not None:
+            take = left.together(take, renumber)
+        try:
+            if out == "stack":
+                return stack(found, renumber, take)
             results = separate(found, renumber, take)
-            made = nest(results) if out == "nested" else results
-        return made
+            return nest(results) if out == "nested" else results
+        finally:
+            if left is not None:
+                left.abandon()  # where something was raised first

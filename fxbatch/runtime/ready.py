@@ -82,7 +82,7 @@ class ReadyMinibatch:
     ) -> ReadyMinibatch:
         """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run
-        found = Results(recording.results)
+        found = Results(recording.results, recording.left)
         values = found.values
         program = recording.recorder.final_program(values)
         phase = None

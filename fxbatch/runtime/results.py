@@ -15,6 +15,7 @@ import torch
 
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
+from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.objects import (
     Structure,
     fill,
@@ -36,8 +37,9 @@ class Results:
     Leaves that are objects of the user's own classes hold values too: `objects` says whose, by the leaf's id.
     """
 
-    def __init__(self, results: Sequence[Any]) -> None:
+    def __init__(self, results: Sequence[Any], left: LeftBehind | None = None) -> None:
         self.results = results
+        self.left = left  # values that are held by others
         self.specs: list[TreeSpec | Structure | None] = []
         self.leaves: list[list[Any]] = []
         self.objects: dict[int, list[Value]] = {}
@@ -76,8 +78,11 @@ class Results:
 
     @property
     def values(self) -> np.ndarray:
-        """Distinct value ids, in order of first appearance."""
-        return np.array(list(dict.fromkeys(x.id for x in self.all_values())), dtype=np.int64)
+        """Distinct ids of all values that have to be computed, in order of first appearance."""
+        found = [x.id for x in self.all_values()]
+        if self.left is not None:
+            found += [x.id for x in self.left.values]
+        return np.array(list(dict.fromkeys(found)), dtype=np.int64)
 
     def made_alike(self) -> Results:
         """The same results as leaves of one structure, or a ResultError.

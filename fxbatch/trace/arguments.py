@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from fxbatch.ir import SharedOperand, Slot, Template
-from fxbatch.torch_private import is_pytree_node, tree_flatten
+from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.keys import static_key
 from fxbatch.trace.values import Value
+from fxbatch.trace.written import WrittenTensor, value_of
 
 if TYPE_CHECKING:
     from fxbatch.trace.record import Recorder
@@ -30,6 +31,33 @@ def view_of_shared(recorder: Recorder, t: torch.Tensor) -> bool:
         return False
     base = t._base
     return base is not None and base.dtype == t.dtype and recorder.shared_operand(base) is not None
+
+
+class ArrayArgument(Exception):
+    """A numpy array is among the arguments."""
+
+
+def without_arrays(
+    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, indexed: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors in place of numpy arrays.
+
+    Arithmetic with an array is numpy's in a plain loop, which has other rules than torch for the type of the result:
+    where types differ and are not all floating-point, TypeError. indexed: the array is an index.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    found = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    types = [recorder.type_of(x) if type(x) is Value else x for x in found if isinstance(x, torch.Tensor)]
+    first = types[0].dtype
+    alike = first.is_floating_point and all(x.dtype == first for x in types)
+    floats = all(x.dtype.is_floating_point and len(x.shape) for x in types)
+    if not (indexed or alike or floats):
+        raise TypeError(
+            f"{name} met a value and a numpy array of another type ({', '.join(str(x.dtype) for x in types)}), for "
+            "which numpy and torch have different rules: write torch.from_numpy(array)"
+        )
+    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(found, spec)
+    return given
 
 
 class Arguments:
@@ -53,6 +81,9 @@ class Arguments:
             return self._input(x, x)
         if kind is tuple or kind is list:
             return (kind, *[self.key(y) for y in x])
+        if kind is WrittenTensor:
+            v = value_of(x)
+            return self._input(v, v)
         if isinstance(x, torch.Tensor):
             return self._real(x)
         if kind is dict or kind is OrderedDict:
@@ -60,7 +91,7 @@ class Arguments:
         if isinstance(x, tuple) and hasattr(kind, "_fields"):
             return (kind, *[self.key(y) for y in x])
         if isinstance(x, np.ndarray):
-            raise TypeError("a numpy array met a value: use torch.from_numpy")
+            raise ArrayArgument
         if is_pytree_node(kind) and kind is not torch.Size:
             leaves, spec = tree_flatten(x)
             return (kind, repr(spec), *[self.key(y) for y in leaves])

@@ -22,7 +22,7 @@ from fxbatch.ir import Operation, Signature, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
 from fxbatch.trace.aliases import link_views
-from fxbatch.trace.arguments import Arguments, view_of_shared
+from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.dependent import call_with_values
 from fxbatch.trace.examined import ExaminedFunction
@@ -93,6 +93,10 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     arguments = Arguments(recorder, views=func is not on_views)
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
+    except ArrayArgument:
+        indexed = func in (_GETITEM, _SETITEM)
+        args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
+        return call_function(recorder, func, args, kwargs)
     except OpaqueArgumentError as error:
         raise OpaqueOperandError(
             f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data "
@@ -205,6 +209,7 @@ def _call_on_views(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
 
 
 _GETITEM = torch.Tensor.__getitem__
+_SETITEM = torch.Tensor.__setitem__
 
 
 def _by_integer_value(x: Any, index: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fxbatch.torch_private import tree_map
+from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.location import user_place
 from fxbatch.trace.minibatch import LazyExecution
 from fxbatch.trace.patch import patched
@@ -57,6 +58,11 @@ class LazyBatch:
         if error is None:
             self.run()
         self.recorder.finish()
+        left = LeftBehind.of(self.recorder)
+        if left is not None and error is not None:
+            left.abandon()
+        elif left is not None:
+            left.give(self._give(left.values))
         if error is None:
             self.recorder.ask = self._ask
 

@@ -27,6 +27,7 @@ from fxbatch.trace.columns import quicken
 from fxbatch.trace.instances import Instances, settings_now
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.kept import recall
+from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.location import at_line, user_place
 from fxbatch.trace.patch import attributes_read, patched
 from fxbatch.trace.record import Recorder
@@ -34,6 +35,7 @@ from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
+from fxbatch.trace.written import finish_written, result_with_values
 
 
 class Execution(Protocol):
@@ -65,7 +67,9 @@ class Recording:
         results: list[Any],
         statistics: Statistics,
         integers: Sequence[IntegerColumn] = (),
+        left: LeftBehind | None = None,
     ) -> None:
+        self.left = left  # values that are held by others than the results
         self.recorder = recorder
         self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
         self.statistics = statistics
@@ -118,7 +122,7 @@ def record_minibatch(
         run.all()
     _refuse_foreign_values(recorder, run.results)
     recorder.finish()
-    return Recording(recorder, run.results, run.statistics)
+    return Recording(recorder, run.results, run.statistics, left=LeftBehind.of(recorder))
 
 
 def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
@@ -214,6 +218,7 @@ class _Run:
                 self._phase()
         except BaseException:
             self._close()
+            finish_written(self.recorder, None)
             raise
         finally:
             self.recorder.ask = None
@@ -301,7 +306,8 @@ class _Run:
             try:
                 if self.vectors:
                     args = self._with_values(args)
-                self.results[instance] = self.fn(*args, **kwargs)
+                result = self.fn(*args, **kwargs)
+                self.results[instance] = result_with_values(result) if self.recorder.written else result
                 if self.waiting is not None:
                     self.waiting.end(instance)
             except greenlet.GreenletExit:

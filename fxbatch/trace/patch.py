@@ -36,6 +36,7 @@ from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.state import state
 from fxbatch.trace.transforms import TRANSFORMS
 from fxbatch.trace.values import Value
+from fxbatch.trace.written import WrittenTensor, with_values
 
 # torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
 # of two threads none puts back what the other had put there. Re-entrant: the collector may end a forgotten use.
@@ -119,9 +120,12 @@ def _uncompiled(ask: Callable[..., Any], answer: Any) -> Callable[..., Any]:
 _apply = torch.autograd.Function.__dict__["apply"]
 
 
+_RECORDED = (Value, WrittenTensor)
+
+
 def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder = state.recorder
-    if recorder is not None and any(type(x) is Value for x in tree_leaves((args, kwargs))):
+    if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
         return recorder.call(CustomFunction(cls), args, kwargs)
     return _apply.__get__(None, cls)(*args, **kwargs)
 
@@ -132,6 +136,8 @@ def _with_real_tensors(func: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
         recorder = state.recorder
         if recorder is not None:
+            if recorder.written:
+                args, kwargs = with_values(args, kwargs)
             found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
             if found:
                 real = dict(zip(map(id, found), recorder.read(found), strict=True))
@@ -200,7 +206,7 @@ def _refusing_values(call: Any) -> Any:
     """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.recorder is not None and any(type(x) is Value for x in tree_leaves((args, kwargs))):
+        if state.recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
             raise TraceError(
                 f"{getattr(self, 'name', 'a function')} is TorchScript, whose code can't be recorded: call the Python "
                 f"function that it was made from, or call it in a submodule{at_line()}"

@@ -35,6 +35,7 @@ from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable
 from fxbatch.trace.values import Value, new_value
 from fxbatch.trace.writes import rebind
+from fxbatch.trace.written import Written, value_of, with_values
 
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
@@ -58,6 +59,7 @@ class Recorder(Columns):
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload = {}
+        self.ran: list[dict[int, Any]] = []  # constants of the phases that have run
         self.constants = {}
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
@@ -87,6 +89,7 @@ class Recorder(Columns):
         self.running = 0  # the instance whose code runs
         self.waiting: Instances | None = None  # what instances set on modules, once one has waited
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
+        self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
         self._known = 0
@@ -243,6 +246,8 @@ class Recorder(Columns):
                 "one decorated "
                 f"call; keep results instead{at_line()}"
             )
+        if self.written:
+            args, kwargs = with_values(args, kwargs)
         return call_function(self, func, args, kwargs)
 
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
@@ -331,6 +336,8 @@ class Recorder(Columns):
 
     def constant(self, t: torch.Tensor) -> Value | None:
         """The value of a real tensor; None when it is a shared operand."""
+        if self.written and id(t) in self.written:
+            return value_of(t)
         hit = self.constants.get(id(t))
         if hit is not None and (hit[2] is None or hit[2] == t._version):
             return hit[0]
@@ -468,7 +475,7 @@ class Recorder(Columns):
         of garbage."""
         program = self.pending_program(outputs)
         self.gradients.keep_leaves(self)
-        self.constants, self.numbers = {}, {}
+        self.constants, self.numbers, self.ran = {}, {}, []
         return program
 
     def _check(self) -> None:
@@ -500,6 +507,7 @@ class Recorder(Columns):
         self._known_types.phase(sig)
         self.calls += len(self.sigs)
         self.sigs, self.inputs = new_column(), new_column()
+        self.ran.append(self.payload)
         self.payload, self.unchecked, self.lifted = {}, [], {}
         self.starts, self.runs = [0], [self.runs[-1]]
 

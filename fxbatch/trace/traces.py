@@ -152,6 +152,9 @@ def trace_instance(
         reads.restore(changed)
     recorder = recording.recorder
     reason = reads.opaque
+    if recording.left is not None:
+        recording.left.abandon()
+        reason = "the forward writes to a tensor that outlives it"
     written = [x.path for x, now in changed if not (isinstance(now, torch.Tensor) and _is_result(x.value))]
     if written:
         reason = f"the forward changes {written[0]}"

@@ -111,7 +111,7 @@ class Value(torch.Tensor):
         if recorder is None:
             raise TraceError(f"{getattr(func, '__name__', func)} met a value where none can be found")
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
-            return _set_attribute(func, args)
+            return set_attribute(func, args)
         return recorder.call(func, tuple(args), kwargs)
 
     @classmethod
@@ -257,6 +257,9 @@ class Value(torch.Tensor):
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
+    def __array_wrap__(self, array: np.ndarray, *_: Any) -> torch.Tensor:
+        return torch.from_numpy(array)
+
     def __bool__(self) -> bool:
         return bool(self._number() if self._is_one(_REAL) else self._read())
 
@@ -388,7 +391,8 @@ for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__
         setattr(Value, _name, _in_place(_name))
 
 
-def _set_attribute(func: Any, args: Any) -> None:
+def set_attribute(func: Any, args: Any) -> None:
+    """Set or delete a tensor's attribute on a value, where that means anything."""
     name = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
     if name == "requires_grad":
         args[0].requires_grad_(args[1])

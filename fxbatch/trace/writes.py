@@ -24,6 +24,7 @@ from fxbatch.trace.fake import Outcome, run_on_fakes
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.values import Value
+from fxbatch.trace.written import becomes_value, stored_next
 
 if TYPE_CHECKING:
     from fxbatch.trace.arguments import Arguments
@@ -144,10 +145,9 @@ def written_call(recorder: Recorder, arguments: Arguments, entry: Entry) -> Any:
     for i in entry.written:
         leaf = arguments.leaves[i]
         if type(leaf) is not Value:
-            raise InPlaceError(
-                f"{name} writes a value into a real tensor {tuple(leaf.shape)}, which stays real: build "
-                f"the result with torch.stack or torch.cat, or start from value.new_zeros(...){at_line()}"
-            )
+            if leaf._base is not None and entry.written == (0,) and stored_next():
+                return recorder.row(entry, arguments.ids())[0]  # what follows writes it to where it was read
+            leaf = becomes_value(recorder, leaf, arguments.values[i], name)
         targets.append(leaf)
     outputs = recorder.row(entry, arguments.ids())
     copies, rest = outputs[: len(targets)], outputs[len(targets) :]

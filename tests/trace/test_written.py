@@ -1,0 +1,377 @@
+"""Writes of values to real tensors: the tensor stands for a value until the call is over, as the loop leaves it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.trace.written import WrittenTensor
+
+SIZE = 4
+
+
+class Parts(nn.Module):
+    """A layer, a table, and something that is no parameter."""
+
+    def __init__(self, code: Callable[[Parts, torch.Tensor], Any], **options: Any) -> None:
+        super().__init__()
+        self.l, self.table = nn.Linear(SIZE, SIZE), nn.Parameter(torch.randn(3, SIZE))
+        self.register_buffer("zeros", torch.zeros(SIZE))
+        self.plain = torch.zeros(SIZE)
+        self.code = code
+        self.batched = fxbatch.autobatch(**options)(self.forward)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.code(self, x)
+
+
+def accumulated(m: Parts, x: torch.Tensor) -> Any:
+    total = torch.zeros(SIZE, dtype=x.dtype)
+    for i in range(3):
+        total += m.l(x) * i
+    return total
+
+
+def items(m: Parts, x: torch.Tensor) -> Any:
+    rows = torch.zeros(3, SIZE, dtype=x.dtype)
+    for i in range(3):
+        rows[i] = m.l(x) + i
+    rows[1] += m.l(x)
+    rows[:, 0] *= 2
+    return rows.sum(0), rows[2]
+
+
+def loss(m: Parts, x: torch.Tensor) -> Any:
+    total = torch.tensor(0.0, dtype=x.dtype)
+    total += m.l(x).square().sum()
+    total += (m.l(x) * 2).sum()
+    return total / 2
+
+
+def from_a_table(m: Parts, x: torch.Tensor) -> Any:  # as torchcrf begins its scores
+    score = m.table[torch.tensor([1])]
+    score += m.l(x)
+    score = score + m.table[2]
+    score += m.table[0]
+    return score
+
+
+def in_a_list(m: Parts, x: torch.Tensor) -> Any:
+    sums = [torch.zeros(SIZE, dtype=x.dtype) for _ in range(2)]
+    for i in range(4):
+        sums[i % 2] += m.l(x) * i
+    return torch.stack(sums), {"first": sums[0]}
+
+
+def read_before(m: Parts, x: torch.Tensor) -> Any:
+    t = torch.ones(SIZE, dtype=x.dtype)
+    before = m.l(x) + t
+    t.mul_(m.l(x).detach())
+    after = before + t
+    t.zero_()
+    return before, after, t + m.l(x)
+
+
+def alone(m: Parts, x: torch.Tensor) -> Any:
+    t = torch.ones(2, SIZE, dtype=x.dtype)
+    t[0] = m.l(x)
+    rows = list(t)
+    shape, length = t.shape, len(t)
+    assert shape == (2, SIZE) and length == 2 and t.dtype == x.dtype and t.dim() == 2 and t.ndim == 2
+    assert t.requires_grad and not t.is_leaf and isinstance(t, torch.Tensor) and torch.is_tensor(t)
+    return t.sum(), t.T, torch.cat(rows), m.l(t[1]), m.l(t), torch.stack([t, t]), t.clone().tanh_(), -t, 2 - t
+
+
+def copied(m: Parts, x: torch.Tensor) -> Any:
+    t = torch.empty(SIZE, dtype=x.dtype)
+    t.copy_(m.l(x))
+    u = torch.zeros(3, SIZE, dtype=x.dtype)
+    u.index_add_(0, torch.tensor([0, 2]), torch.stack([t, t]))
+    w = torch.zeros(SIZE, dtype=x.dtype)
+    w.scatter_(0, torch.tensor([1, 3]), m.l(x)[:2])
+    return t, u, w
+
+
+def without_gradients(m: Parts, x: torch.Tensor) -> Any:
+    t = torch.zeros(SIZE, dtype=x.dtype)
+    with torch.no_grad():
+        t += m.l(x)
+    return m.l(t), t
+
+
+def across_a_wait(m: Parts, x: torch.Tensor) -> Any:
+    t = torch.zeros(SIZE, dtype=x.dtype)
+    t += m.l(x)
+    if t.sum() > 0:
+        t += m.l(x)
+    for _ in range(int(t[0] > 0)):
+        t[1] += 1
+    return t.clone(), t
+
+
+def after_a_wait(m: Parts, x: torch.Tensor) -> Any:
+    t, score = torch.ones(SIZE, dtype=x.dtype), m.table[1] * 2
+    y = m.l(x) + t + score
+    if y.sum() > -100:
+        t += y
+        score += y
+    return y, t, score, y + t
+
+
+def functions(m: Parts, x: torch.Tensor) -> Any:
+    def add(into: torch.Tensor) -> None:
+        into += m.l(x)
+
+    t, u = torch.zeros(SIZE, dtype=x.dtype), torch.zeros(SIZE, dtype=x.dtype)
+    add(t)
+    add(t)
+    u += t
+    add(u)
+    return {"t": t, "u": u}
+
+
+def integers(m: Parts, x: torch.Tensor) -> Any:
+    counts = torch.zeros(2, dtype=torch.int64)
+    counts += (m.l(x)[:2] > 0).long()
+    return counts, m.l(x)
+
+
+CODES = (
+    accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
+    after_a_wait, functions, integers,
+)  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "autograd": {"backward": "autograd"},
+    "unrolled": {"mode": "unrolled"},
+    "fold": {"schedule": "fold"},
+    "list": {"out": "list"},
+    "checked": {"check": 1},
+}
+
+
+def leaves(x: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]
+
+
+def gradients(model: Parts, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    wanted = [t for t in found if t.requires_grad]
+    if wanted:
+        torch.stack(
+            [(t * torch.arange(1.0, t.numel() + 1).view(t.shape)).sum() for t in wanted]
+        ).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_equals_the_loop(code: Any, **options: Any) -> None:
+    torch.manual_seed(0)
+    model = Parts(code, **options).double()
+    xs = list(torch.randn(5, SIZE, dtype=torch.float64))
+    for _ in range(2):
+        found = leaves(model.batched(xs))
+        with fxbatch.disabled():
+            expected = leaves(model.batched(xs))
+        assert [type(t) for t in found] == [torch.Tensor] * len(expected)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients(model, found), gradients(model, expected))
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.__name__)
+def test_a_tensor_that_a_value_is_written_to_is_a_value(code: Any) -> None:
+    assert_equals_the_loop(code)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_other_ways(way: str) -> None:
+    for code in (items, after_a_wait):
+        assert_equals_the_loop(code, **WAYS[way])
+
+
+@pytest.mark.parametrize("code", [items, copied, functions], ids=lambda code: code.__name__)
+def test_without_gradients(code: Any) -> None:
+    with torch.no_grad():
+        assert_equals_the_loop(code)
+
+
+def test_it_batches() -> None:
+    model = Parts(accumulated)
+    found = fxbatch.explain(model.batched, list(torch.randn(8, SIZE)))
+    assert found.launches_before >= 24 and found.launches_after < 10
+
+
+def test_what_outlives_the_call_is_as_the_loop_leaves_it() -> None:
+    kept: list[torch.Tensor] = []
+    shared = torch.zeros(SIZE)
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        t += m.l(x)
+        kept.append(t)
+        m.plain += m.l(x).detach()
+        shared.add_(m.plain)
+        return t * shared
+
+    model, xs = Parts(code), list(torch.randn(3, SIZE))
+    batched = [model.batched(xs), *kept, model.plain.clone(), shared.clone()]
+    assert all(type(t) is torch.Tensor for t in (*kept, model.plain, shared))
+    kept.clear(), model.plain.zero_(), shared.zero_()
+    with fxbatch.disabled():
+        expected = [model.batched(xs), *kept, model.plain.clone(), shared.clone()]
+    torch.testing.assert_close(batched, expected)
+    sum(t.sum() for t in batched[1:4]).backward()
+    assert model.l.weight.grad is not None
+
+
+def test_what_nobody_keeps_is_not_computed() -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        t += m.l(x).exp().sin()
+        return m.l(x)
+
+    found = fxbatch.explain(Parts(code, fuse=False).batched, list(torch.randn(3, SIZE)))
+    assert found.launches_after == 1
+
+
+def test_an_error_leaves_tensors_as_they_were() -> None:
+    kept: list[torch.Tensor] = []
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.ones(SIZE)
+        t += m.l(x)
+        kept.append(t)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        Parts(code).batched(list(torch.randn(3, SIZE)))
+    assert [type(t) for t in kept] == [torch.Tensor] and kept[0].tolist() == [1.0] * SIZE
+
+
+def test_results_that_can_not_be_stacked_leave_plain_tensors() -> None:
+    kept: list[torch.Tensor] = []
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        t += m.l(x)
+        kept.append(t)
+        return m.l(x)[: len(kept)]
+
+    with pytest.raises(fxbatch.FxbatchError, match="different shapes"):
+        Parts(code).batched(list(torch.randn(3, SIZE)))
+    assert [type(t) for t in kept] == [torch.Tensor] * 3
+
+
+def refused(code: Any, match: str, error: type[Exception] = InPlaceError) -> None:
+    with pytest.raises(error, match=match):
+        Parts(code).batched(list(torch.randn(3, SIZE)))
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is WrittenTensor]
+
+
+def test_what_shares_memory_is_refused() -> None:
+    def through_a_view(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(2, SIZE)
+        row = t[0]
+        row += m.l(x)
+        return t
+
+    def under_a_view(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(2, SIZE)
+        row = t[0]
+        t += m.l(x)
+        return row
+
+    def detached(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        same = t.detach()
+        t += m.l(x)
+        return same
+
+    def numpy(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        array = t.numpy()
+        t += m.l(x)
+        return array
+
+    refused(through_a_view, "view of another tensor.*test_written.py")
+    refused(under_a_view, "shares its memory")
+    refused(detached, "shares its memory")
+    refused(numpy, "shares its memory")
+
+
+def test_a_leaf_that_wants_a_gradient_is_refused_as_by_torch() -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE, requires_grad=True)
+        t += m.l(x)
+        return t
+
+    refused(code, "a leaf Variable that requires grad", RuntimeError)
+
+
+def test_reading_it_past_torch_is_an_error() -> None:
+    scripted = torch.jit.script(_double)
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE)
+        t += m.l(x)
+        return scripted(t)
+
+    refused(code, "is TorchScript", TraceError)
+
+
+def _double(t: torch.Tensor) -> torch.Tensor:
+    return t * 2
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_copy_reads_what_was_written() -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        t = torch.zeros(SIZE, dtype=x.dtype)
+        t += m.l(x)
+        return torch.tensor(t), torch.tensor([t[0].item(), 1.0]), t.detach().numpy().sum(), t.tolist()[1]
+
+    assert_equals_the_loop(code)
+
+
+def test_instances_that_wait_do_not_mix_a_shared_tensor() -> None:
+    shared = torch.zeros(SIZE)
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        shared.add_(m.l(x).detach())
+        if m.l(x).sum() > -100:
+            shared.add_(1)
+        return m.l(x) + shared
+
+    refused(code, "several instances share", TraceError)
+    assert shared.tolist() == [0.0] * SIZE
+
+
+def test_traces_ahead_and_lazy() -> None:
+    model, xs = Parts(items), list(torch.randn(6, SIZE))
+    expected = model.batched(xs)
+    data = fxbatch.TracedDataset(model.batched, xs)
+    torch.testing.assert_close(model.batched([data[i] for i in range(6)]), expected)
+
+    shared = torch.zeros(SIZE)
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        shared.add_(m.l(x).detach())
+        return m.l(x) + shared
+
+    model = Parts(code)
+    traced = fxbatch.TracedDataset(model.batched, xs)[0]
+    assert traced.trace is None and "outlives" in traced.reason and shared.tolist() == [0.0] * SIZE
+
+    layer, total = nn.Linear(SIZE, SIZE), torch.zeros(SIZE)
+    with fxbatch.lazy(layer):
+        for x in xs:
+            total += layer(x)
+    assert type(total) is torch.Tensor
+    torch.testing.assert_close(total, copy.deepcopy(layer)(torch.stack(xs)).sum(0))
