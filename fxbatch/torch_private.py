@@ -11,6 +11,7 @@ import functools
 import linecache
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,67 @@ def compile_symbolic(
         return all(guard.expr.xreplace({symbol: count}) == True for guard in env.guards)  # noqa: E712 sympy's
 
     return compiled.current_callable, fits
+
+
+def trace_with_sizes(
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    dynamic: Sequence[Sequence[int]],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> tuple[Any, Any]:
+    """`function(*tensors)` as a graph of operators as they are called, before autograd, with symbols for some sizes.
+
+    dynamic: per tensor, the dimensions that get a symbol; no two sizes share one, and 0 and 1 are sizes like others.
+    Returns (graph module, shape environment): its guards say for which sizes the graph is the function.
+    Checked: 2.13.0.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    fakes = []
+    for tensor, dims in zip(tensors, dynamic, strict=True):
+        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
+        fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+    with mode, inline_compiled_functions(), _lengths_of_fakes():
+        graph = make_fx(
+            function, tracing_mode="symbolic", pre_dispatch=True, decomposition_table=dict(decompositions)
+        )(*fakes)
+    return graph, env
+
+
+@contextlib.contextmanager
+def _lengths_of_fakes() -> Iterator[None]:
+    """`len(tensor)` gives the symbol of a fake tensor's first size, which `Tensor.__len__` may not.
+
+    For all threads, while a body is traced: what it gives for anything else is what it always was.
+    """
+    import builtins
+
+    plain = builtins.len
+
+    def length(x: Any, /) -> Any:
+        if isinstance(x, FakeTensor) and x.dim():
+            return x.shape[0]
+        return plain(x)
+
+    with _TRACING:
+        builtins.len = length
+        try:
+            yield
+        finally:
+            builtins.len = plain
+
+
+_TRACING = threading.RLock()
+
+
+@functools.cache
+def composite_operators() -> frozenset[str]:
+    """Names of the operators that are made of others ("aten::einsum"). Checked: 2.13.0."""
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 
 
 def inductor_mode_options(name: str | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ LAYERS = {
     "fxbatch.trace": 3,
     "fxbatch.passes": 4,
     "fxbatch.codegen": 5,
+    "fxbatch.ragged": 5,
     "fxbatch.runtime": 6,
     "fxbatch.checking": 7,
     "fxbatch.instances": 7,

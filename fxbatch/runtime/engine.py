@@ -34,6 +34,7 @@ from fxbatch.runtime.family import Family, OperationSet
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.gradient_memory import GradientMemory
 from fxbatch.runtime.options import Options, deduplication
+from fxbatch.runtime.packed_forward import NOT_PACKED, PackedForward
 from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.ready import ReadyMinibatch
@@ -72,6 +73,7 @@ class Engine:
         self.root = root
         self.table = SignatureTable(verify=options.verify)
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
+        self.packed = PackedForward(options, root)
         self.pool = BufferPool()
         self.gradient_memory = GradientMemory()
         self.operations = OperationCache()
@@ -269,6 +271,9 @@ class Engine:
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
         """Record all instances, run what is pending, put the results together."""
+        packed = self.packed.call(fn, instances, out)
+        if packed is not NOT_PACKED:
+            return packed
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run), out)
 

@@ -424,7 +424,7 @@ def _signature(
             module, examined.reads.again(effects.unknown)
         )
         raise LookAgain
-    changed = _changed_attribute(twins) or effects.changed
+    changed = changed_attribute(twins) or effects.changed
     if changed or effects.effect:
         raise BodyError(f"changes {changed}" if changed else effects.effect)
     if outcome.written_shared:
@@ -456,7 +456,7 @@ def _name(recorder: Recorder, module: torch.nn.Module) -> str:
     return type(module).__name__
 
 
-def _changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
+def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
     """The name of an attribute that the run set on a twin, else ""."""
     for module, twin in twins.values():
         if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):

@@ -1,0 +1,88 @@
+"""Sizes as expressions: what a symbolic size is, as Python source over columns of integers.
+
+In: sympy expressions over the symbols of a traced body. Out: source that numpy evaluates for all instances at once.
+
+    column_source(s0 // 2 + 1, {s0: "s0"})      # "(1 + (s0 // 2))"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+
+
+class UnknownExpressionError(Exception):
+    """An expression of sizes that has no form over columns."""
+
+
+def expression(size: Any) -> Any:
+    """The sympy expression of a size: a SymInt, a SymFloat or a number."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return sympy.sympify(size.node.expr)
+    return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
+
+
+def depends(e: Any) -> bool:
+    """Whether a size differs between instances."""
+    return bool(getattr(e, "free_symbols", None))
+
+
+_BINARY = {
+    "FloorDiv": "//", "CleanDiv": "//", "PythonMod": "%", "Mod": "%", "IntTrueDiv": "/", "FloatTrueDiv": "/",
+    "PowByNatural": "**", "FloatPow": "**", "Pow": "**", "Equality": "==", "Unequality": "!=",
+    "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">=",
+}  # fmt: skip
+_MANY = {"Add": "+", "Mul": "*", "And": "&", "Or": "|"}
+_CALLS = {
+    "Max": "maximum", "Min": "minimum", "Abs": "abs", "floor": "floor", "ceiling": "ceil",
+    "OpaqueUnaryFn_sqrt": "sqrt", "OpaqueUnaryFn_exp": "exp", "OpaqueUnaryFn_log": "log",
+    "OpaqueUnaryFn_log2": "log2", "ToFloat": "float64",
+}  # fmt: skip
+
+
+def column_source(e: Any, names: Mapping[Any, str]) -> str:
+    """Python source of an expression; the symbols are the columns `names`."""
+    if e in names:
+        return names[e]
+    if isinstance(e, (sympy.Integer, int)):
+        return str(int(e))
+    if e is sympy.true or e is sympy.false:
+        return str(bool(e))
+    if isinstance(e, (sympy.Rational, sympy.Float)) or e.is_number:
+        return repr(float(e))
+    kind = type(e).__name__
+    parts = [column_source(x, names) for x in e.args]
+    if kind == "Pow" and e.args[1] == sympy.Rational(1, 2):
+        return f"np.sqrt({parts[0]})"
+    if kind == "Pow" and e.args[1].is_negative:
+        return f"(1.0 / {parts[0]} ** {-int(e.args[1])})" if e.args[1].is_Integer else _unknown(e)
+    if kind in _BINARY and len(parts) == 2:
+        return f"({parts[0]} {_BINARY[kind]} {parts[1]})"
+    if kind in _MANY:
+        return "(" + f" {_MANY[kind]} ".join(parts) + ")"
+    if kind == "Not":
+        return f"np.logical_not({parts[0]})"
+    if kind in ("Max", "Min"):
+        made = parts[0]
+        for part in parts[1:]:
+            made = f"np.{_CALLS[kind]}({made}, {part})"
+        return made
+    if kind in _CALLS and len(parts) == 1:
+        return f"np.{_CALLS[kind]}({parts[0]})"
+    return _unknown(e)
+
+
+def _unknown(e: Any) -> str:
+    raise UnknownExpressionError(f"a size {e} ({type(e).__name__})")
+
+
+def columns_function(expressions: list[Any], symbols: list[Any]) -> Any:
+    """`function(*columns)`: the value of each expression for all instances, one list."""
+    names = {s: f"s{i}" for i, s in enumerate(symbols)}
+    sources = [column_source(e, names) for e in expressions]
+    code = f"lambda {', '.join(names.values())}: [{', '.join(sources)}]"
+    return eval(code, {"np": np})  # the source was made above, of sizes only

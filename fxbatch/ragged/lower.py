@@ -1,0 +1,376 @@
+"""A sized graph as one straight-line Python function over all instances.
+
+In: a SizedGraph. Out: source and constants of `packed(z, inputs)`: what each node gives is held in one of four layouts,
+by how many of its dimensions are the instance's own:
+
+    whole    no instance dimension: parameters, and what is computed of them alone
+    dense    [n, *shape]                       no dimension differs
+    packed   [sum of T, *rest]                 one does; it is moved to the front
+    padded   [n, longest T, longest S, *rest]  two do, in their order; inside the function only
+
+A rule (`rules.py`) says how a kind of operator acts on these; what has no rule runs instance by instance, inside the
+function (`Alone`), with its reason in `Lowered.alone`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import UnknownExpressionError, column_source, depends, expression
+from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
+from fxbatch.torch_private import tree_flatten, tree_unflatten
+
+WHOLE, DENSE, PACKED, PADDED = "whole", "dense", "packed", "padded"
+_LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
+
+
+class NoRule(Exception):
+    """No rule fits a node; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where a tensor of the body is in the function: a name, and its layout."""
+
+    name: str
+    layout: str
+    shape: tuple[Any, ...]  # of one instance: ints and expressions
+    dtype: torch.dtype
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The dimensions that differ between instances."""
+        return () if self.layout == WHOLE else own_dimensions(self.shape)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def rest(self) -> list[int]:
+        """The other dimensions, in order."""
+        return [d for d in range(self.rank) if d not in self.axes]
+
+    def place(self, d: int) -> int:
+        """Where dimension d is in the physical tensor."""
+        d = d % max(self.rank, 1)
+        if self.layout == WHOLE:
+            return d
+        if d in self.axes:
+            return self.axes.index(d) + (1 if self.layout == PADDED else 0)
+        return _LEADING[self.layout] + self.rest.index(d)
+
+
+def own_dimensions(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Dimensions whose size differs between instances."""
+    return tuple(i for i, e in enumerate(shape) if depends(e))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A traced tensor's shape: ints and expressions of sizes."""
+    found = []
+    for size in tensor.shape:
+        e = expression(size)
+        found.append(e if depends(e) else int(e))
+    return tuple(found)
+
+
+@dataclass
+class Lowered:
+    """The function of a sized graph."""
+
+    source: str
+    constants: dict[str, Any]
+    outputs: list[Packed]
+    lengths: list[Any]  # expressions of sizes that the function asks for
+    columns: list[Any]  # other numbers of each instance
+    alone: list[tuple[str, str]]  # operators that run instance by instance, and why
+
+
+class Emitter:
+    """Writes the function, node by node."""
+
+    def __init__(self, graph: SizedGraph) -> None:
+        self.graph = graph
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {"torch": torch, "np": np}
+        self.env: dict[fx.Node, Any] = {}
+        self.lengths_of: dict[Any, str] = {}
+        self.columns_of: dict[Any, str] = {}
+        self.alone: list[tuple[str, str]] = []
+        self._count = 0
+        self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def line(self, code: str) -> str:
+        """Assign an expression to a new name."""
+        self._count += 1
+        name = f"v{self._count}"
+        self.lines.append(f"{name} = {code}")
+        return name
+
+    def const(self, value: Any) -> str:
+        """An expression for a Python object."""
+        if type(value) in (int, bool, str, type(None)):
+            return repr(value)
+        if type(value) in (list, tuple):
+            inner = ", ".join(map(self.const, value))
+            return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def lengths(self, e: Any) -> str:
+        """The Lengths of an expression (or of a number)."""
+        e = expression(e) if isinstance(e, int) else e
+        if e not in self.lengths_of:
+            column_source(e, self._names)
+            self.lengths_of[e] = f"L{len(self.lengths_of)}"
+        return self.lengths_of[e]
+
+    def column(self, e: Any) -> str:
+        """A numpy column of an expression: one number an instance."""
+        if e not in self.columns_of:
+            column_source(e, self._names)
+            self.columns_of[e] = f"c{len(self.columns_of)}"
+        return self.columns_of[e]
+
+    def made(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:
+        """A new value of the shape and type of a traced tensor (or of another value)."""
+        shape = like.shape if isinstance(like, Packed) else shape_of(like)
+        if layout is None:
+            layout = (DENSE, PACKED, PADDED)[min(len(own_dimensions(shape)), 2)]
+        if len(own_dimensions(shape)) > 2:
+            raise NoRule(f"a tensor with {len(own_dimensions(shape))} sizes of its own")
+        return Packed(self.line(code), layout, shape, like.dtype)
+
+    # -- layouts --------------------------------------------------------------------------------------
+
+    def to_dense(self, v: Packed) -> Packed:
+        """A value that is the same for all instances, once an instance."""
+        if v.layout != WHOLE:
+            return v
+        return Packed(self.line(f"{v.name}.expand(n, *{v.name}.shape)"), DENSE, v.shape, v.dtype)
+
+    def spread(self, v: Packed, *, clear: Sequence[int] = (), front: bool = False) -> str:
+        """[n, *shape] with the longest sizes in place of its own; padding repeats rows, or is zero along `clear`.
+
+        front: own dimensions stay in front of the rest.
+        """
+        if v.layout == WHOLE:
+            return v.name
+        if v.layout == DENSE:
+            return v.name
+        name = v.name
+        if v.layout == PACKED:
+            size = self.lengths(v.shape[v.axes[0]])
+            name = self.line(f"{size}.{'pad' if v.axes[0] in clear else 'spread'}({name})")
+        else:
+            for i, a in enumerate(v.axes):
+                if a in clear:
+                    name = self.line(f"{self.lengths(v.shape[a])}.clear({name}, {i + 1})")
+        if not front:
+            held = [*v.axes, *v.rest]
+            order = [0, *[1 + held.index(d) for d in range(v.rank)]]
+            if order != list(range(v.rank + 1)):
+                name = self.line(f"{name}.permute({order})")
+        return name
+
+    def gathered(self, name: str, like: Any) -> Packed:
+        """The value of a padded tensor [n, *shape]: the inverse of `spread`."""
+        shape = like.shape if isinstance(like, Packed) else shape_of(like)
+        axes = own_dimensions(shape)
+        rest = [d for d in range(len(shape)) if d not in axes]
+        order = [0] + [1 + d for d in (*axes, *rest)]
+        if order != list(range(len(shape) + 1)):
+            name = self.line(f"{name}.permute({order})")
+        if len(axes) == 1:
+            name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
+        return self.made(name, like)
+
+    def aligned(self, v: Packed, shape: tuple[Any, ...]) -> str:
+        """A value so that it broadcasts against another of `shape`, in that one's layout."""
+        axes = own_dimensions(shape)
+        lead = len(shape) - v.rank
+        layout = (DENSE, PACKED, PADDED)[len(axes)]
+        rest = len(shape) - len(axes)
+        mine = tuple(a + lead for a in v.axes)
+        for a in mine:
+            if a not in axes or shape[a] != v.shape[a - lead]:
+                raise NoRule("sizes that are not known to be equal")
+        flat = [
+            a - lead for a in axes if a >= lead and a not in mine
+        ]  # own dimensions along which v has size 1
+        if any(v.shape[d] != 1 for d in flat):
+            raise NoRule("a size of its own meets a fixed one")
+        if v.layout == WHOLE:
+            return self._squeezed(v.name, flat, v.rank)
+        if v.layout == layout:
+            return self._filled(v.name, _LEADING[layout], v.rank - len(axes), rest)
+        if v.layout == DENSE:
+            name = self._squeezed(v.name, [d + 1 for d in flat], v.rank + 1)
+            if layout == PACKED:
+                name = self._filled(name, 1, v.rank - len(flat), rest)
+                return self.line(f"{self.lengths(shape[axes[0]])}.each({name})")
+            name = self.line(f"{name}.unsqueeze(1).unsqueeze(1)")
+            return self._filled(name, 3, v.rank - len(flat), rest)
+        if v.layout != PACKED:
+            raise NoRule("two sizes of its own meet one")
+        name = self.line(f"{self.lengths(v.shape[v.axes[0]])}.spread({v.name})")
+        places = [2 + v.rest.index(d) for d in flat]
+        name = self._squeezed(name, places, v.rank + 1)
+        name = self.line(f"{name}.unsqueeze({2 if mine[0] == axes[0] else 1})")
+        return self._filled(name, 3, v.rank - 1 - len(flat), rest)
+
+    def _squeezed(self, name: str, dims: Sequence[int], rank: int) -> str:
+        return self.line(f"{name}.squeeze({tuple(dims)})") if dims else name
+
+    def _filled(self, name: str, leading: int, have: int, rest: int) -> str:
+        """Insert dimensions of size 1 after the leading ones, until there are `rest`."""
+        for _ in range(rest - have):
+            name = self.line(f"{name}.unsqueeze({leading})")
+        return name
+
+    # -- nodes ------------------------------------------------------------------------------------------
+
+    def value(self, x: Any) -> Any:
+        """What an argument of a node is here: a Packed, an expression of sizes, or plain data."""
+        if isinstance(x, fx.Node):
+            return expression_or_number(x.meta["val"]) if is_size(x) else self.env[x]
+        return expression_or_number(x)
+
+    def bound(self, node: fx.Node) -> dict[str, Any]:
+        """The arguments of a node by name, defaults among them."""
+        schema = node.target._schema
+        leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+        args, kwargs = tree_unflatten([self.value(x) for x in leaves], spec)
+        found: dict[str, Any] = {}
+        for i, argument in enumerate(schema.arguments):
+            if i < len(args):
+                found[argument.name] = args[i]
+            elif argument.name in kwargs:
+                found[argument.name] = kwargs[argument.name]
+            else:
+                found[argument.name] = argument.default_value
+        return found
+
+    def call(self, target: Any, arguments: dict[str, Any]) -> str:
+        """The source of a call of an operator; Packed arguments are given as source already."""
+        schema = target._schema
+        parts = []
+        for a in schema.arguments:
+            text = self.source(arguments[a.name])
+            parts.append(f"{a.name}={text}" if a.kwarg_only else text)
+        return f"{self.const(getattr(target, '_op', target))}({', '.join(parts)})"
+
+    def source(self, x: Any) -> str:
+        """The source of one argument."""
+        if isinstance(x, Code):
+            return str(x)
+        if isinstance(x, Packed):
+            return x.name
+        if isinstance(x, list):
+            return f"[{', '.join(map(self.source, x))}]"
+        if isinstance(x, tuple):
+            return f"({', '.join(map(self.source, x))},)"
+        if depends(x):
+            raise NoRule("an argument that is a size of its own")
+        return self.const(_plain(x))
+
+
+class Code(str):
+    """Source of an argument."""
+
+    __slots__ = ()
+
+
+def expression_or_number(x: Any) -> Any:
+    """A number; an expression where it differs between instances."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        e = expression(x)
+        return e if depends(e) else _plain(e)
+    return x
+
+
+def _plain(e: Any) -> Any:
+    if getattr(e, "is_Integer", False):
+        return int(e)
+    return float(e) if getattr(e, "is_Float", False) or getattr(e, "is_Rational", False) else e
+
+
+Rule = Callable[[Emitter, fx.Node], Any]
+
+
+def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule, shared: int) -> Lowered:
+    """The function of a graph. The last `shared` of its inputs are the same for all instances."""
+    e = Emitter(graph)
+    first_shared = len(graph.inputs) - shared
+    outputs: list[Packed] = []
+    for place, node in enumerate(graph.inputs):
+        value = node.meta["val"]
+        if place >= first_shared:
+            e.env[node] = Packed(f"i{place}", WHOLE, tuple(int(d) for d in value.shape), value.dtype)
+        else:
+            e.env[node] = e.made(f"i{place}", value)
+    for node in graph.module.graph.nodes:
+        if node.op == "call_function":
+            if not is_size(node):
+                _lower_node(e, node, rule_of, alone)
+        elif node.op == "get_attr":
+            tensor = getattr(graph.module, str(node.target))
+            e.env[node] = Packed(e.const(tensor), WHOLE, tuple(int(d) for d in tensor.shape), tensor.dtype)
+        elif node.op == "output":
+            for x in tree_flatten(node.args[0])[0]:
+                if not isinstance(x, fx.Node) or is_size(x):
+                    raise NoPackedForm("it returns a size")
+                value = e.env[x]
+                for a in value.axes:
+                    e.lengths(value.shape[a])
+                outputs.append(value)
+    return _assembled(e, outputs)
+
+
+def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None], alone: Rule) -> None:
+    import operator
+
+    if node.target is operator.getitem:
+        e.env[node] = e.env[node.args[0]][node.args[1]]
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        e.lines.append(f"{e.const(node.target)}({', '.join(map(e.const, node.args))})")
+        return
+    before = len(e.lines)
+    rule = rule_of(node.target)
+    try:
+        if rule is None:
+            raise NoRule("no rule for it")
+        e.env[node] = rule(e, node)
+    except (NoRule, UnknownExpressionError) as error:
+        del e.lines[before:]
+        e.alone.append((str(node.target), str(error)))
+        try:
+            e.env[node] = alone(e, node)
+        except (NoRule, UnknownExpressionError) as worse:
+            raise NoPackedForm(f"{node.target}: {worse}") from None
+
+
+def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
+    sizes, columns = list(e.lengths_of), list(e.columns_of)
+    head = ["n = z.n"]
+    head += [f"L{i} = z.lengths[{i}]" for i in range(len(sizes))]
+    head += [f"c{i} = z.columns[{i}]" for i in range(len(columns))]
+    names = ", ".join(f"i{i}" for i in range(len(e.graph.inputs)))
+    head += [f"{names}, = inputs"] if names else []
+    body = [*head, *e.lines, f"return [{', '.join(o.name for o in outputs)}]"]
+    source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
+    return Lowered(source, e.constants, outputs, sizes, columns, e.alone)

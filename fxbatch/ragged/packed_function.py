@@ -1,0 +1,218 @@
+"""A body over all instances at once: built once, called with the columns of a minibatch.
+
+In: a body of one instance, example tensors, and which dimensions are the instance's own. Out: a PackedFunction.
+
+    function = PackedFunction.of(body, [words], ((0,),), [weight])
+    packed = function([[words_0, words_1]], [weight])      # one tensor an output, in the layout that it says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fxbatch.ragged import rules_products, rules_views  # noqa: F401 - they register their rules
+from fxbatch.ragged.expressions import columns_function
+from fxbatch.ragged.lengths import Lengths, interleaved
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
+from fxbatch.ragged.rules import kept_whole, rule_of
+from fxbatch.ragged.symbolic import SizedGraph
+from fxbatch.ragged.values_alone import alone, padded_together
+
+
+class Minibatch:
+    """What the emitted function asks of a minibatch: its number of instances, their sizes and numbers."""
+
+    def __init__(self, n: int, lengths: list[Lengths], columns: list[Any], device: torch.device) -> None:
+        self.n = n
+        self.lengths = lengths
+        self.columns = columns
+        self.device = device
+
+    def tensor(self, column: Any, dtype: torch.dtype) -> torch.Tensor:
+        """[n]: a number of each instance."""
+        return torch.from_numpy(np.broadcast_to(np.asarray(column), (self.n,)).copy()).to(self.device, dtype)
+
+    def fill(self, dtype: torch.dtype, how: str) -> Any:
+        """What no element is beyond: padding that an extreme never is, unless all are."""
+        if dtype == torch.bool:
+            return how == "min"
+        if dtype.is_floating_point:
+            return float("-inf") if how == "max" else float("inf")
+        found = torch.iinfo(dtype)
+        return found.min if how == "max" else found.max
+
+    def extreme(self, size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
+        """amax or amin over the rows of each instance; equal rows share the gradient."""
+        padded = size.pad(rows.detach(), self.fill(rows.dtype, how[1:]))
+        found = padded.amax(1) if how == "amax" else padded.amin(1)
+        if not (torch.is_grad_enabled() and rows.requires_grad):
+            return found
+        chosen = rows == size.each(found)
+        weight = chosen.to(rows.dtype) / size.each(size.sum(chosen.to(rows.dtype)))
+        kept = torch.where(chosen, rows, 0) * weight
+        return size.sum(kept) if bool(found.isfinite().all()) else _extreme_of_infinite(size, rows, how)
+
+    def interleaved(self, parts: Sequence[Lengths]) -> torch.Tensor:
+        """The order that takes the rows of several tensors to those of each instance one after another."""
+        return interleaved(parts, self.device)
+
+    def padded_rows(
+        self, rows: torch.Tensor, size: Lengths, out: Lengths, before: int, value: float
+    ) -> torch.Tensor:
+        """Rows with `before` and more rows of a value at both ends of each instance."""
+        made = rows.new_full((out.total, *rows.shape[1:]), value)
+        places = torch.from_numpy(out.starts[size.segments] + size.positions + before).to(self.device)
+        return made.index_copy(0, places, rows)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_size: Lengths,
+        k_size: Lengths,
+        mask: torch.Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Scaled dot product attention, [n, heads, longest, features] each; no query sees padding.
+
+        Queries of an instance without keys give zeros.
+        """
+        if causal:
+            allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            if mask is None:
+                mask = allowed
+            else:
+                mask = (
+                    mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
+                )
+        if not k_size.uniform:
+            seen = k_size.mask[:, None, None, :]
+            if k_size.shortest == 0:
+                seen = seen | (k_size.column == 0)[:, None, None, None]
+            if mask is None:
+                mask = seen
+            elif mask.dtype == torch.bool:
+                mask = mask & seen
+            else:
+                mask = mask.masked_fill(~seen, float("-inf"))
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+        if k_size.shortest == 0 and k_size.longest:
+            out = out.masked_fill((k_size.column == 0)[:, None, None, None], 0)
+        return out
+
+    def at_least(self, size: Lengths, correction: float, dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """The sizes less a correction, not below 0, as [n, 1, ...] for values of this rank."""
+        count = (size.column.to(dtype) - correction).clamp(min=0)
+        return count.view(-1, *[1] * (rank - 1))
+
+
+def _extreme_of_infinite(size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
+    parts = rows.split(size.list)
+    return torch.stack([p.amax(0) if how == "amax" else p.amin(0) for p in parts])
+
+
+@dataclass
+class PackedFunction:
+    """A body over all instances of a minibatch."""
+
+    graph: SizedGraph
+    lowered: Lowered
+    function: Callable[[Minibatch, list[torch.Tensor]], list[torch.Tensor]]
+    sizes: Callable[..., list[Any]]
+    dynamic: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of(
+        body: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        dynamic: Sequence[Sequence[int]],
+        shared: Sequence[torch.Tensor],
+    ) -> PackedFunction:
+        """`body(*tensors, *shared)`, which gives a flat list of tensors, as a function of minibatches.
+
+        NoPackedForm says why there is none.
+        """
+        every = [*dynamic, *[()] * len(shared)]
+        graph = SizedGraph.of(body, [*tensors, *shared], every, kept_whole())
+        lowered = lower(graph, rule_of, alone, len(shared))
+        space = dict(lowered.constants)
+        exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`
+        sizes = columns_function([*lowered.lengths, *lowered.columns], graph.symbols)
+        return PackedFunction(graph, lowered, space["packed"], sizes, dynamic)
+
+    def columns_of(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[np.ndarray]:
+        """The sizes of each instance, one column a symbol."""
+        return [
+            np.array([t.shape[d] for t in column], dtype=np.int64)
+            for column, dims in zip(columns, self.dynamic, strict=True)
+            for d in dims
+        ]
+
+    def fits(self, sizes: Sequence[np.ndarray]) -> bool:
+        """Whether this is the body for all instances of these sizes."""
+        return bool(self.graph.fitting(sizes).all())
+
+    def __call__(
+        self,
+        columns: Sequence[Sequence[torch.Tensor]],
+        shared: Sequence[torch.Tensor],
+        sizes: Sequence[np.ndarray],
+        device: torch.device,
+    ) -> tuple[list[torch.Tensor], Minibatch]:
+        """columns: per input the tensors of all instances. The outputs, in the layouts of `lowered.outputs`."""
+        n = len(columns[0])
+        found = self.sizes(*sizes)
+        count = len(self.lowered.lengths)
+        lengths = [
+            Lengths(np.broadcast_to(np.asarray(x, dtype=np.int64), (n,)), device) for x in found[:count]
+        ]
+        z = Minibatch(n, lengths, found[count:], device)
+        by_size = dict(zip(self.lowered.lengths, lengths, strict=True))
+        inputs = [
+            self.packed(i, column, dims, by_size, sizes, device)
+            for i, (column, dims) in enumerate(zip(columns, self.dynamic, strict=True))
+        ]
+        return self.function(z, [*inputs, *shared]), z
+
+    def packed(
+        self,
+        place: int,
+        column: Sequence[torch.Tensor],
+        dims: Sequence[int],
+        known: dict[Any, Lengths],
+        sizes: Sequence[np.ndarray],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """An input of all instances in its layout."""
+        if not dims:
+            return torch.stack(list(column))
+        if len(dims) == 1:
+            joined = torch.cat(list(column), dim=dims[0])
+            return joined.movedim(dims[0], 0) if dims[0] else joined
+        first = sum(len(d) for d in self.dynamic[:place])
+        lengths = [Lengths(sizes[first + i], device) for i in range(2)]
+        return padded_together([t.movedim(tuple(dims), (0, 1)) for t in column], lengths[0], lengths[1])
+
+    def apart(self, output: Packed, tensor: torch.Tensor, z: Minibatch) -> list[torch.Tensor]:
+        """An output as the tensors of the instances."""
+        if output.layout == WHOLE:
+            return [tensor] * z.n
+        if output.layout == DENSE:
+            return list(tensor.unbind(0))
+        lengths = [z.lengths[self.lowered.lengths.index(output.shape[a])] for a in output.axes]
+        if output.layout == PACKED:
+            parts = tensor.split(lengths[0].list)
+            return [p.movedim(0, output.axes[0]) for p in parts] if output.axes[0] else list(parts)
+        return [
+            tensor[i, : lengths[0].list[i], : lengths[1].list[i]].movedim((0, 1), output.axes)
+            for i in range(z.n)
+        ]

@@ -1,0 +1,526 @@
+"""How each kind of operator acts on packed values: the table of rules.
+
+In: a node of a sized graph and the emitter that holds its arguments. Out: the node's value, its code written.
+
+    RULES["aten::softmax"]         # rows by themselves, or over the rows of each instance
+    rule_of(torch.ops.aten.relu.default)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    PADDED,
+    WHOLE,
+    Code,
+    Emitter,
+    NoRule,
+    Packed,
+    Rule,
+    own_dimensions,
+    shape_of,
+)
+from fxbatch.ragged.values_alone import batched_by_vmap
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Any:
+    """Register a rule for operators of these names."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[f"aten::{name}"] = function
+        return function
+
+    return register
+
+
+def kept_whole() -> frozenset[str]:
+    """Composite operators that rules handle: they are not taken apart."""
+    return frozenset(RULES) | POINTWISE_COMPOSITES
+
+
+POINTWISE_COMPOSITES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "dropout", "relu6", "selu", "to", "type_as", "contiguous", "clip", "square", "true_divide", "where",
+        "masked_fill", "float_power", "subtract", "multiply", "divide", "absolute", "negative", "not_equal", "greater",
+        "less", "less_equal", "greater_equal", "arccos", "fix", "logical_and", "clamp", "silu", "positive", "detach",
+    )
+)  # fmt: skip
+_POINTWISE = POINTWISE_COMPOSITES | {
+    "aten::clone", "aten::alias", "aten::_to_copy", "aten::full_like", "aten::zeros_like", "aten::ones_like",
+    "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
+    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::copy",
+}  # fmt: skip
+
+
+def rule_of(target: Any) -> Rule:
+    """The rule of an operator: its own, that of its kind, or the one for what has no size of its own."""
+    name = target._schema.name
+    own = RULES.get(name)
+    pointwise = torch.Tag.pointwise in target.tags or name in _POINTWISE
+
+    def apply(e: Emitter, node: fx.Node) -> Any:
+        values = tensors_of(e, node)
+        random = draws(target)
+        if all(v.layout == WHOLE for v in values) and not random and _fixed(node) and values:
+            return whole(e, node)
+        if own is not None:
+            try:
+                return own(e, node)
+            except NoRule:
+                if _by_rows(e, node, values):
+                    return batched_by_vmap(e, node)
+                raise
+        if pointwise:
+            return point(e, node)
+        if _by_rows(e, node, values):
+            return batched_by_vmap(e, node)
+        raise NoRule("no rule for it")
+
+    return apply
+
+
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers: for each instance its own."""
+    return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
+
+
+def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
+    """The tensors among the arguments of a node."""
+    found: list[Packed] = []
+    for x in (*node.args, *node.kwargs.values()):
+        for y in x if isinstance(x, (list, tuple)) else (x,):
+            if isinstance(y, fx.Node):
+                v = e.value(y)
+                if isinstance(v, Packed):
+                    found.append(v)
+    return found
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    val = node.meta["val"]
+    return [x for x in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(x, torch.Tensor)]
+
+
+def _fixed(node: fx.Node) -> bool:
+    """Whether neither the results nor the arguments of a node have a size of their own."""
+    numbers = [a for a in _flat(node) if isinstance(a, (torch.SymInt, torch.SymFloat))]
+    numbers += [
+        a.meta["val"]
+        for a in _flat(node)
+        if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), (torch.SymInt, torch.SymFloat))
+    ]
+    from fxbatch.ragged.expressions import expression
+
+    return not any(own_dimensions(shape_of(t)) for t in _results(node)) and not any(
+        depends(expression(x)) for x in numbers
+    )
+
+
+def _flat(node: fx.Node) -> list[Any]:
+    found: list[Any] = []
+    for x in (*node.args, *node.kwargs.values()):
+        found += list(x) if isinstance(x, (list, tuple)) else [x]
+    return found
+
+
+def _by_rows(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
+    return bool(values) and _fixed(node) and all(v.layout in (WHOLE, DENSE) for v in values)
+
+
+def whole(e: Emitter, node: fx.Node) -> Any:
+    """An operator on what is the same for all instances: once."""
+    name = e.line(e.call(node.target, e.bound(node)))
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return Packed(name, WHOLE, shape_of(val), val.dtype)
+    return tuple(
+        Packed(e.line(f"{name}[{i}]"), WHOLE, shape_of(x), x.dtype) if isinstance(x, torch.Tensor) else None
+        for i, x in enumerate(val)
+    )
+
+
+# -- pointwise ------------------------------------------------------------------------------------------
+
+
+def point(e: Emitter, node: fx.Node) -> Any:
+    """Elements by themselves: all arguments in the layout of the result."""
+    arguments = e.bound(node)
+    results = _results(node)
+    shape = shape_of(results[0])
+    random = (
+        torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.name == "aten::dropout"
+    )
+    columns = False
+    first = next((v for v in tensors_of(e, node)), None)
+    for name, x in arguments.items():
+        if isinstance(x, Packed):
+            if random:
+                x = e.to_dense(x)
+            arguments[name] = Code(e.aligned(x, shape))
+        elif isinstance(x, (list, tuple)):
+            arguments[name] = [Code(e.aligned(y, shape)) if isinstance(y, Packed) else y for y in x]
+        elif depends(x):
+            arguments[name] = Code(_number(e, x, first, shape))
+            columns = True
+    arguments.pop("memory_format", None)
+    if columns:
+        return e.made(_packet_call(e, node, arguments), results[0])
+    target: Any = node.target
+    if "memory_format" in {a.name for a in target._schema.arguments}:
+        arguments["memory_format"] = None
+        if target._schema.name == "aten::contiguous":
+            return e.made(f"{arguments['self']}", results[0])
+    made = e.call(target, arguments)
+    if isinstance(node.meta["val"], torch.Tensor):
+        return e.made(made, results[0])
+    name = e.line(made)
+    return tuple(e.made(f"{name}[{i}]", t) for i, t in enumerate(results))
+
+
+def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
+    """A call of an operator with a tensor where it has a number."""
+    target: Any = node.target
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
+    parts = []
+    for a in target._schema.arguments:
+        x = arguments.get(a.name, a.default_value)
+        if a.has_default_value() and x == a.default_value and not isinstance(x, Code):
+            continue
+        parts.append(f"{a.name}={e.source(x)}" if a.kwarg_only else e.source(x))
+    return f"{e.const(packet)}({', '.join(parts)})"
+
+
+def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[Any, ...]) -> str:
+    """A number of each instance as a tensor that promotes as the number does."""
+    integral = bool(x.is_integer)
+    dtype = torch.int64 if integral else torch.get_default_dtype()
+    if like is not None:
+        floating = like.dtype.is_floating_point or like.dtype.is_complex
+        if floating or (integral and like.dtype != torch.bool):
+            dtype = like.dtype
+    name = e.line(f"z.tensor({e.column(x)}, {e.const(dtype)})")
+    return e.aligned(Packed(name, DENSE, (), dtype), shape)
+
+
+# -- rows by themselves, or over rows ---------------------------------------------------------------------
+
+
+def dims_of(x: Packed, given: Any) -> list[int]:
+    """Dimensions that an operator acts on, none given for all."""
+    if given is None or given == []:
+        return list(range(x.rank))
+    return [d % max(x.rank, 1) for d in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ...] = ()) -> Any:
+    """An operator along dimensions that are the same for all instances: the same, elsewhere.
+
+    values: names of further tensors of the same shape.
+    """
+    arguments = e.bound(node)
+    x = e.to_dense(arguments["self"])
+    given = arguments[name]
+    dims = dims_of(x, given)
+    if any(d in x.axes for d in dims):
+        raise NoRule("it acts along a size of its own")
+    places = [x.place(d) for d in dims]
+    arguments["self"] = Code(x.name)
+    arguments[name] = places if given is None or isinstance(given, (list, tuple)) else places[0]
+    for other in values:
+        y = arguments[other]
+        if isinstance(y, Packed):
+            arguments[other] = Code(e.aligned(y, x.shape))
+    return results(e, node, e.call(node.target, arguments))
+
+
+def results(e: Emitter, node: fx.Node, code: str) -> Any:
+    """The result or the results of a call."""
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return e.made(code, val)
+    name = e.line(code)
+    return tuple(
+        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+    )
+
+
+def crosses(e: Emitter, node: fx.Node, given: Any) -> tuple[Packed, list[int]]:
+    """The only tensor of a node and its dimensions."""
+    x = e.to_dense(e.bound(node)["self"])
+    return x, dims_of(x, given)
+
+
+_ALONG = (
+    "softmax", "log_softmax", "_softmax", "_log_softmax", "sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum",
+    "cumprod", "logsumexp", "sort", "argsort", "topk", "argmax", "argmin", "norm", "linalg_vector_norm", "var", "std",
+    "all", "any", "flip", "roll", "median", "logcumsumexp", "cummax", "cummin", "aminmax", "nansum", "count_nonzero",
+    "kthvalue", "mode", "glu", "var_mean", "std_mean", "diff", "unfold", "renorm",
+)  # fmt: skip
+_DIMS_ARGUMENT = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
+
+
+def _register_along() -> None:
+    for name in _ALONG:
+        RULES[f"aten::{name}"] = _along_rule(name)
+
+
+def _along_rule(name: str) -> Rule:
+    where = _DIMS_ARGUMENT.get(name, "dim")
+
+    def apply(e: Emitter, node: fx.Node) -> Any:
+        target: Any = node.target
+        arguments = e.bound(node)
+        over = OVER.get(name)
+        given = arguments.get(where)
+        x, dims = crosses(e, node, given)
+        if any(d in x.axes for d in dims) or where not in arguments:
+            if over is None:
+                raise NoRule("it acts along a size of its own")
+            return over(e, node, x, dims)
+        if given is None or given == []:
+            if x.layout == DENSE and "dim" in arguments and target._overloadname != "default":
+                return along(e, node, name=where)
+            raise NoRule("over all dimensions")
+        return along(e, node, name=where)
+
+    return apply
+
+
+OVER: dict[str, Any] = {}
+
+
+def over(*names: str) -> Any:
+    """Register what operators do over the rows of each instance."""
+
+    def register(function: Any) -> Any:
+        for name in names:
+            OVER[name] = function
+        return function
+
+    return register
+
+
+def _reduced(e: Emitter, node: fx.Node, x: Packed, dims: list[int], first: str) -> tuple[str, str]:
+    """x with its other reduced dimensions reduced by `first` ("sum"); the Lengths of its rows."""
+    if x.layout != PACKED:
+        raise NoRule("it acts along one of two sizes of its own" if x.layout == PADDED else "no own size")
+    others = [x.place(d) for d in dims if d not in x.axes]
+    name = x.name
+    if others:
+        name = e.line(f"{name}.{first}({tuple(others)})")
+    return name, e.lengths(x.shape[x.axes[0]])
+
+
+def _kept(e: Emitter, node: fx.Node, code: str) -> Packed:
+    """A reduced value with the dimensions of size 1 that keepdim=True leaves."""
+    val = node.meta["val"]
+    return e.made(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
+
+
+def _count(x: Packed, dims: list[int]) -> int:
+    made = 1
+    for d in dims:
+        if d not in x.axes:
+            made *= int(x.shape[d])
+    return made
+
+
+def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Any:
+    """Over one or both of two own sizes: padding is `fill`, and reduces to nothing."""
+    name = x.name
+    for i, a in enumerate(x.axes):
+        if a in dims:
+            name = e.line(f"{e.lengths(x.shape[a])}.hide({name}, {i + 1}, {fill})")
+    name = e.line(f"{name}.{how}({tuple(x.place(d) for d in dims)})")
+    left = [a for a in x.axes if a not in dims]
+    if not left:
+        return _kept(e, node, name)
+    # one own size is left: [n, longest, *rest]
+    name = e.line(f"{e.lengths(x.shape[left[0]])}.unpad({name})")
+    val = node.meta["val"]
+    shape = shape_of(val)
+    rest = [d for i, d in enumerate(shape) if i not in own_dimensions(shape)]
+    return e.made(f"{name}.reshape({name}.shape[0], {''.join(f'{d}, ' for d in rest)})", val)
+
+
+@over("sum")
+def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    if e.bound(node).get("dtype") is not None or x.dtype != node.meta["val"].dtype:
+        dtype = node.meta["val"].dtype
+        x = Packed(e.line(f"{x.name}.to({e.const(dtype)})"), x.layout, x.shape, dtype)
+    if x.layout == PADDED:
+        return _masked_reduction(e, node, x, dims, "0", "sum")
+    name, size = _reduced(e, node, x, dims, "sum")
+    return _kept(e, node, f"{size}.sum({name})")
+
+
+@over("mean")
+def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    if x.layout == PADDED:
+        raise NoRule("a mean over one of two sizes of its own")
+    name, size = _reduced(e, node, x, dims, "sum")
+    return _kept(e, node, f"{size}.divided({size}.sum({name}), {_count(x, dims)})")
+
+
+@over("amax", "amin")
+def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::")
+    if x.layout == PADDED:
+        raise NoRule("an extreme over one of two sizes of its own")
+    if [d for d in dims if d not in x.axes]:
+        raise NoRule("an extreme over rows and columns: ties share their gradient")
+    name, size = _reduced(e, node, x, dims, how)
+    return _kept(e, node, f"z.extreme({size}, {name}, {how!r})")
+
+
+@over("max", "min")
+def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::")
+    if "dim" not in e.bound(node) or x.layout != PACKED:
+        raise NoRule("an extreme of all elements")
+    size = e.lengths(x.shape[x.axes[0]])
+    name = e.line(f"{size}.pad({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
+    values, indices = node.meta["val"]
+    shape = "".join(f"{d}, " for d in shape_of(values))
+    return tuple(e.made(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
+
+
+@over("argmax", "argmin")
+def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::")
+    if x.layout != PACKED or dims != list(x.axes):
+        raise NoRule("a place among all elements")
+    size = e.lengths(x.shape[x.axes[0]])
+    return _kept(e, node, f"{size}.pad({x.name}, z.fill({e.const(x.dtype)}, {how[3:]!r})).{how}(1)")
+
+
+@over("any", "all")
+def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::")
+    fill = "False" if how == "any" else "True"
+    name = e.line(f"({x.name} != 0)")
+    x = Packed(name, x.layout, x.shape, torch.bool)
+    if x.layout == PADDED:
+        return _masked_reduction(e, node, x, dims, fill, how)
+    name, size = _reduced(e, node, x, dims, how)
+    return _kept(e, node, f"{size}.pad({name}, {fill}).{how}(1)")
+
+
+@over("logsumexp")
+def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    if x.layout == PADDED:
+        return _masked_reduction(e, node, x, dims, "float('-inf')", "logsumexp")
+    name, size = _reduced(e, node, x, dims, "logsumexp")
+    return _kept(e, node, f"{size}.pad({name}, float('-inf')).logsumexp(1)")
+
+
+@over("softmax", "log_softmax", "_softmax", "_log_softmax")
+def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::").lstrip("_")
+    dtype = node.meta["val"].dtype
+    start = x.name if x.dtype == dtype else f"{x.name}.to({e.const(dtype)})"
+    size = e.lengths(x.shape[dims[0]])
+    if x.layout == PACKED:
+        return e.made(f"{size}.unpad({size}.pad({start}, float('-inf')).{how}(1))", node.meta["val"])
+    place = x.place(dims[0])
+    return e.made(f"{size}.hide({start}, {place}).{how}({place})", node.meta["val"])
+
+
+@over("cumsum")
+def _cumsum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    size = e.lengths(x.shape[dims[0]])
+    dtype = node.meta["val"].dtype
+    if x.layout == PACKED:
+        return e.made(
+            f"{size}.unpad({size}.pad({x.name}, 0).to({e.const(dtype)}).cumsum(1))", node.meta["val"]
+        )
+    raise NoRule("a running sum along one of two sizes of its own")
+
+
+@over("flip")
+def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    if x.layout != PACKED:
+        raise NoRule("two sizes of its own")
+    name = e.line(f"{x.name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.reversed)")
+    others = [x.place(d) for d in dims if d not in x.axes]
+    return e.made(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
+
+
+@over("var", "std")
+def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::")
+    arguments = e.bound(node)
+    if x.layout != PACKED or dims != list(x.axes):
+        raise NoRule("over more than the rows")
+    correction = arguments.get("correction", 1 if arguments.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    size = e.lengths(x.shape[x.axes[0]])
+    mean = e.line(f"{size}.divided({size}.sum({x.name}), 1)")
+    square = e.line(f"({x.name} - {size}.each({mean})).square()")
+    name = e.line(
+        f"{size}.sum({square}) / z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})"
+    )
+    return _kept(e, node, name if how == "var" else f"{name}.sqrt()")
+
+
+@over("norm", "linalg_vector_norm")
+def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    arguments = e.bound(node)
+    order = arguments.get("p", arguments.get("ord"))
+    if x.layout != PACKED or order not in (None, 2, 2.0) or arguments.get("dtype") is not None:
+        raise NoRule("this norm over rows")
+    others = [x.place(d) for d in dims if d not in x.axes]
+    size = e.lengths(x.shape[x.axes[0]])
+    name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
+    if others and len(others) != x.rank - 1:
+        raise NoRule("this norm over rows and some columns")
+    padded = f"{size}.pad({name})" + (".flatten(1)" if others else "")
+    return _kept(e, node, f"torch.linalg.vector_norm({padded}, 2, 1)")
+
+
+_register_along()
+
+
+@rule("layer_norm", "rms_norm")
+def _layer_norm(e: Emitter, node: fx.Node) -> Any:
+    arguments = e.bound(node)
+    x = e.to_dense(arguments["input"])
+    last = range(x.rank - len(arguments["normalized_shape"]), x.rank)
+    if any(d in x.axes for d in last):
+        raise NoRule("it normalises along a size of its own")
+    for name in ("weight", "bias"):
+        v = arguments.get(name)
+        if isinstance(v, Packed) and v.layout != WHOLE:
+            raise NoRule("weights of each instance")
+    arguments["input"] = Code(x.name)
+    return e.made(e.call(node.target, arguments), node.meta["val"])
+
+
+@rule("embedding")
+def _embedding(e: Emitter, node: fx.Node) -> Any:
+    arguments = e.bound(node)
+    if arguments["weight"].layout != WHOLE:
+        raise NoRule("a table of each instance")
+    index = arguments["indices"] = e.to_dense(arguments["indices"])
+    if index.layout == PADDED:
+        raise NoRule("indices with two sizes of their own")
+    return (
+        e.made(e.call(node.target, arguments), node.meta["val"])
+        if index.axes in ((), (0,))
+        else _front(e, node, e.call(node.target, arguments))
+    )
+
+
+def _front(e: Emitter, node: fx.Node, code: str) -> Packed:
+    return e.made(code, node.meta["val"])

@@ -1,0 +1,169 @@
+"""Rules for products: with a parameter, row by row; between values of the instances; attention.
+
+In: linear, matmul and its kin, scaled_dot_product_attention. Out: one product for all rows where a parameter is a
+factor; padded products, in which padding is zero along what is summed, where both factors are the instances'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    WHOLE,
+    Code,
+    Emitter,
+    NoRule,
+    Packed,
+    own_dimensions,
+    shape_of,
+)
+from fxbatch.ragged.rules import rule
+
+
+@rule("linear")
+def _linear(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
+    if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
+        raise NoRule("weights of each instance")
+    if x.rank - 1 in x.axes:
+        raise NoRule("a product along a size of its own with a parameter")
+    a["input"] = Code(x.name)
+    return e.made(e.call(node.target, a), node.meta["val"])
+
+
+@rule("matmul", "mm", "bmm", "mv", "dot")
+def _matmul(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    left = a["self"]
+    right = a.get("other", a.get("mat2", a.get("vec", a.get("tensor"))))
+    return product(e, left, right, node.meta["val"])
+
+
+@rule("addmm", "addbmm", "baddbmm", "addmv")
+def _addmm(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    name = node.target._schema.name
+    if name == "aten::addbmm":
+        raise NoRule("a sum over products")
+    val = node.meta["val"]
+    left, right = a.get("mat1", a.get("batch1", a.get("mat"))), a.get("mat2", a.get("batch2", a.get("vec")))
+    made = product(e, left, right, val)
+    added = e.aligned(a["self"], made.shape)
+    beta, alpha = a["beta"], a["alpha"]
+    first = added if beta == 1 else f"{added} * {e.source(beta)}"
+    return e.made(f"{first} + {made.name}" + ("" if alpha == 1 else f" * {e.source(alpha)}"), val)
+
+
+def product(e: Emitter, a: Packed, b: Packed, val: torch.Tensor) -> Packed:
+    """torch.matmul(a, b): [..., m, k] x [..., k, p]; vectors are matrices with a dimension of size 1."""
+    out = shape_of(val)
+    if a.layout == WHOLE and b.layout == WHOLE:
+        a = e.to_dense(a)
+    by_rows = a.layout in (DENSE, PACKED) and a.rank > 1 and a.rank - 1 not in a.axes
+    if b.layout == WHOLE and by_rows and b.rank <= 2:
+        return e.made(f"{a.name} @ {b.name}", val)  # rows by a parameter
+    if b.layout == WHOLE and a.layout == PACKED and a.rank == 1:
+        raise NoRule("a product along a size of its own with a parameter")
+    if a.layout == WHOLE and a.rank == 2 and b.layout == PACKED and b.rank == 2 and b.axes == (1,):
+        return e.made(f"{b.name} @ {a.name}.t()", val)  # a parameter by columns
+    batch = own_dimensions(out[:-2]) if a.rank > 2 and b.rank > 2 else ()
+    alike = a.layout == b.layout == PACKED and a.rank == b.rank and a.axes == b.axes == batch
+    if batch and alike and a.shape[batch[0]] == b.shape[batch[0]]:
+        return e.made(f"{a.name} @ {b.name}", val)  # a product for each row
+    return _padded_product(e, a, b, val)
+
+
+def _padded_product(e: Emitter, a: Packed, b: Packed, val: torch.Tensor) -> Packed:
+    inner_a = a.rank - 1
+    inner_b = b.rank - 2 if b.rank > 1 else 0
+    clear = inner_a in a.axes or inner_b in b.axes
+    if clear and (inner_a in a.axes) != (inner_b in b.axes):
+        raise NoRule("a product along a size of its own with a fixed one")
+    # of two factors that are padded along what is summed, one is enough to be zero there: the other one is finite
+    left = e.spread(a, clear=[inner_a] if clear else ())
+    right = e.spread(b, clear=[inner_b] if clear and b.layout == PACKED else ())
+    rank = max(a.rank, b.rank, 2)
+    left = _ranked(e, left, a, rank, vector_at=1)
+    right = _ranked(e, right, b, rank, vector_at=2)
+    name = e.line(f"torch.matmul({left}, {right})")
+    if a.rank == 1:
+        name = e.line(f"{name}.squeeze(-2)")
+    if b.rank == 1:
+        name = e.line(f"{name}.squeeze(-1)")
+    return e.gathered(name, val)
+
+
+def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> str:
+    """A factor as [n or nothing, *batch, rows, columns] with `rank` dimensions after n."""
+    have = v.rank
+    if have == 1:
+        name = e.line(f"{name}.unsqueeze({-2 if vector_at == 1 else -1})")
+        have = 2
+    if v.layout != WHOLE:
+        for _ in range(rank - have):
+            name = e.line(f"{name}.unsqueeze(1)")
+    return name
+
+
+@rule("scaled_dot_product_attention")
+def _attention(e: Emitter, node: fx.Node) -> Any:
+    """Attention of each instance by itself: queries, keys and values padded, padding hidden from the queries."""
+    a = e.bound(node)
+    q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
+    val = node.meta["val"]
+    keep = {x.rank - 2 for x in (q, k, v)}
+    for x in (q, k, v):
+        if any(d not in (x.rank - 2,) for d in x.axes) or x.rank != q.rank:
+            raise NoRule("attention with a size of its own elsewhere than along queries or keys")
+    if len(keep) > 1 or a.get("enable_gqa") or all(x.layout == WHOLE for x in (q, k, v)):
+        raise NoRule("attention of this kind")
+    names = [_heads(e, e.to_dense(x)) for x in (q, k, v)]
+    time_q, time_k = q.shape[-2], k.shape[-2]
+    q_size, k_size = e.lengths(time_q), e.lengths(time_k)
+    given = "None"
+    if isinstance(mask, Packed):
+        given = _mask(e, mask, q.rank, q.shape[:-1], time_k)
+    causal = bool(a["is_causal"])
+    scale = e.source(a["scale"]) if a["scale"] is not None else "None"
+    dropout = e.source(a["dropout_p"])
+    name = e.line(
+        f"z.attention({', '.join(names)}, {q_size}, {k_size}, {given}, {dropout}, {causal}, {scale})"
+    )
+    return e.gathered(e.line(f"{name}.reshape(n, {_outer(val, name)})"), val)
+
+
+def _outer(val: torch.Tensor, name: str) -> str:
+    shape = shape_of(val)
+    return ", ".join(f"{name}.shape[-2]" if i == len(shape) - 2 else str(d) for i, d in enumerate(shape))
+
+
+def _heads(e: Emitter, x: Packed) -> str:
+    """[n, heads, longest, features]."""
+    name = e.spread(x)
+    return e.line(f"{name}.reshape(n, -1, *{name}.shape[-2:])")
+
+
+def _mask(e: Emitter, mask: Packed, rank: int, shape: tuple[Any, ...], time_k: Any) -> str:
+    """An attention mask as something that broadcasts to [n, heads, queries, keys]."""
+    heads = [int(d) for d in shape[:-1]]
+    for d in mask.axes:
+        if d < mask.rank - 2:
+            raise NoRule("an attention mask with a size of its own among its heads")
+    name = e.spread(mask)
+    lead = "" if mask.layout == WHOLE else "n, "
+    outer = [int(d) for d in mask.shape[:-2]]
+    if mask.rank < 2:
+        raise NoRule("an attention mask with one dimension")
+    full = [1] * (len(heads) - len(outer)) + outer
+    if all(d == 1 for d in full):
+        return e.line(f"{name}.reshape({lead}{'' if lead == '' else '1, '}*{name}.shape[-2:])")
+    fulled = ", ".join(map(str, heads))
+    name = e.line(f"{name}.reshape({lead}{''.join(f'{d}, ' for d in full)}*{name}.shape[-2:])")
+    name = e.line(f"{name}.expand({lead}{fulled}, *{name}.shape[-2:])")
+    return e.line(f"{name}.reshape({lead}-1, *{name}.shape[-2:])")

@@ -1,0 +1,441 @@
+"""Rules for operators that move elements: views, permutations, slices, cat and stack, factories.
+
+In: a node whose operator only says where elements go. Out: the same for rows: the dimension that differs between
+instances stays in front, and index arithmetic does what crosses rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    PADDED,
+    WHOLE,
+    Code,
+    Emitter,
+    NoRule,
+    Packed,
+    own_dimensions,
+    shape_of,
+)
+from fxbatch.ragged.rules import point, results, rule
+
+
+def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
+    """Dimensions in another order: result dimension i is dimension order[i] of x."""
+    val = node.meta["val"]
+    axes = [a for a in order if a in x.axes]
+    rest = [d for d in order if d not in x.axes]
+    if x.layout == WHOLE:
+        return Packed(e.line(f"{x.name}.permute({tuple(order)})"), WHOLE, shape_of(val), val.dtype)
+    places = [0] if x.layout in (DENSE, PADDED) else []
+    places += [x.place(d) for d in (*axes, *rest)]
+    if places == list(range(len(places))):
+        return e.made(x.name, val)
+    return e.made(f"{x.name}.permute({tuple(places)})", val)
+
+
+@rule("permute")
+def _permute(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    return _moved(e, a["self"], node, [d % a["self"].rank for d in a["dims"]])
+
+
+@rule("transpose", "swapaxes", "swapdims")
+def _transpose(e: Emitter, node: fx.Node) -> Any:
+    x, i, j = [e.value(v) for v in node.args]
+    order = list(range(x.rank))
+    if x.rank:
+        order[i], order[j] = order[j], order[i]
+    return _moved(e, x, node, order)
+
+
+@rule("t", "numpy_T", "mT")
+def _t(e: Emitter, node: fx.Node) -> Any:
+    x = e.bound(node)["self"]
+    order = list(range(x.rank))
+    return _moved(e, x, node, [*order[:-2], *order[-2:][::-1]])
+
+
+@rule(
+    "unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"
+)
+def _view(e: Emitter, node: fx.Node) -> Any:
+    """Another shape: groups of dimensions of equal products; the own dimension leads its group, before and after."""
+    x = e.bound(node)["self"]
+    val = node.meta["val"]
+    shape = shape_of(val)
+    if x.layout == WHOLE:
+        if own_dimensions(shape):
+            raise NoRule("a fixed tensor in a shape of its own")
+        return Packed(e.line(f"{x.name}.reshape({shape})"), WHOLE, shape, val.dtype)
+    axes = own_dimensions(shape)
+    if node.target._schema.name == "aten::squeeze" and len(axes) != len(x.axes):
+        raise NoRule("a size of its own is squeezed")
+    if x.layout == DENSE and not axes:
+        return e.made(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
+    if x.layout == DENSE or not axes:
+        raise NoRule("a view between a fixed shape and one of its own")
+    order, joined = _grouped(x.shape, shape)
+    if x.layout == PADDED or len(axes) > 1:
+        if not (x.layout == PADDED and len(axes) == 2) or joined:
+            raise NoRule("a view that joins two sizes of its own")
+        rest = [str(d) for d in shape if not depends(d)]
+        return e.made(f"{x.name}.reshape(*{x.name}.shape[:3], {', '.join(rest)})", val)
+    name = x.name
+    moved = [0] + [x.place(d) for d in order if d not in x.axes]
+    if moved != list(range(len(moved))):
+        name = e.line(f"{name}.permute({tuple(moved)})")
+    out_rest = [shape[d] for d in _out_order(x.shape, shape) if d not in axes]
+    name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {''.join(f'{d}, ' for d in out_rest)})")
+    physical = [d for d in _out_order(x.shape, shape) if d not in axes]
+    wanted = [d for d in range(len(shape)) if d not in axes]
+    places = [0] + [1 + physical.index(d) for d in wanted]
+    return e.made(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
+
+
+def _groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
+    """Dimensions before and after, in groups of equal products."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = [], []
+        left: Any = sympy.Integer(1)
+        right: Any = sympy.Integer(1)
+        if i < len(before):
+            ins.append(i)
+            left = sympy.sympify(before[i])
+            i += 1
+        if j < len(after):
+            outs.append(j)
+            right = sympy.sympify(after[j])
+            j += 1
+        while sympy.expand(left - right) != 0:
+            grow_right = _less(right, left)
+            if grow_right and j < len(after):
+                outs.append(j)
+                right = right * after[j]
+                j += 1
+            elif i < len(before):
+                ins.append(i)
+                left = left * before[i]
+                i += 1
+            elif j < len(after):
+                outs.append(j)
+                right = right * after[j]
+                j += 1
+            else:
+                raise NoRule("a view whose sizes don't compare")
+        found.append((ins, outs))
+    return found
+
+
+def _less(a: Any, b: Any) -> bool:
+    values = dict.fromkeys(a.free_symbols | b.free_symbols, 1009)
+    return bool(a.subs(values) < b.subs(values))
+
+
+def _grouped(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[list[int], bool]:
+    """The order of dimensions in which own ones and the rest of their group come first; whether any are joined."""
+    first: list[int] = []
+    others: list[int] = []
+    joined = False
+    for ins, outs in _groups(before, after):
+        own = [d for d in ins if depends(before[d])]
+        own_out = [d for d in outs if depends(after[d])]
+        if not own and not own_out:
+            others += ins
+            continue
+        sized = [d for d in ins if before[d] != 1]
+        sized_out = [d for d in outs if after[d] != 1]
+        if len(own) != 1 or len(own_out) != 1 or sized[0] != own[0] or sized_out[0] != own_out[0]:
+            raise NoRule("a view in which a size of its own is not the first of what it is joined with")
+        joined = joined or len(sized) > 1 or len(sized_out) > 1
+        first += sized + [d for d in ins if d not in sized]
+    return first + others, joined
+
+
+def _out_order(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[int]:
+    first: list[int] = []
+    others: list[int] = []
+    for _, outs in _groups(before, after):
+        if any(depends(after[d]) for d in outs):
+            sized = [d for d in outs if after[d] != 1]
+            first += sized + [d for d in outs if d not in sized]
+        else:
+            others += outs
+    return first + others
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(e: Emitter, node: fx.Node) -> Any:
+    x = e.bound(node)["self"]
+    val = node.meta["val"]
+    shape = shape_of(val)
+    axes = own_dimensions(shape)
+    if x.layout == WHOLE:
+        x = e.to_dense(x) if axes else x
+    if x.layout == WHOLE:
+        return Packed(e.line(f"{x.name}.expand({shape})"), WHOLE, shape, val.dtype)
+    name = e.aligned(x, shape)
+    rest = [d for d in shape if not depends(d)]
+    lead = {0: ["n"], 1: [f"{e.lengths(shape[axes[0]])}.total"] if axes else []}.get(len(axes))
+    if lead is None:
+        lead = ["n", *[f"{e.lengths(shape[a])}.longest" for a in axes]]
+    return e.made(f"{name}.expand({', '.join(map(str, (*lead, *rest)))})", val)
+
+
+# -- slices -----------------------------------------------------------------------------------------------
+
+
+@rule("select")
+def _select(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
+    val = node.meta["val"]
+    if d not in x.axes:
+        if x.layout == WHOLE or depends(i):
+            raise NoRule("a place of its own")
+        return e.made(f"{x.name}.select({x.place(d)}, {i})", val)
+    if x.layout != PACKED:
+        raise NoRule("a row of two sizes of its own")
+    size = e.lengths(x.shape[d])
+    return e.made(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
+
+
+def _start(e: Emitter, i: Any, size: str) -> str:
+    if depends(i):
+        return f"(lambda c: np.where(c < 0, c + {size}.sizes, c))({e.column(i)})"
+    return str(i) if i >= 0 else f"{size}.sizes + {i}"
+
+
+@rule("slice")
+def _slice(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x = a["self"]
+    d = a["dim"] % x.rank
+    val = node.meta["val"]
+    start = 0 if a["start"] is None else a["start"]
+    if d not in x.axes:
+        if x.layout == WHOLE and (depends(start) or depends(a["end"])):
+            x = e.to_dense(x)
+        if depends(start) or depends(a["end"]):
+            return _part_of_fixed(e, node, x, d, start, a["step"])
+        index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
+        return e.made(f"{x.name}[{index}]", val)
+    shape = shape_of(val)
+    if x.layout == PADDED:
+        raise NoRule("a slice of one of two sizes of its own")
+    if shape[d] == x.shape[d] and a["step"] == 1:
+        return e.made(x.name, val)
+    size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
+    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
+    return _rows_or_dense(e, name, x, d, val)
+
+
+def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
+    """Rows that were picked along dimension d, as many in each instance or not."""
+    shape = shape_of(val)
+    if d in own_dimensions(shape):
+        return e.made(name, val)
+    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
+    return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+
+
+def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: Any, step: int) -> Packed:
+    """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
+    if x.layout != DENSE:
+        raise NoRule("a slice of its own")
+    val = node.meta["val"]
+    size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
+    front = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
+    rows = e.line(f"{front}.reshape({size}.total, *{front}.shape[2:])")
+    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    return e.made(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
+
+
+@rule("narrow")
+def _narrow(e: Emitter, node: fx.Node) -> Any:
+    raise NoRule("narrow")
+
+
+@rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
+def _split(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x = e.to_dense(a["self"])
+    d = a["dim"] % x.rank
+    if d in x.axes:
+        raise NoRule("it is cut along a size of its own")
+    a["self"], a["dim"] = Code(x.name), x.place(d)
+    return results(e, node, e.call(node.target, a))
+
+
+# -- cat ----------------------------------------------------------------------------------------------------
+
+
+@rule("cat", "concat", "concatenate")
+def _cat(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    val = node.meta["val"]
+    shape = shape_of(val)
+    parts = [p for p in a["tensors"] if p.rank == len(shape)]
+    d = a["dim"] % len(shape)
+    if d not in own_dimensions(shape):
+        if not own_dimensions(shape):
+            names = [e.to_dense(p).name for p in parts]
+            return e.made(f"torch.cat([{', '.join(names)}], {d + 1})", val)
+        names = [e.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
+        place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
+        return e.made(f"torch.cat([{', '.join(names)}], {place})", val)
+    return _joined(e, parts, d, val)
+
+
+def _with(shape: tuple[Any, ...], d: int, size: Any) -> tuple[Any, ...]:
+    return (*shape[:d], size, *shape[d + 1 :])
+
+
+def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
+    """Rows of several tensors, those of each instance one after another."""
+    if len(own_dimensions(shape_of(val))) > 1:
+        raise NoRule("two sizes of their own")
+    names, lengths = [], []
+    for p in parts:
+        lengths.append(e.lengths(p.shape[d]))
+        if p.layout == PACKED:
+            names.append(p.name)
+            continue
+        name = e.to_dense(p).name
+        name = name if d == 0 else e.line(f"{name}.movedim({d + 1}, 1)")
+        names.append(e.line(f"{name}.reshape({lengths[-1]}.total, *{name}.shape[2:])"))
+    order = e.line(f"z.interleaved(({', '.join(lengths)},))")
+    return e.made(f"torch.cat([{', '.join(names)}]).index_select(0, {order})", val)
+
+
+@rule("stack")
+def _stack(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    val = node.meta["val"]
+    shape = shape_of(val)
+    d = a["dim"] % len(shape)
+    inner = (*shape[:d], *shape[d + 1 :])
+    names = [e.aligned(p, inner) for p in a["tensors"]]
+    place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
+    return e.made(f"torch.stack(torch.broadcast_tensors({', '.join(names)}), {place})", val)
+
+
+@rule("constant_pad_nd", "pad")
+def _constant_pad(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, pad = a["self"], a["pad"]
+    if a.get("mode", "constant") != "constant" or x.layout not in (DENSE, PACKED):
+        raise NoRule("padding of this kind")
+    value = a.get("value", 0) or 0
+    ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    if any(depends(p) for p in pad) or any(min(ends[d]) < 0 for d in ends):
+        raise NoRule("padding of its own length")
+    val = node.meta["val"]
+    name = x.name
+    for d, (before, after) in ends.items():
+        if d in x.axes and (before or after):
+            size, out = e.lengths(x.shape[d]), e.lengths(shape_of(val)[d])
+            name = e.line(f"z.padded_rows({name}, {size}, {out}, {before}, {value})")
+    rank = x.rank + 1 - len(x.axes)
+    flat = [0] * (2 * rank)
+    for d, (before, after) in ends.items():
+        if d not in x.axes:
+            place = rank - 1 - x.place(d)
+            flat[2 * place : 2 * place + 2] = [before, after]
+    if any(flat):
+        name = e.line(f"torch.nn.functional.pad({name}, {flat}, value={value})")
+    return e.made(name, val)
+
+
+# -- factories ------------------------------------------------------------------------------------------------
+
+_FACTORIES = (
+    "zeros", "ones", "full", "empty", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full", "new_empty",
+    "scalar_tensor",
+)  # fmt: skip
+
+
+@rule(*_FACTORIES)
+def _factory(e: Emitter, node: fx.Node) -> Any:
+    """A tensor made of a shape: as many rows as all instances have."""
+    a = e.bound(node)
+    val = node.meta["val"]
+    shape = shape_of(val)
+    axes = own_dimensions(shape)
+    target: Any = node.target
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    if isinstance(a.get("self"), Packed):
+        a["dtype"], a["device"] = val.dtype, Code("z.device")
+    rest = [str(d) for d in shape if not depends(d)]
+    if len(axes) == 2:
+        lead = ["n", *[f"{e.lengths(shape[d])}.longest" for d in axes]]
+    elif axes:
+        lead = [f"{e.lengths(shape[axes[0]])}.total"]
+    else:
+        lead = ["n"] if random or isinstance(a.get("self"), Packed) else []
+    fill = a.get("fill_value")
+    if fill is not None and depends(fill):
+        if lead:
+            raise NoRule("filled with a size")
+        filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
+        return e.made(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
+    if "size" not in a:
+        raise NoRule("a factory of this kind")
+    a["size"] = Code(f"[{', '.join([*lead, *rest])}]")
+    code = e.call(target, a)
+    if not lead:
+        return Packed(e.line(code), WHOLE, shape, val.dtype)
+    return e.made(code, val)
+
+
+@rule("arange")
+def _arange(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    val = node.meta["val"]
+    (length,) = shape_of(val)
+    start, step = a.get("start", 0), a.get("step", 1)
+    if not depends(length):
+        if depends(start):
+            raise NoRule("a range that begins with a size")
+        return Packed(e.line(e.call(node.target, a)), WHOLE, (length,), val.dtype)
+    if depends(step):
+        raise NoRule("a range whose step is a size")
+    size = e.lengths(length)
+    name = f"{size}.position" if step == 1 else f"({size}.position * {step})"
+    if depends(start):
+        name = f"({name} + {size}.each(z.tensor({e.column(start)}, torch.int64)))"
+    elif start:
+        name = f"({name} + {start})"
+    return e.made(name if val.dtype == torch.int64 else f"{name}.to({e.const(val.dtype)})", val)
+
+
+@rule("tril", "triu")
+def _triangle(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x = a["self"]
+    if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
+        how = node.target._schema.name.removeprefix("aten::")
+        moved = f"{x.name}.flatten(3).movedim(3, 1)" if x.rank > 2 else x.name
+        if x.rank > 2:
+            raise NoRule("triangles in more than two dimensions")
+        return e.made(f"torch.{how}({moved}, {e.source(a['diagonal'])})", node.meta["val"])
+    if x.layout == DENSE:
+        a["self"] = Code(x.name)
+        return e.made(e.call(node.target, a), node.meta["val"])
+    raise NoRule("a triangle of one size of its own")
+
+
+@rule("lift_fresh_copy", "alias", "detach", "lift_fresh")
+def _same(e: Emitter, node: fx.Node) -> Any:
+    return point(e, node)

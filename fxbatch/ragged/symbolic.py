@@ -1,0 +1,257 @@
+"""A per-instance body as a graph whose sizes are symbols, and the sizes for which it is the body.
+
+In: a body, example tensors of one instance, and which of their dimensions are the instance's own. Out: a SizedGraph:
+operators as the body calls them, before autograd. A body that does something else for other sizes (an `if` on a
+length, a loop over it) has asked about them; what was asked are the guards, and they are evaluated for each call.
+Sizes 0 and 1, about which torch itself asks much that changes nothing, are tried: the body is traced with them as
+plain numbers, and is the graph where the two have the same nodes.
+
+    graph = SizedGraph.of(body, tensors, ((0,), ()))
+    graph.fits([7])            # True
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import UnknownExpressionError, columns_function, depends, expression
+from fxbatch.torch_private import composite_operators, trace_with_sizes, tree_flatten
+
+TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
+MOST_SIZES = 4  # sizes of one instance that may differ
+
+
+class NoPackedForm(Exception):
+    """Why a body has no packed form."""
+
+
+class SizedGraph:
+    """A traced body and the sizes for which it stands."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        dynamic: Sequence[Sequence[int]],
+        kept: frozenset[str],
+    ) -> None:
+        self.body = body
+        self.tensors = tensors
+        self.dynamic = dynamic
+        self.kept = kept
+        self.module, env = _trace(body, tensors, dynamic, kept)
+        places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        self.inputs = places
+        self.symbols: list[Any] = []  # one a dynamic dimension, in order
+        self.free: list[Any] = []
+        for node, dims in zip(places, dynamic, strict=True):
+            for d in dims:
+                original = _original(node.meta["val"].shape[d])
+                self.symbols.append(original)
+                self.free.append(expression(node.meta["val"].shape[d]))
+        self._refuse_specialised()
+        self.guards = list(dict.fromkeys(g.expr for g in env.guards))
+        try:
+            self._holds = columns_function(self.guards, self.symbols)
+        except UnknownExpressionError as error:
+            raise NoPackedForm(f"its code asks about {error}") from None
+        self._tried: dict[tuple[int, ...], bool] = {}
+
+    @staticmethod
+    def of(
+        body: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        dynamic: Sequence[Sequence[int]],
+        kept: frozenset[str] = frozenset(),
+    ) -> SizedGraph:
+        """The graph of `body(*tensors)`; NoPackedForm where its sizes can't be symbols. kept: composite operators
+        that stay whole."""
+        return SizedGraph(body, tensors, dynamic, kept)
+
+    def _refuse_specialised(self) -> None:
+        for symbol, now in zip(self.symbols, self.free, strict=True):
+            if not depends(now) and depends(symbol):
+                raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
+
+    def fitting(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """bool [n]: for which instances the graph is the body; columns: their sizes, one column a symbol."""
+        good = np.ones(len(columns[0]), dtype=bool)
+        for answer in self._holds(*columns):
+            good &= answer
+        for i in np.flatnonzero(~good).tolist():
+            good[i] = self._stands_for(tuple(int(c[i]) for c in columns))
+        return good
+
+    def _stands_for(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the body with these sizes as numbers has the nodes of the graph."""
+        if min(sizes) > 1:
+            return False
+        found = self._tried.get(sizes)
+        if found is None:
+            if len(self._tried) >= TRIED:
+                return False
+            found = self._tried[sizes] = self._try(sizes)
+        return found
+
+    def _try(self, sizes: tuple[int, ...]) -> bool:
+        given, taken = [], iter(sizes)
+        for tensor, dims in zip(self.tensors, self.dynamic, strict=True):
+            shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
+            made = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
+            given.append(made)
+        try:
+            module, _ = _trace(self.body, given, [()] * len(given), self.kept)
+        except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
+            return False
+        values = dict(zip(self.symbols, sizes, strict=True))
+        return _same_nodes(self.module.graph, module.graph, values)
+
+
+def _trace(
+    body: Callable[..., Any], tensors: Sequence[torch.Tensor], dynamic: Any, kept: frozenset[str]
+) -> tuple[fx.GraphModule, Any]:
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        made = trace_with_sizes(body, tensors, dynamic, _decompositions(kept))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    module, env = made
+    _without_writes(module.graph)
+    module.graph.eliminate_dead_code(
+        lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
+    )
+    return module, env
+
+
+@functools.lru_cache(maxsize=8)
+def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
+    """All composite operators but those that stay whole."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for name in composite_operators():
+        base, _, overload = name.partition(".")
+        space, _, op = base.partition("::")
+        if (
+            space != "aten"
+            or base in kept
+            or op.startswith(("sym_", "size", "stride", "storage", "is_", "_"))
+        ):
+            continue
+        packet = getattr(torch.ops.aten, op, None)
+        made = getattr(packet, overload or "default", None)
+        if made is not None and hasattr(made, "decompose"):
+            found[made] = made.decompose
+    return found
+
+
+def _original(size: Any) -> Any:
+    """The symbol that a size had before anything was known of it."""
+    return sympy.sympify(size.node._expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+# -- writes ---------------------------------------------------------------------------------------------
+
+_VIEWS = frozenset({"aten::detach", "aten::alias"})
+
+
+def _without_writes(graph: fx.Graph) -> None:
+    """relu_(x) => relu(x), read wherever x was read from then on; NoPackedForm where a view shares x's memory."""
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        written = [
+            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        name = schema.name
+        if written != [0] or not name.endswith("_") or name.endswith("__") or "out" in node.kwargs:
+            raise NoPackedForm(f"it writes to a tensor by {node.target}")
+        target = node.args[0]
+        if target.op == "placeholder" or _shares_memory(target):
+            raise NoPackedForm(f"it writes to a tensor that others share, by {node.target}")
+        packet = getattr(torch.ops.aten, name.removeprefix("aten::")[:-1], None)
+        plain = getattr(packet, schema.overload_name or "default", None)
+        if plain is None:
+            raise NoPackedForm(f"it writes to a tensor by {node.target}")
+        later = _after(graph, node)
+        node.target = plain
+        target.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether a node is a view of another tensor, or another node is one of it."""
+    return _is_view(node) or any(_is_view(user) for user in node.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns) or schema.name in (
+        "aten::reshape", "aten::contiguous", "aten::to", "aten::type_as", "aten::flatten", "aten::expand_as",
+        "aten::dropout", "aten::chunk", "aten::matrix_H", "aten::ravel",
+    )  # fmt: skip
+
+
+def _after(graph: fx.Graph, node: fx.Node) -> frozenset[fx.Node]:
+    nodes = list(graph.nodes)
+    return frozenset(nodes[nodes.index(node) + 1 :])
+
+
+# -- two graphs -----------------------------------------------------------------------------------------
+
+
+def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> bool:
+    """Whether the first graph with these sizes is the second one."""
+    ours = [n for n in sized.nodes if not is_size(n)]
+    theirs = [n for n in fixed.nodes if not is_size(n)]
+    if len(ours) != len(theirs):
+        return False
+    place = {n: i for i, n in enumerate(ours)}
+    place.update({n: i for i, n in enumerate(theirs)})
+    for a, b in zip(ours, theirs, strict=True):
+        if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
+            return False
+        if a.op != "placeholder" and _arguments(a, place, values) != _arguments(b, place, values):
+            return False
+        if _shapes(a, values) != _shapes(b, values):
+            return False
+    return True
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number made of sizes."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+
+def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int]) -> Any:
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    found: list[Any] = []
+    for x in leaves:
+        if isinstance(x, fx.Node):
+            found.append(_number(x.meta["val"], values) if is_size(x) else ("node", place[x]))
+        else:
+            found.append(_number(x, values))
+    return found, str(spec)
+
+
+def _number(x: Any, values: dict[Any, int]) -> Any:
+    if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        return float(expression(x).subs(values))
+    return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+
+
+def _shapes(node: fx.Node, values: dict[Any, int]) -> Any:
+    leaves = tree_flatten(node.meta.get("val"))[0]
+    return [
+        (tuple(int(expression(d).subs(values)) for d in x.shape), x.dtype)
+        for x in leaves
+        if isinstance(x, torch.Tensor)
+    ]

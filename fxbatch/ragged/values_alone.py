@@ -1,0 +1,182 @@
+"""What has no rule: instance by instance inside the function; and rows that torch.vmap batches.
+
+In: a node. Out: its value, by a loop over the instances of the minibatch (exact whatever the operator does), or by
+torch's own batching rule where nothing in it has a size of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lengths import Lengths
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    PADDED,
+    WHOLE,
+    Emitter,
+    NoRule,
+    Packed,
+    own_dimensions,
+    shape_of,
+)
+from fxbatch.torch_private import tree_flatten, tree_unflatten
+
+
+def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
+    """An operator on values without sizes of their own: torch.vmap over the instances."""
+    leaves, spec = tree_flatten(
+        ([e.value(a) for a in _args(node)], {k: _value(e, x) for k, x in node.kwargs.items()})
+    )
+    values = [x for x in leaves if isinstance(x, Packed)]
+    if all(v.layout == WHOLE for v in values):
+        raise NoRule("nothing of the instances in it")
+    target: Any = node.target
+
+    def run(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        args, kwargs = tree_unflatten([next(given) if isinstance(x, Packed) else x for x in leaves], spec)
+        return target(*args, **kwargs)
+
+    dims = tuple(0 if v.layout == DENSE else None for v in values)
+    batched = torch.vmap(run, in_dims=dims, randomness="different")
+    code = f"{e.const(batched)}({', '.join(v.name for v in values)})"
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return e.made(code, val)
+    name = e.line(code)
+    return tuple(
+        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+    )
+
+
+def _args(node: fx.Node) -> Sequence[Any]:
+    return node.args
+
+
+def _value(e: Emitter, x: Any) -> Any:
+    return type(x)(_value(e, y) for y in x) if isinstance(x, (list, tuple)) else e.value(x)
+
+
+class Alone:
+    """A call of an operator for each instance by itself."""
+
+    def __init__(
+        self, target: Any, leaves: list[Any], spec: Any, outputs: list[tuple[int, ...] | None]
+    ) -> None:
+        self.target = target
+        self.leaves = leaves  # ("tensor", layout, own dimensions, rank), ("number",) or ("plain", value)
+        self.spec = spec
+        self.outputs = outputs  # own dimensions of each result, None for what is no tensor
+
+    def __call__(self, n: int, *given: Any) -> Any:
+        """given: tensors with the Lengths of their own sizes, columns of numbers, in order."""
+        columns: list[Any] = []
+        taken = iter(given)
+        for leaf in self.leaves:
+            if leaf[0] == "tensor":
+                _, layout, axes = leaf
+                columns.append(_apart(next(taken), layout, axes, [next(taken) for _ in axes], n))
+            elif leaf[0] == "number":
+                columns.append(next(taken).tolist())
+            else:
+                columns.append([leaf[1]] * n)
+        results = []
+        for i in range(n):
+            args, kwargs = tree_unflatten([c[i] for c in columns], self.spec)
+            found = self.target(*args, **kwargs)
+            results.append(found if isinstance(found, (tuple, list)) else (found,))
+        sizes = list(taken)
+        out: list[Any] = []
+        for place, axes in enumerate(self.outputs):
+            if axes is None:
+                out.append(None)
+                continue
+            lengths = [sizes.pop(0) for _ in axes]
+            out.append(_together([r[place] for r in results], axes, lengths))
+        return out
+
+
+def _apart(
+    tensor: torch.Tensor, layout: str, axes: tuple[int, ...], lengths: list[Lengths], n: int
+) -> list[torch.Tensor]:
+    if layout == WHOLE:
+        return [tensor] * n
+    if layout == DENSE:
+        return list(tensor.unbind(0))
+    if layout == PACKED:
+        return [t.movedim(0, axes[0]) for t in tensor.split(lengths[0].list)]
+    a, b = axes
+    return [tensor[i, : lengths[0].list[i], : lengths[1].list[i]].movedim((0, 1), (a, b)) for i in range(n)]
+
+
+def _together(parts: list[torch.Tensor], axes: tuple[int, ...], lengths: list[Lengths]) -> torch.Tensor:
+    if not axes:
+        return torch.stack(parts)
+    if len(axes) == 1:
+        if axes[0] == 0:
+            return torch.cat(parts)
+        return torch.cat([p.movedim(axes[0], 0) for p in parts])
+    return padded_together([p.movedim(axes, (0, 1)) for p in parts], lengths[0], lengths[1])
+
+
+def padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Lengths) -> torch.Tensor:
+    """Tensors [T, S, ...] => [n, longest T, longest S, ...]; padding repeats elements of the instance."""
+    rows = torch.cat([p.reshape(-1, *p.shape[2:]) for p in parts])
+    sizes = first.sizes * second.sizes
+    starts = torch.from_numpy(sizes.cumsum() - sizes)
+    i = (
+        torch.arange(first.longest)
+        .clamp(max=2**62)[None, :]
+        .minimum((first.column.cpu()[:, None] - 1).clamp(min=0))
+    )
+    j = torch.arange(second.longest)[None, :].minimum((second.column.cpu()[:, None] - 1).clamp(min=0))
+    place = starts[:, None, None] + i[:, :, None] * second.column.cpu()[:, None, None] + j[:, None, :]
+    place[torch.from_numpy(sizes == 0)] = len(rows)
+    if (sizes == 0).any():
+        rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+    flat = rows.index_select(0, place.reshape(-1).to(rows.device))
+    return flat.reshape(first.n, first.longest, second.longest, *rows.shape[1:])
+
+
+def alone(e: Emitter, node: fx.Node) -> Any:
+    """A node instance by instance."""
+    leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+    described: list[Any] = []
+    given: list[str] = []
+    for leaf in leaves:
+        x = e.value(leaf)
+        if isinstance(x, Packed):
+            described.append(("tensor", x.layout, x.axes))
+            given.append(x.name)
+            given += [e.lengths(x.shape[a]) for a in x.axes]
+        elif depends(x):
+            described.append(("number",))
+            given.append(e.column(x))
+        else:
+            described.append(("plain", x))
+    val = node.meta["val"]
+    results = list(val) if isinstance(val, (tuple, list)) else [val]
+    outputs: list[tuple[int, ...] | None] = []
+    for t in results:
+        axes = own_dimensions(shape_of(t)) if isinstance(t, torch.Tensor) else None
+        outputs.append(axes)
+        if axes is not None:
+            if len(axes) > 2:
+                raise NoRule(f"a tensor with {len(axes)} sizes of its own")
+            given += [e.lengths(shape_of(t)[a]) for a in axes]
+    call = Alone(node.target, described, spec, outputs)
+    name = e.line(f"{e.const(call)}(n, {', '.join(given)})")
+    made = [
+        None if t is None or not isinstance(t, torch.Tensor) else e.made(f"{name}[{i}]", t)
+        for i, t in enumerate(results)
+    ]
+    return tuple(made) if isinstance(val, (tuple, list)) else made[0]
+
+
+__all__ = ["PADDED", "Alone", "alone", "batched_by_vmap", "padded_together"]

@@ -1,0 +1,471 @@
+"""The whole forward as one operation on packed rows, where instances are tensors with sizes of their own.
+
+In: a decorated forward and a minibatch whose instances are tensors: [T, 64], with another T in each. Out: its results,
+by one PackedFunction over all instances, or NOT_PACKED where the forward is no such operation.
+
+    packed = PackedForward(options, model)
+    packed.call(Model.forward, instances, "stack")
+
+A forward is packed when sizes differ in a minibatch, its code can be known (as for any operation: what it reads is
+compared each minibatch), and its graph can be traced with symbols for the sizes. Instances for whose sizes the graph
+is not the forward get a graph of their own, or run by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.errors import FxbatchError
+from fxbatch.mistakes import report
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE
+from fxbatch.ragged.packed_function import Minibatch, PackedFunction
+from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
+from fxbatch.runtime.options import Options
+from fxbatch.runtime.results import nest, stack_real
+from fxbatch.runtime.watchers import is_watched
+from fxbatch.signature import TensorType, bodies, structural_twin
+from fxbatch.torch_private import (
+    TreeSpec,
+    any_autocast,
+    function_modes,
+    inside_functorch,
+    memory_is_real,
+    reparametrized,
+    tree_flatten,
+    tree_unflatten,
+)
+from fxbatch.trace.body_reads import Reads
+from fxbatch.trace.examined import Examined
+from fxbatch.trace.fake import BodyError, run_on_fakes
+from fxbatch.trace.keys import ATOMS, OpaqueArgumentError, static_key
+from fxbatch.trace.modules import changed_attribute
+from fxbatch.trace.reached import BodyRoots
+from fxbatch.trace.state import current_recorder
+
+NOT_PACKED = object()
+MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
+MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
+
+Instance = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the instances of a minibatch have in common besides their sizes."""
+
+    spec: TreeSpec
+    plain: tuple[Any, ...]  # keys of leaves that are no tensors
+    tensors: tuple[Any, ...]  # number of dimensions, dtype, device of each
+
+
+@dataclass
+class Variant:
+    """A packed function, and the structure of a result."""
+
+    function: PackedFunction
+    spec: TreeSpec
+    names: list[str]
+    calls: int = 0
+    instances: int = 0
+    rows: int = 0
+    padded: int = 0
+
+
+@dataclass
+class Family:
+    """The packed functions of a forward for one kind of instances."""
+
+    own: list[set[int]]  # per tensor the dimensions that have differed
+    shapes: list[tuple[int, ...]]  # per tensor a shape that was met
+    variants: list[Variant] = field(default_factory=list)
+    reason: str = ""  # why it is not packed
+    alone: int = 0  # instances that ran by themselves, as no graph was theirs
+    built: int = 0
+
+
+class PackedForward:
+    """The packed forms of one decorated forward on one module."""
+
+    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
+        self.options = options
+        self.root = root
+        self.families: dict[Any, Family] = {}
+        self.examined: Examined | None = None
+        self.reason = ""
+        self._lock = threading.RLock()
+        self.off = (
+            root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
+        )
+        self.off = self.off or options.schedule in ("none", "fold") or bool(options.shared)
+
+    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
+        """The results of a minibatch, or NOT_PACKED."""
+        if self.off or not instances or type(instances[0][0][-1]) is not torch.Tensor or len(instances) < 2:
+            return NOT_PACKED
+        if any_autocast() or is_watched() or inside_functorch() or function_modes() or not memory_is_real():
+            return NOT_PACKED
+        if torch.is_inference_mode_enabled() or current_recorder() is not None:
+            return NOT_PACKED
+        found = _columns(instances)
+        if found is None:
+            return NOT_PACKED
+        kind, plain, columns = found
+        with self._lock:
+            family = self._family(fn, kind, columns)
+            if family is None or family.reason:
+                return NOT_PACKED
+            before = self.examined
+            work = self._work(fn, family, kind, plain, columns)
+            if self.examined is not before:  # building it has found more code
+                self.families = {key: f for key, f in self.families.items() if f is not family}
+                self.families[self._key(kind)] = family
+        if work is None:
+            return NOT_PACKED
+        return self._run(fn, family, work, instances, columns, out)
+
+    # -- which functions ------------------------------------------------------------------------------
+
+    def _family(self, fn: Any, kind: _Kind, columns: Sequence[Sequence[torch.Tensor]]) -> Family | None:
+        """The family of these instances, with the dimensions that have differed; None where none has."""
+        shapes = [{t.shape for t in column} for column in columns]
+        differ = [
+            {d for d in range(len(next(iter(s)))) if len({shape[d] for shape in s}) > 1}
+            if len(s) > 1
+            else set()
+            for s in shapes
+        ]
+        if not any(differ) and not self.families:
+            return None
+        examined = self._look(fn)
+        if examined is None:
+            return None
+        key = self._key(kind)
+        family = self.families.get(key)
+        if family is None:
+            if not any(differ):
+                return None
+            if len(self.families) >= MOST_FAMILIES:
+                self.families.clear()
+            family = self.families[key] = Family(
+                [set() for _ in columns], [tuple(c[0].shape) for c in columns]
+            )
+        changed = False
+        for own, new, met, seen in zip(family.own, differ, shapes, family.shapes, strict=True):
+            shape = next(iter(met))
+            more = new | {d for d in range(len(shape)) if shape[d] != seen[d]}
+            if not more <= own:
+                own |= more
+                changed = True
+        if changed:
+            family.variants, family.reason = [], ""
+        if sum(map(len, family.own)) > MOST_SIZES or any(len(own) > 2 for own in family.own):
+            family.reason = "too many sizes of its own"
+        return family if any(family.own) else None
+
+    def _key(self, kind: _Kind) -> Any:
+        """All that a packed function depends on but the sizes."""
+        assert self.examined is not None
+        needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
+        return (self.examined.key, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs)
+
+    def _look(self, fn: Any) -> Examined | None:
+        """The module as it is; None where its code or hooks can't be known."""
+        assert self.root is not None
+        found = self.examined
+        if found is None:
+            found = Examined(self.root, Reads(BodyRoots(self.root, "forward", fn, ())))
+        elif not found.unchanged():
+            found = Examined(self.root, found.reads.again())
+        self.examined = found
+        self.reason = found.reason or found.coupled
+        return None if self.reason else found
+
+    def _work(
+        self,
+        fn: Any,
+        family: Family,
+        kind: _Kind,
+        plain: tuple[Any, ...],
+        columns: Sequence[Sequence[torch.Tensor]],
+    ) -> list[tuple[Variant | None, np.ndarray]] | None:
+        """Which variant runs which instances, and None for those that run by themselves."""
+        dynamic = tuple(tuple(sorted(own)) for own in family.own)
+        sizes = [
+            np.array([t.shape[d] for t in column], dtype=np.int64)
+            for column, dims in zip(columns, dynamic, strict=True)
+            for d in dims
+        ]
+        left = np.ones(len(columns[0]), dtype=bool)
+        work: list[tuple[Variant | None, np.ndarray]] = []
+        for variant in family.variants:
+            fits = variant.function.graph.fitting([s[left] for s in sizes])
+            places = np.flatnonzero(left)[fits]
+            if len(places):
+                work.append((variant, places))
+                left[places] = False
+            if not left.any():
+                return work
+        if family.built < MOST_VARIANTS:
+            places = np.flatnonzero(left)
+            smallest = np.min([s[places] for s in sizes], axis=0)
+            if smallest.max() > 1 and (len(places) > 1 or not family.variants):
+                family.built += 1
+                example = int(places[int(smallest.argmax())])
+                made = self._build(fn, kind, plain, dynamic, [c[example] for c in columns], family)
+                if made is None:
+                    return None
+                family.variants.append(made)
+                return self._work(fn, family, kind, plain, columns)
+        if not family.variants:
+            return None
+        work.append((None, np.flatnonzero(left)))
+        return work
+
+    def _build(
+        self,
+        fn: Any,
+        kind: _Kind,
+        plain: tuple[Any, ...],
+        dynamic: tuple[tuple[int, ...], ...],
+        tensors: list[torch.Tensor],
+        family: Family,
+    ) -> Variant | None:
+        try:
+            return self._built(fn, kind, plain, dynamic, tensors)
+        except (NoPackedForm, BodyError) as error:
+            family.reason = str(error)
+        except FxbatchError:
+            family.reason = "the forward says why when it is recorded"
+        except Exception as error:  # noqa: BLE001 - the forward is recorded then, and raises what is the user's own mistake
+            report(error, "a packed forward", verify=self.options.verify)
+            family.reason = (
+                f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+            )
+        return None
+
+    def _built(
+        self,
+        fn: Any,
+        kind: _Kind,
+        plain: tuple[Any, ...],
+        dynamic: tuple[tuple[int, ...], ...],
+        tensors: list[torch.Tensor],
+    ) -> Variant:
+        assert self.root is not None and self.examined is not None
+        examined = self.examined
+        for _ in range(4):
+            body = _Body(fn, self.root, examined.names, kind, plain, len(tensors))
+            shared = [s.resolve() for s in examined.shared]
+            types = [TensorType.of(t) for t in tensors]
+            outcome, effects = examined.reads.run(
+                functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())
+            )
+            if not effects.unknown:
+                break
+            examined = self.examined = Examined(self.root, examined.reads.again(effects.unknown))
+            if examined.reason:
+                raise BodyError(examined.reason)
+        changed = body.changed() or effects.changed
+        if changed or effects.effect or outcome.written or outcome.written_shared or not outcome.outputs:
+            raise BodyError(
+                f"changes {changed}" if changed else effects.effect or "writes to what it was given"
+            )
+        example = [t.detach() for t in tensors]
+        operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
+        function = PackedFunction.of(body, example, dynamic, operands)
+        if body.spec is None:
+            raise NoPackedForm("it returns something else than tensors")
+        return Variant(function, body.spec, examined.names)
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        fn: Any,
+        family: Family,
+        work: list[tuple[Variant | None, np.ndarray]],
+        instances: Sequence[Instance],
+        columns: Sequence[Sequence[torch.Tensor]],
+        out: str,
+    ) -> Any:
+        assert self.examined is not None
+        shared = [s.resolve() for s in self.examined.shared]
+        if len(work) == 1 and work[0][0] is not None:
+            variant = work[0][0]
+            outputs, z = self._packed(variant, columns, shared)
+            if out == "stack":
+                stacked = _stacked(variant, outputs, z)
+                if stacked is not None:
+                    return stacked
+            results = _separate(variant, outputs, z)
+        else:
+            results = [None] * len(instances)
+            for variant_or_none, places in work:
+                chosen = places.tolist()
+                if variant_or_none is None:
+                    family.alone += len(chosen)
+                    made = [_alone(fn, *instances[i]) for i in chosen]
+                else:
+                    some = [[column[i] for i in chosen] for column in columns]
+                    made = _separate(variant_or_none, *self._packed(variant_or_none, some, shared))
+                for i, result in zip(chosen, made, strict=True):
+                    results[i] = result
+        if out == "stack":
+            return stack_real(results)
+        return nest(results) if out == "nested" else results
+
+    def _packed(
+        self, variant: Variant, columns: Sequence[Sequence[torch.Tensor]], shared: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Minibatch]:
+        sizes = variant.function.columns_of(columns)
+        outputs, z = variant.function(columns, shared, sizes, columns[0][0].device)
+        variant.calls += 1
+        variant.instances += z.n
+        return outputs, z
+
+
+class _Body:
+    """The forward as a function of flat lists of tensors: an instance's, then the shared operands."""
+
+    def __init__(
+        self,
+        fn: Any,
+        root: torch.nn.Module,
+        names: list[str],
+        kind: _Kind,
+        plain: tuple[Any, ...],
+        count: int,
+    ) -> None:
+        self.fn = fn
+        self.names = names
+        self.kind = kind
+        self.plain = plain
+        self.count = count
+        self.twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+        self.twin = structural_twin(root, self.twins)
+        self.spec: TreeSpec | None = None
+
+    def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
+        """The forward's own result."""
+        given = iter(tensors)
+        args, kwargs = tree_unflatten(
+            [next(given) if x is _TENSOR else x for x in self.plain], self.kind.spec
+        )
+        now = dict(zip(self.names, shared, strict=True))
+        before = dict(now)
+        bodies.running += 1
+        try:
+            with reparametrized(self.twin, now):
+                result = self.fn(self.twin, *args, **kwargs)
+        finally:
+            bodies.running -= 1
+        if any(now[name] is not before[name] for name in self.names):
+            raise BodyError("changes one of its tensors")
+        return result
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        leaves, spec = tree_flatten(self.once(tensors[: self.count], tensors[self.count :]))
+        if not all(isinstance(x, torch.Tensor) for x in leaves) or not leaves:
+            raise NoPackedForm("it returns something else than tensors")
+        if self.spec is not None and self.spec != spec:
+            raise NoPackedForm("its result has another structure for other sizes")
+        self.spec = spec
+        return leaves
+
+    def changed(self) -> str:
+        """The name of an attribute that a run has set, else ""."""
+        return changed_attribute(self.twins)
+
+
+_TENSOR = object()
+
+
+def _columns(instances: Sequence[Instance]) -> tuple[_Kind, tuple[Any, ...], list[list[torch.Tensor]]] | None:
+    """The instances as columns of tensors; None where they are not alike or hold something else than plain data."""
+    args, kwargs = instances[0]
+    leaves, spec = tree_flatten((args[1:], kwargs))
+    plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+    places = [i for i, x in enumerate(plain) if x is _TENSOR]
+    simple = len(places) == len(leaves) == len(args) - 1 and not kwargs
+    try:
+        keys = tuple(static_key(x) for x in plain if x is not _TENSOR and type(x) in ATOMS)
+    except OpaqueArgumentError:
+        return None
+    if len(keys) + len(places) != len(plain):
+        return None
+    rows: list[Sequence[Any]] = []
+    for args, kwargs in instances:
+        if simple:
+            if len(args) - 1 != len(places) or kwargs:
+                return None
+            rows.append(args[1:])
+            continue
+        found, other = tree_flatten((args[1:], kwargs))
+        if other != spec or not _equal_plain(found, plain):
+            return None
+        rows.append([found[i] for i in places])
+    columns = [list(c) for c in zip(*rows, strict=True)]
+    tensors = []
+    for column in columns:
+        first = column[0]
+        rank, dtype, device = first.dim(), first.dtype, first.device
+        for t in column:
+            if type(t) is not torch.Tensor or t.dtype is not dtype or t.dim() != rank:
+                return None
+        if first.layout is not torch.strided or any(t.device != device for t in column) or first.is_conj():
+            return None
+        tensors.append((rank, dtype, device))
+    if len({device for _, _, device in tensors}) != 1:
+        return None
+    return _Kind(spec, keys, tuple(tensors)), plain, columns
+
+
+def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:
+    for x, y in zip(found, plain, strict=True):
+        if y is _TENSOR:
+            if not isinstance(x, torch.Tensor):
+                return False
+        elif type(x) not in ATOMS or static_key(x) != static_key(y):
+            return False
+    return True
+
+
+def _stacked(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> Any:
+    """Results stacked on a new first dimension; None where they can't be, or only one by one."""
+    made = []
+    for output, tensor in zip(variant.function.lowered.outputs, outputs, strict=True):
+        if output.layout == DENSE:
+            made.append(tensor)
+        elif output.layout == WHOLE:
+            made.append(tensor.expand(z.n, *tensor.shape).clone())
+        else:
+            return None
+    return tree_unflatten(made, variant.spec)
+
+
+def _separate(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> list[Any]:
+    """A result an instance."""
+    function = variant.function
+    columns = [
+        function.apart(output, tensor, z)
+        for output, tensor in zip(function.lowered.outputs, outputs, strict=True)
+    ]
+    return [tree_unflatten(list(row), variant.spec) for row in zip(*columns, strict=True)]
+
+
+def _alone(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bodies.running += 1
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        bodies.running -= 1
+
+
+__all__ = ["NOT_PACKED", "PACKED", "PackedForward"]

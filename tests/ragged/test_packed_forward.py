@@ -1,0 +1,173 @@
+"""A decorated forward whose instances are tensors of their own sizes: packed, and equal to the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.errors import ResultError
+from fxbatch.runtime.packed_forward import PackedForward
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    @fxbatch.autobatch(out="list")
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.encoder(self.embed(words)))
+
+
+class Mean(nn.Module):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.out = nn.Linear(8, 3)
+
+    @fxbatch.autobatch
+    def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.embed(words).mean(0) * self.scale
+        return {"logits": self.out(h), "h": h}
+
+
+def words(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randint(50, (n,)) for n in sizes]
+
+
+def packed_of(model: nn.Module) -> PackedForward:
+    return next(iter(model.__dict__["_fxbatch_engines"].values())).packed
+
+
+def variants_of(model: nn.Module) -> list[Any]:
+    return [v for f in packed_of(model).families.values() for v in f.variants]
+
+
+def compare(model: nn.Module, batch: Any) -> None:
+    found = model(batch)
+    model.zero_grad()
+    sum(t.square().sum() for t in torch.utils._pytree.tree_leaves(found)).backward()
+    ours = [p.grad for p in model.parameters()]
+    with fxbatch.disabled():
+        expected = model(batch)
+    model.zero_grad()
+    sum(t.square().sum() for t in torch.utils._pytree.tree_leaves(expected)).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
+
+
+@pytest.fixture
+def mean() -> Mean:
+    torch.manual_seed(0)
+    return Mean().double()
+
+
+def test_one_graph_for_all_sizes(mean: Mean) -> None:
+    for sizes in ((3, 5, 2), (1, 9, 4, 4), (30, 31, 7), (2, 2)):
+        compare(mean, words(*sizes))
+    assert len(variants_of(mean)) == 1
+    assert variants_of(mean)[0].calls == 4
+
+
+def test_results_of_own_sizes_as_a_list() -> None:
+    torch.manual_seed(0)
+    model = Tagger().double()
+    compare(model, words(3, 5, 1, 4))
+    assert len(variants_of(model)) == 1
+
+
+def test_stacking_results_of_own_sizes_names_them() -> None:
+    class Rows(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.embed(words)
+
+    with pytest.raises(ResultError, match=r"instance 0 gave \[3, 8\], instance 1 gave \[5, 8\]"):
+        Rows()(words(3, 5))
+
+
+def test_what_the_forward_reads_is_compared(mean: Mean) -> None:
+    batch = words(3, 5, 2)
+    compare(mean, batch)
+    mean.scale = 3.0
+    compare(mean, batch)
+    assert len(variants_of(mean)) == 2
+
+
+def test_a_branch_on_the_size_gets_a_graph_of_its_own() -> None:
+    class Branch(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.embed(words)
+            return x.sum(0) if len(words) > 4 else x.mean(0) * 2
+
+    torch.manual_seed(0)
+    model = Branch().double()
+    compare(model, words(3, 9, 1, 4, 6, 5))
+    assert len(variants_of(model)) == 2
+
+
+def test_a_loop_over_the_size_is_recorded() -> None:
+    class Loop(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            h = torch.zeros(8, dtype=torch.float64)
+            for x in self.embed(words):
+                h = torch.tanh(h + x)
+            return h
+
+    torch.manual_seed(0)
+    model = Loop().double()
+    compare(model, words(3, 5, 1))
+    assert not variants_of(model)
+
+
+def test_a_forward_with_effects_is_not_packed() -> None:
+    class Counts(Mean):
+        seen = 0
+
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.embed(words).sum(0)
+
+    model = Counts()
+    model(words(3, 5))
+    assert model.seen == 2
+    assert not variants_of(model)
+
+
+def test_dropout_is_drawn_anew() -> None:
+    class Drop(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.embed(words), 0.5, self.training).sum(0)
+
+    model, batch = Drop(), words(3, 5)
+    assert not torch.equal(model(batch), model(batch))
+    assert len(variants_of(model)) == 1
+    model.eval()
+    assert torch.equal(model(batch), model(batch))
+
+
+def test_two_arguments_of_own_sizes() -> None:
+    class Pair(Mean):
+        @fxbatch.autobatch
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            x, y = self.embed(a), self.embed(b)
+            return ((x @ y.t()).softmax(-1) @ y).sum(0)
+
+    torch.manual_seed(0)
+    model, first, second = Pair().double(), words(3, 5, 2), words(4, 1, 6)
+    found = model(first, second)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, model(first, second))
+    assert len(variants_of(model)) == 1

@@ -1,0 +1,166 @@
+"""Every rule against the loop: values and gradients, at mixed sizes, 0 and 1 among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxbatch.ragged.symbolic import NoPackedForm
+from tests.ragged.against_loop import check_packed
+
+torch.manual_seed(1)
+W = torch.randn(8, 6)
+B = torch.randn(8)
+SQUARE = torch.randn(6, 6)
+SOME = [(3,), (5,), (1,), (4,), (7,)]
+ALL = [*SOME, (0,)]
+PAIRS = [(3, 2), (5, 5), (1, 4), (4, 1), (2, 7), (3, 3)]
+EMPTY_PAIRS = [*PAIRS, (0, 3)]
+
+
+def rows(t: int) -> list[torch.Tensor]:
+    return [torch.randn(t, 6)]
+
+
+def two(t: int, s: int) -> list[torch.Tensor]:
+    return [torch.randn(t, 6), torch.randn(s, 6)]
+
+
+def indices(t: int) -> list[torch.Tensor]:
+    return [torch.randint(8, (t,))]
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(len(x), 2, 3).transpose(0, 1)
+
+
+Case = tuple[Callable[..., Any], list[tuple[int, ...]], tuple[torch.Tensor, ...]]
+OF_ROWS: dict[str, Case] = {
+    "pointwise": (lambda x: torch.relu(x) * 2 + 1, ALL, ()),
+    "where": (lambda x: torch.where(x > 0, x, 0.0), ALL, ()),
+    "in place": (lambda x: x.mul(2).add_(1).relu_(), ALL, ()),
+    "linear": (F.linear, ALL, (W, B)),
+    "layer norm": (lambda x, w, b: F.layer_norm(F.linear(x, w), (8,), b, b), ALL, (W, B)),
+    "matmul": (lambda x, w: x @ w, ALL, (SQUARE,)),
+    "parameter by columns": (lambda x, w: w @ x.t(), ALL, (SQUARE,)),
+    "sum": (lambda x: x.sum(0), ALL, ()),
+    "sum of all": (lambda x: x.sum(), ALL, ()),
+    "sum of columns": (lambda x: x.sum(1), ALL, ()),
+    "sum kept": (lambda x: x.sum(0, keepdim=True) + x, ALL, ()),
+    "mean": (lambda x: x.mean(0), ALL, ()),
+    "mean of all": (lambda x: x.mean(), ALL, ()),
+    "amax": (lambda x: x.amax(0), SOME, ()),
+    "amin": (lambda x: x.amin(0), SOME, ()),
+    "amax with ties": (lambda x: (x > 0).double().mul(x.round()).amax(0), SOME, ()),
+    "max": (lambda x: x.max(0), SOME, ()),
+    "argmax": (lambda x: x.argmax(0), SOME, ()),
+    "any": (lambda x: (x > 0).any(0), ALL, ()),
+    "all": (lambda x: (x > 0).all(0), ALL, ()),
+    "logsumexp": (lambda x: x.logsumexp(0), SOME, ()),
+    "softmax over rows": (lambda x: x.softmax(0), ALL, ()),
+    "log softmax over rows": (lambda x: x.log_softmax(0), ALL, ()),
+    "softmax by rows": (lambda x: x.softmax(1), ALL, ()),
+    "running sum": (lambda x: x.cumsum(0), ALL, ()),
+    "flip": (lambda x: x.flip(0), ALL, ()),
+    "standard deviation": (lambda x: x.std(0), [(3,), (5,), (2,)], ()),
+    "norm": (lambda x: x.norm(dim=0), SOME, ()),
+    "len in arithmetic": (lambda x: x.sum(0) / len(x) * x.shape[0] ** 0.5, SOME, ()),
+    "contraction over rows": (lambda x: x.t() @ x, ALL, ()),
+    "scores": (lambda x: (x @ x.t()).softmax(-1) @ x, SOME, ()),
+    "attention pooling": (lambda x, w: ((x @ w).sum(1).softmax(0).unsqueeze(1) * x).sum(0), SOME, (SQUARE,)),
+    "heads": (lambda x: heads(x).reshape(2, -1).sum(1), ALL, ()),
+    "size times heads": (lambda x: x.view(len(x) * 2, 3), ALL, ()),
+    "flattened": (lambda x: x.reshape(-1), ALL, ()),
+    "flattened and back": (lambda x: x.view(len(x) * 2, 3).view(len(x), 6) + x, ALL, ()),
+    "first": (lambda x: x[0], SOME, ()),
+    "last": (lambda x: x[-1], SOME, ()),
+    "differences": (lambda x: x[1:] - x[:-1], SOME, ()),
+    "first two": (lambda x: x[:2].sum(0), [(2,), (4,), (3,)], ()),
+    "every second": (lambda x: x[::2].sum(0), SOME, ()),
+    "a row in front": (lambda x, b: torch.cat([b[None, :6], x]), ALL, (B,)),
+    "columns joined": (lambda x: torch.cat([x, x * 2], 1), ALL, ()),
+    "stack": (lambda x: torch.stack([x, x * 2], 1), ALL, ()),
+    "zeros and ones": (lambda x: x + torch.zeros(len(x), 6, dtype=x.dtype) + torch.ones_like(x), ALL, ()),
+    "positions": (lambda x, w: x + w[: len(x)], ALL, (W,)),
+    "arange": (lambda x: x * torch.arange(len(x)).unsqueeze(1), ALL, ()),
+    "padding by rows": (lambda x: F.pad(x, (0, 0, 1, 2)), ALL, ()),
+    "padding by columns": (lambda x: F.pad(x, (1, 0)), ALL, ()),
+    "triangle": (lambda x: torch.ones(len(x), len(x)).tril().sum(1, dtype=x.dtype) + x.sum(1), ALL, ()),
+    "expand": (lambda x: x.sum(0).expand(len(x), 6) + x, ALL, ()),
+    "chunk": (lambda x: x.chunk(2, 1)[0], ALL, ()),
+    "causal attention": (
+        lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True), ALL, ()
+    ),
+}  # fmt: skip
+OF_PAIRS: dict[str, Case] = {
+    "two sizes": (lambda a, b: (a @ b.t()).softmax(-1) @ b, EMPTY_PAIRS, ()),
+    "nothing to attend": (lambda a, b: (a @ b.t()).softmax(-1) @ b, [*PAIRS, (3, 0)], ()),
+    "additive scores": (
+        lambda a, b, w: (torch.tanh(a.unsqueeze(1) + b.unsqueeze(0)) @ w).sum(-1).softmax(1) @ b, PAIRS, (SQUARE,)
+    ),
+    "logarithms of products": (lambda a, b: (a.unsqueeze(1).exp() * b.exp()).log().sum(1).sum(0), PAIRS, ()),
+    "attention": (
+        lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None])[0], [*PAIRS, (2, 0), (0, 0)], ()
+    ),
+    "rows joined": (lambda a, b: torch.cat([a, b, a]), EMPTY_PAIRS, ()),
+    "three dimensions": (lambda a, b: a.unsqueeze(1) * b, PAIRS, ()),
+    "bilinear": (lambda a, b, w: torch.einsum("td,de,se->ts", a, w, b), [(3, 2), (5, 4), (2, 7)], (SQUARE,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows(name: str) -> None:
+    body, sizes, shared = OF_ROWS[name]
+    function = check_packed(body, rows, sizes, ((0,),), shared)
+    assert not function.lowered.alone, function.lowered.source
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_two_sizes(name: str) -> None:
+    body, sizes, shared = OF_PAIRS[name]
+    function = check_packed(body, two, sizes, ((0,), (0,)), shared)
+    assert not function.lowered.alone, function.lowered.source
+
+
+def test_look_up() -> None:
+    assert not check_packed(lambda i, w: F.embedding(i, w).sum(0), indices, ALL, ((0,),), (W,)).lowered.alone
+
+
+def test_last_dimension() -> None:
+    make = lambda t: [torch.randn(6, t)]  # noqa: E731
+    assert not check_packed(lambda x: x.softmax(-1).sum(0), make, ALL, ((1,),)).lowered.alone
+
+
+def test_attention_bias_of_two_sizes() -> None:
+    make = lambda t: [torch.randn(t, 6), torch.randn(t, t)]  # noqa: E731
+    body = lambda a, m: F.scaled_dot_product_attention(a[None], a[None], a[None], attn_mask=m)[0]  # noqa: E731
+    assert not check_packed(body, make, SOME, ((0,), (0, 1))).lowered.alone
+
+
+def test_no_rule_runs_instance_by_instance() -> None:
+    function = check_packed(lambda x: torch.cdist(x, x), rows, [(3,), (4,)], ((0,),))
+    assert [name for name, _ in function.lowered.alone] == ["aten._cdist_forward.default"]
+
+
+def test_a_loop_over_a_size_is_refused() -> None:
+    with pytest.raises(NoPackedForm, match="plain number"):
+        check_packed(lambda x: sum(x[i] for i in range(len(x))), rows, SOME, ((0,),))
+
+
+def test_a_branch_on_a_size_is_a_guard() -> None:
+    body = lambda x: x.sum(0) if len(x) > 3 else x.sum(0) * 2  # noqa: E731
+    check_packed(body, rows, [(5,), (9,)], ((0,),))
+    with pytest.raises(AssertionError, match="not for"):
+        check_packed(body, rows, [(5,), (3,)], ((0,),))
+
+
+def test_one_index_out_of_range_does_not_read_the_next_instance() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x[torch.full((1,), 4)]
+
+    with pytest.raises(IndexError):
+        check_packed(body, rows, [(6,), (3,), (5,)], ((0,),))
