@@ -34,7 +34,7 @@ from fxbatch.runtime.family import Family, OperationSet
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.gradient_memory import GradientMemory
 from fxbatch.runtime.options import Options, deduplication
-from fxbatch.runtime.packed_forward import NOT_PACKED, PackedForward
+from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
 from fxbatch.runtime.plans import ContentCache, PlanKey
 from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.ready import ReadyMinibatch
@@ -73,7 +73,7 @@ class Engine:
         self.root = root
         self.table = SignatureTable(verify=options.verify)
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
-        self.packed = PackedForward(options, root)
+        self.packed = PackedRoute(options, root)
         self.pool = BufferPool()
         self.gradient_memory = GradientMemory()
         self.operations = OperationCache()

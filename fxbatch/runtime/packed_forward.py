@@ -1,10 +1,10 @@
 """The whole forward as one operation on packed rows, where instances are tensors with sizes of their own.
 
 In: a decorated forward and a minibatch whose instances are tensors: [T, 64], with another T in each. Out: its results,
-by one PackedFunction over all instances, or NOT_PACKED where the forward is no such operation.
+by one PackedFunction over all instances, or None where the forward is no such operation.
 
     packed = PackedForward(options, model)
-    packed.call(Model.forward, instances, "stack")
+    packed.call(Model.forward, instances, "stack")         # (results,)
 
 A forward is packed when sizes differ in a minibatch, its code can be known (as for any operation: what it reads is
 compared each minibatch), and its graph can be traced with symbols for the sizes. Instances for whose sizes the graph
@@ -24,7 +24,7 @@ import torch
 
 from fxbatch.errors import FxbatchError
 from fxbatch.mistakes import report
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE
+from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
 from fxbatch.runtime.options import Options
@@ -49,7 +49,6 @@ from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.reached import BodyRoots
 from fxbatch.trace.state import current_recorder
 
-NOT_PACKED = object()
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
 
@@ -100,35 +99,29 @@ class PackedForward:
         self.examined: Examined | None = None
         self.reason = ""
         self._lock = threading.RLock()
-        self.off = (
-            root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
-        )
-        self.off = self.off or options.schedule in ("none", "fold") or bool(options.shared)
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
-        """The results of a minibatch, or NOT_PACKED."""
-        if self.off or not instances or type(instances[0][0][-1]) is not torch.Tensor or len(instances) < 2:
-            return NOT_PACKED
+    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
+        """The results of a minibatch, or None."""
         if any_autocast() or is_watched() or inside_functorch() or function_modes() or not memory_is_real():
-            return NOT_PACKED
+            return None
         if torch.is_inference_mode_enabled() or current_recorder() is not None:
-            return NOT_PACKED
+            return None
         found = _columns(instances)
         if found is None:
-            return NOT_PACKED
+            return None
         kind, plain, columns = found
         with self._lock:
             family = self._family(fn, kind, columns)
             if family is None or family.reason:
-                return NOT_PACKED
+                return None
             before = self.examined
             work = self._work(fn, family, kind, plain, columns)
             if self.examined is not before:  # building it has found more code
                 self.families = {key: f for key, f in self.families.items() if f is not family}
                 self.families[self._key(kind)] = family
         if work is None:
-            return NOT_PACKED
-        return self._run(fn, family, work, instances, columns, out)
+            return None
+        return (self._run(fn, family, work, instances, columns, out),)
 
     # -- which functions ------------------------------------------------------------------------------
 
@@ -466,6 +459,3 @@ def _alone(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn(*args, **kwargs)
     finally:
         bodies.running -= 1
-
-
-__all__ = ["NOT_PACKED", "PACKED", "PackedForward"]

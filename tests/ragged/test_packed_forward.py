@@ -44,7 +44,9 @@ def words(*sizes: int) -> list[torch.Tensor]:
 
 
 def packed_of(model: nn.Module) -> PackedForward:
-    return next(iter(model.__dict__["_fxbatch_engines"].values())).packed
+    found = next(iter(model.__dict__["_fxbatch_engines"].values())).packed.forward
+    assert isinstance(found, PackedForward)
+    return found
 
 
 def variants_of(model: nn.Module) -> list[Any]:

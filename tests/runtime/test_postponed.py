@@ -38,6 +38,13 @@ def test_tables_are_bounded() -> None:
     assert len(postponed._calls) == 10
 
 
+class Sentence:
+    """An object with a tensor: a forward that takes one is recorded, and not packed whole."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
 class Shapes(nn.Module):
     """A sentence as one tensor: each length makes signatures of its own."""
 
@@ -47,8 +54,8 @@ class Shapes(nn.Module):
         self.out = nn.Linear(4, 2)
 
     @fxbatch.autobatch
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.inner(x))
+    def forward(self, sentence: Sentence) -> torch.Tensor:
+        h = torch.tanh(self.inner(sentence.x))
         return self.out(h * torch.softmax(h, dim=0)).sum(0)
 
 
@@ -61,7 +68,7 @@ def test_many_shapes_run_call_by_call_and_are_built_in_time(monkeypatch: pytest.
     monkeypatch.setattr(module, "MANY", 5)
     monkeypatch.setattr(module, "ENOUGH", 4)
     torch.manual_seed(0)
-    data = [torch.randn(n, 3) for n in (1, 2, 3, 4, 5, 5)]
+    data = [Sentence(torch.randn(n, 3)) for n in (1, 2, 3, 4, 5, 5)]
     model = Shapes()
     check_equal(model, data)
     first = len(built(model))
@@ -76,5 +83,5 @@ def test_many_shapes_run_call_by_call_and_are_built_in_time(monkeypatch: pytest.
 
 def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANY", 5)
-    report = fxbatch.explain(Shapes(), [torch.randn(n, 3) for n in range(1, 6)])
+    report = fxbatch.explain(Shapes(), [Sentence(torch.randn(n, 3)) for n in range(1, 6)])
     assert any(REASON in row.reason for row in report.unbatched)

@@ -1,0 +1,52 @@
+"""Which minibatches may be packed, asked before anything that packing needs is imported.
+
+In: a decorated call. Out: its results from the packed forward (`packed_forward.py`), or NOT_PACKED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbatch.runtime.options import Options
+
+if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
+    from fxbatch.runtime.packed_forward import PackedForward
+
+NOT_PACKED = object()
+
+
+class PackedRoute:
+    """The packed forward of an engine, made when a minibatch has tensors of different sizes."""
+
+    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
+        self.options = options
+        self.root = root
+        self.forward: PackedForward | None = None
+        off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
+        self.off = off or options.schedule in ("none", "fold") or bool(options.shared)
+
+    def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
+        """The results of a minibatch, or NOT_PACKED."""
+        if self.off or len(instances) < 2 or not _tensors_first(instances[0]):
+            return NOT_PACKED
+        if self.forward is None:
+            if not _sizes_differ(instances):
+                return NOT_PACKED
+            from fxbatch.runtime.packed_forward import PackedForward
+
+            self.forward = PackedForward(self.options, self.root)
+        results = self.forward.call(fn, instances, out)
+        return NOT_PACKED if results is None else results[0]
+
+
+def _tensors_first(instance: Any) -> bool:
+    args = instance[0]
+    return len(args) > 1 and type(args[1]) is torch.Tensor
+
+
+def _sizes_differ(instances: Sequence[Any]) -> bool:
+    shapes = [[x.shape if type(x) is torch.Tensor else None for x in args[1:]] for args, _ in instances]
+    return any(s != shapes[0] for s in shapes)
