@@ -8,6 +8,7 @@ In: a Signature and what needs gradients. Out: OperationGraphs, or Unbatched wit
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from fxbatch.codegen.body import (
     sparse_tables,
     trace_body,
 )
+from fxbatch.codegen.built import content_of, find, forget, keep, warn_of_folder
 from fxbatch.codegen.call_by_call import UnbatchedKernel
 from fxbatch.codegen.check import ZeroGradient, check_autograd, check_graphs, refuse_backward_arguments
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, Unbatched
@@ -73,6 +75,8 @@ def build_operation(
         report(error, signature.name, verify=verify)
         first = str(error).strip().splitlines()
         return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
+    finally:
+        warn_of_folder()
 
 
 def _build_checked(
@@ -82,27 +86,30 @@ def _build_checked(
     shared: Sequence[torch.Tensor],
 ) -> OperationGraphs:
     """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    body = trace_body(signature, shared, mode)
+    needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
     while True:
-        graphs = _build(signature, input_needs, shared_needs, shared, zeros)
+        content = content_of(body, signature, needs, shared, zeros)
         try:
-            return replace(graphs, checked=check_graphs(graphs, input_needs, shared_needs, shared))
+            found = find(content, signature)
+            if found is not None:
+                return replace(found, checked=check_graphs(found, *needs, shared))
+        except Exception:  # noqa: BLE001  # a custom gradient, a file that somebody changed: built like any other
+            forget(content)
+        joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros)
+        with ours(NotBatchable):
+            graphs = _cut(signature, joint, layout, sparse)
+        try:
+            checked = check_graphs(graphs, *needs, shared)
         except ZeroGradient as missing:
             if (missing.shared, missing.index) in zeros:
                 raise
             zeros += ((missing.shared, missing.index),)
-
-
-def _build(
-    signature: Signature,
-    input_needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-    zeros: tuple[tuple[bool, int], ...] = (),
-) -> OperationGraphs:
-    joint, layout, sparse = build_joint(signature, input_needs, shared_needs, shared, zeros)
-    with ours(NotBatchable):
-        return _cut(signature, joint, layout, sparse)
+            continue
+        keep(content, graphs)
+        return replace(graphs, checked=checked)
 
 
 def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, ...]) -> OperationGraphs:
@@ -141,24 +148,24 @@ def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, 
 
 
 def build_joint(
+    body: fx.GraphModule,
     signature: Signature,
-    input_needs: Sequence[bool],
-    shared_needs: Sequence[bool],
+    needs: tuple[Sequence[bool], Sequence[bool]],
     shared: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
 ) -> tuple[Joint, Layout, tuple[int, ...]]:
-    """The cleaned and rewritten joint graph, before it is cut in three, and which gradients are sparse.
+    """The cleaned and rewritten joint graph of a body, before it is cut in three, and which gradients are sparse.
 
     `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    body = trace_body(signature, shared, mode)
     sparse = sparse_tables(body, len(signature.inputs))
     if sparse:
+        body = copy.deepcopy(body)
         look_up_densely(body)
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
-    joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode, zeros)
+    joint = batch_body(body, signature, layout, *needs, shared, mode, zeros)
     with ours(NotBatchable):
         mark_kept_detaches(joint.graph, joint.outputs)
         clean(joint.graph)

@@ -1,0 +1,394 @@
+"""Graphs of operations that were built before, found by the content of their bodies.
+
+In: the body of an operation as ATen calls, and whatever else building reads. Out: the operation's three graphs, kept
+in memory, and in a folder where `FXBATCH_CACHE` names one.
+
+    key = content_of(body, signature, needs, shared, zeros)    # "" where the body holds what has no text
+    parts = find(key)                                          # of another module, of another process
+    keep(key, parts)
+
+A hundred `nn.Linear(4, 4)` have bodies of one content: their graphs are made once, which is four fifths of what
+building costs. What is found is compared with the operation's own eager run all the same (check.py), so a file that
+is wrong costs time and no result. Files hold names of ATen calls and numbers: nothing in them is run or imported.
+A folder's files are named by content, Python, torch and this package's own code, and written under another name first,
+so that neither other processes nor other versions matter. What another user owns or may write is not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import os
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.codegen import body as _body
+from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
+from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.signature import tensor_type
+from fxbatch.torch_private import FakeTensorMode
+
+Fields = dict[str, Any]  # of OperationGraphs, but for its signature
+
+_IN_MEMORY = 1024  # operations
+_IN_FOLDER = 4096  # files
+_MODULES = ("forward", "backward", "parameters")
+_kept: OrderedDict[str, Fields] = OrderedDict()
+_lock = threading.Lock()
+
+
+class _NoText(Exception):
+    """Something in a graph has no text that tells all of it."""
+
+
+def content_of(
+    body: fx.GraphModule,
+    signature: Signature,
+    needs: tuple[Sequence[bool], Sequence[bool]],
+    shared: Sequence[torch.Tensor],
+    zeros: Sequence[tuple[bool, int]],
+) -> str:
+    """A digest of all that the graphs of a body depend on; "" where it can't be told."""
+    try:
+        told = [
+            _nodes(body.graph, values=False),
+            [_type(t) for t in (*signature.inputs, *signature.outputs)],
+            len(signature.inputs),
+            str(signature.modes),
+            str(signature.modes.default_dtype),
+            signature.operation.random,
+            [list(map(bool, n)) for n in needs],
+            [_form(x) for x in shared],
+            [list(z) for z in zeros],
+            torch.are_deterministic_algorithms_enabled(),
+        ]
+    except _NoText:
+        return ""
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def find(key: str, signature: Signature) -> OperationGraphs | None:
+    """The graphs that were kept under this content, as this signature's."""
+    if not key:
+        return None
+    with _lock:
+        found = _kept.get(key)
+        if found is not None:
+            _kept.move_to_end(key)
+    if found is None:
+        found = _read(key)
+        if found is None:
+            return None
+        _remember(key, found)
+    return OperationGraphs(signature=signature, **found)
+
+
+def keep(key: str, graphs: OperationGraphs) -> None:
+    """Keep graphs that were built and checked."""
+    if not key:
+        return
+    names = [x for x in OperationGraphs.__dataclass_fields__ if x not in ("signature", "checked")]
+    fields = {x: getattr(graphs, x) for x in names}
+    if any(_constants(fields[x]) for x in _MODULES):
+        return
+    _remember(key, fields)
+    _write(key, fields)
+
+
+def forget(key: str = "") -> None:
+    """Let go of what is kept in memory, under one content or all."""
+    with _lock:
+        if key:
+            _kept.pop(key, None)
+        else:
+            _kept.clear()
+
+
+def _remember(key: str, fields: Fields) -> None:
+    with _lock:
+        _kept[key] = fields
+        while len(_kept) > _IN_MEMORY:
+            _kept.popitem(last=False)
+
+
+def _constants(module: fx.GraphModule | None) -> bool:
+    return module is not None and any(node.op == "get_attr" for node in module.graph.nodes)
+
+
+# Graphs as text: a list of [op, target, args, kwargs, values, kept]; nodes are told by their number.
+
+
+def _nodes(graph: fx.Graph, *, values: bool = True) -> list[Any]:
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    return [
+        [
+            node.op,
+            node.target if node.op in ("placeholder", "output") else _name_of(node.target),
+            _text(node.args, number),
+            _text(node.kwargs, number),
+            [_text(x, number) for x in node.meta.get("values", ())] if values else _value(node),
+            bool(node.meta.get("keep")),
+        ]
+        for node in graph.nodes
+    ]
+
+
+def _value(node: fx.Node) -> Any:
+    """The type of a placeholder of a body."""
+    value = node.meta.get("val") if node.op == "placeholder" else None
+    return _form(value) if isinstance(value, torch.Tensor) else None
+
+
+# What graphs call besides ATen.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{f.__name__}": f for f in (operator.mul, operator.add, operator.sub, operator.getitem)},
+    "embedding_sparse_gradient": _body.embedding_sparse_gradient,
+}
+_NAMES = {f: name for name, f in _FUNCTIONS.items()}
+
+
+def _name_of(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+        return str(target)
+    if callable(target) and target in _NAMES:
+        return _NAMES[target]
+    raise _NoText(target)
+
+
+def _call_of(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    namespace, packet, overload = name.split(".")
+    if namespace not in ("aten", "prims"):
+        raise ValueError(name)
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+# dtypes, layouts and memory formats are told by name
+_WORDS = {
+    str(x): x for x in vars(torch).values() if isinstance(x, (torch.dtype, torch.layout, torch.memory_format))
+}
+
+
+def _text(x: Any, number: dict[fx.Node, int]) -> Any:
+    """JSON that tells all of an argument."""
+    if x is None or type(x) in (bool, int, str):
+        return x
+    if type(x) is float:
+        return {"float": x.hex()}
+    if type(x) in (list, tuple) or type(x).__name__ == "immutable_list":
+        return {type(x).__name__ if type(x) is tuple else "list": [_text(y, number) for y in x]}
+    if isinstance(x, dict):
+        return {"dict": [[k, _text(y, number)] for k, y in x.items()]}
+    if isinstance(x, fx.Node):
+        return {"node": number[x]}
+    if isinstance(x, slice):
+        return {"slice": [_text(y, number) for y in (x.start, x.stop, x.step)]}
+    if isinstance(x, torch.device):
+        return {"device": str(x)}
+    if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
+        return {"word": str(x)}
+    if isinstance(x, torch.Tensor):
+        return {"tensor": _form(x)}
+    if type(x) is torch.Size:
+        return {"list": list(x)}
+    raise _NoText(x)
+
+
+def _form(x: torch.Tensor) -> list[Any]:
+    """What graphs know of a tensor: shape, strides, dtype, device."""
+    if x.layout is not torch.strided:
+        return [list(x.shape), None, str(x.dtype), str(x.device), str(x.layout)]
+    return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
+
+
+def _type(t: TensorType) -> list[Any]:
+    return [list(t.shape), str(t.dtype), str(t.device)]
+
+
+def _tensor_type(told: list[Any]) -> TensorType:
+    shape, dtype, device = told
+    return tensor_type(tuple(shape), _WORDS[dtype], torch.device(device))
+
+
+class _Reader:
+    """Graphs of their text."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+
+    def module(self, rows: list[Any] | None, name: str) -> fx.GraphModule | None:
+        if rows is None:
+            return None
+        graph = fx.Graph()
+        made: list[fx.Node] = []
+        for op, target, args, kwargs, values, kept in rows:
+            called = target if op in ("placeholder", "output") else _call_of(target)
+            node = graph.create_node(op, called, self.read(args, made), self.read(kwargs, made))
+            if values:
+                node.meta["values"] = tuple(self.read(x, made) for x in values)
+            if kept:
+                node.meta["keep"] = True
+            made.append(node)
+        graph.lint()
+        return fx.GraphModule({}, graph, name)
+
+    def read(self, x: Any, made: list[fx.Node]) -> Any:
+        if not isinstance(x, dict):
+            return x
+        ((kind, y),) = x.items()
+        if kind in ("list", "tuple"):
+            read = [self.read(z, made) for z in y]
+            return read if kind == "list" else tuple(read)
+        if kind == "dict":
+            return {k: self.read(z, made) for k, z in y}
+        if kind == "node":
+            return made[y]
+        if kind == "float":
+            return float.fromhex(y)
+        if kind == "slice":
+            return slice(*(self.read(z, made) for z in y))
+        if kind == "device":
+            return torch.device(y)
+        if kind == "word":
+            return _WORDS[y]
+        if kind == "tensor":
+            return self.tensor(y)
+        raise ValueError(kind)
+
+    def tensor(self, form: list[Any]) -> torch.Tensor:
+        shape, strides, dtype, device, layout = form
+        with self.mode:
+            if layout:
+                return torch.zeros(shape, dtype=_WORDS[dtype], device=device).to_sparse()
+            return torch.empty_strided(shape, strides, dtype=_WORDS[dtype], device=device)
+
+
+# The folder
+
+
+@functools.cache
+def _version() -> str:
+    """What graphs depend on besides their bodies: Python, torch, and the code that builds them."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {torch.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder() -> Path | None:
+    """The folder of FXBATCH_CACHE, made now if it isn't there; None where there is none that is this user's alone."""
+    named = os.environ.get("FXBATCH_CACHE", "")
+    if not named:
+        return None
+    path = Path(named).expanduser() / _version()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if all(map(_is_ours, (path, path.parent))):
+            return path
+        why = "another user owns it or may write to it"
+    except OSError as error:
+        why = str(error)
+    _warn(f"FXBATCH_CACHE={named} is not used: {why}")
+    return None
+
+
+_told: dict[str, bool] = {}  # what is to be warned of, and whether it was
+
+
+def _warn(text: str) -> None:
+    _told.setdefault(text, False)
+
+
+def warn_of_folder() -> None:
+    """Say once why a folder is not used. Apart, since warnings of what bodies run are ignored while they are built."""
+    for text in [x for x, told in _told.items() if not told]:
+        _told[text] = True
+        warnings.warn(text, stacklevel=2)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file or folder is this user's, and nobody else may write to it."""
+    found = path.stat()
+    mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read(key: str) -> Fields | None:
+    folder = _folder()
+    if folder is None:
+        return None
+    path = folder / f"{key}.json"
+    try:
+        if not _is_ours(path):
+            return None
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+        if digest != hashlib.sha256(text.encode()).hexdigest():
+            return None
+        found: dict[str, Any] = json.loads(text)
+        reader = _Reader()
+        types = lambda rows: tuple(_tensor_type(t) for t in rows)  # noqa: E731
+        refs = lambda rows: tuple(Ref(kind, i) for kind, i in rows)  # noqa: E731
+        return {
+            "layout": Layout(tuple(map(tuple, found["layout"]))),
+            "saved_types": types(found["saved_types"]),
+            "extra_types": types(found["extra_types"]),
+            "backward_inputs": refs(found["backward_inputs"]),
+            "parameter_inputs": refs(found["parameter_inputs"]),
+            "grad_outputs": tuple(found["grad_outputs"]),
+            "grad_groups": tuple(found["grad_groups"]),
+            "grad_shared": tuple(found["grad_shared"]),
+            "random": bool(found["random"]),
+            **{x: reader.module(found[x], x.capitalize()) for x in _MODULES},
+        }
+    except FileNotFoundError:
+        return None
+    except Exception:  # noqa: BLE001  # a file that can't be read is built again, and written anew
+        return None
+
+
+def _write(key: str, fields: Fields) -> None:
+    folder = _folder()
+    if folder is None:
+        return
+    try:
+        told = {
+            "layout": [list(g) for g in fields["layout"].groups],
+            **{x: [_type(t) for t in fields[x]] for x in ("saved_types", "extra_types")},
+            **{x: [[r.kind, r.index] for r in fields[x]] for x in ("backward_inputs", "parameter_inputs")},
+            **{x: list(fields[x]) for x in ("grad_outputs", "grad_groups", "grad_shared")},
+            "random": fields["random"],
+            **{x: None if fields[x] is None else _nodes(fields[x].graph) for x in _MODULES},
+        }
+    except _NoText:
+        return
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".new")  # this user's alone
+        text = json.dumps(told)
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        os.replace(name, folder / f"{key}.json")
+        _prune(folder)
+    except OSError as error:
+        _warn(f"FXBATCH_CACHE is not written: {error}")
+
+
+def _prune(folder: Path) -> None:
+    """Once in a while the files that were written first go."""
+    names = os.listdir(folder)
+    if len(names) > _IN_FOLDER:
+        paths = sorted((folder / n for n in names), key=lambda p: (p.stat().st_mtime, p.name))
+        for path in paths[: len(paths) - _IN_FOLDER * 3 // 4]:
+            path.unlink(missing_ok=True)
