@@ -31,7 +31,7 @@ from benchmarks.workloads import ewt_tagger, sst_trees
 from fxbatch.inspection import compile_minibatch
 from fxbatch.ir import INDEX, Schedule
 from fxbatch.passes.order_rows import order_rows
-from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.memory import Pool
 from fxbatch.runtime.run import Run
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -145,8 +145,8 @@ def row_orders(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
             with torch.set_grad_enabled(grad):
                 minibatch = compile_minibatch(model.loss, batch)
                 engine = minibatch.engine
-                engine.plans.clear()
-                engine.pool = BufferPool()
+                engine.structures.clear()
+                engine.pool = Pool()
                 if order is not None:
                     engine.order_rows = order
                 run = Run(engine, grad=grad)

@@ -142,8 +142,7 @@ NAMES = ("user", "record", "plan", "merge", "plan merged")
 
 
 def _forget(engine: Engine) -> None:
-    engine.schedules.clear()
-    engine.plans.clear()
+    engine.structures.clear()
 
 
 def main() -> None:

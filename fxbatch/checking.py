@@ -687,10 +687,10 @@ def run_watched(
 
 
 def run_ready_watched(engine: Engine, ready: ReadyMinibatch) -> tuple[Any, Callable[[], Prepared]]:
-    """`Engine.run_ready`, and the programs that it ran with their schedules."""
+    """`ready(...)`, and the programs that it ran with their schedules."""
     prepared = [(p.program, p.schedule) for p in ready.run.phases] if isinstance(ready.run, Run) else []
     if ready.phase is not None:
         prepared.append((ready.phase.program, ready.phase.schedule))
     last = ready.program
-    result = engine.run_ready(ready, engine.options.out)
+    result = ready(engine.options.out)
     return result, lambda: [*prepared, engine.prepare(last)] if last is not None else prepared

@@ -284,10 +284,10 @@ class Autobatched:
         if self._is_checked(engine):
             if any(item.args is None for item in ready.instances):
                 warn_once(engine, self.name, "bare traces know no instances: not compared")
-                return engine.run_ready(ready, self.options.out)
+                return ready(self.options.out)
             again = [self._again(owner, item) for item in ready.instances]
             return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
-        return engine.run_ready(ready, self.options.out)
+        return ready(self.options.out)
 
     def _is_checked(self, engine: Engine) -> bool:
         """Whether this minibatch is the one in N."""

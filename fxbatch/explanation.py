@@ -102,6 +102,8 @@ class Explanation:
     bytes_gathered: int
     bytes_read: int = 0  # what would be gathered if no gather were read in place
     bytes_held: int = 0  # arenas and kept rows, at the peak
+    kept: dict[str, int] = field(default_factory=dict)  # plans and the like that are kept, by kind
+    kept_bytes: int = 0  # about what they take
     deduplicated: int = 0  # calls that are one with an equal call
     unbatched: list[UnbatchedRow] = field(default_factory=list)
     traced_through: list[dict[str, Any]] = field(default_factory=list)
@@ -175,6 +177,9 @@ class Explanation:
             f"({self.bytes_gathered / 1e6:.1f} MB, {self.bytes_read / 1e6:.1f} if all were)",
             f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
         ]
+        if self.kept:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items()))
+            lines += [f"kept of structures met: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
         if narrow:
             lines += [
                 f"why an operation: {', '.join(dict.fromkeys(names))}: {rule}" for rule, names in why.items()

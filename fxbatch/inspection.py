@@ -201,6 +201,8 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         gathers_elided=elided,
         bytes_gathered=bytes_copied,
         bytes_read=bytes_read,
+        kept=minibatch.engine.structures.counts(),
+        kept_bytes=minibatch.engine.structures.bytes,
         bytes_held=minibatch.engine.pool.bytes,  # its only run has given everything back
         deduplicated=sum(
             r.before - r.after for r in minibatch.engine.rewrites.records if r.name.startswith("deduplicate")

@@ -252,8 +252,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, name: str, instance: int) -> None:
         program = phase.program
         calls = [c for c in range(len(program)) if name in program.signatures[program.sig[c]].name]
         value = int(program.first_value[calls[instance]])
-        arena = self.arenas[int(self.value_type[value])].tensor
-        assert arena is not None
+        arena = self.memory.arena(int(self.value_type[value]))
         arena[int(self.value_row[value])] += 0.5
 
     monkeypatch.setattr(Run, "launch", corrupted)

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +105,16 @@ def upward_imports(sources: dict[str, tuple[str, bool]]) -> list[str]:
     return wrong
 
 
+def circles(sources: dict[str, tuple[str, bool]]) -> list[list[str]]:
+    """Modules of `sources` that import each other, however far around: imports inside functions count, and those that
+    only type checkers see."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for module, (source, is_package) in sources.items():
+        found = (module_of(name, set(sources)) for name, _ in imports_of(source, module, is_package))
+        graph.add_edges_from((module, target) for target in found if target in sources and target != module)
+    return [sorted(found) for found in nx.strongly_connected_components(graph) if len(found) > 1]
+
+
 def private_imports(source: str, module: str) -> list[str]:
     """Imports of `source` that reach into torch's private modules or names."""
     return [
@@ -116,6 +127,13 @@ def private_imports(source: str, module: str) -> list[str]:
 def test_imports_point_one_way() -> None:
     sources = {m: (p.read_text(), p.name == "__init__.py") for m, p in modules(PACKAGE, "fxbatch")}
     assert upward_imports(sources) == []
+
+
+@pytest.mark.parametrize("folder", ["passes", "codegen", "runtime", "blocks"])
+def test_no_circles(folder: str) -> None:
+    room = f"fxbatch.{folder}"
+    sources = {m: (p.read_text(), p.name == "__init__.py") for m, p in modules(PACKAGE / folder, room)}
+    assert circles(sources) == []
 
 
 def test_every_module_has_a_layer() -> None:
@@ -178,6 +196,17 @@ def test_upward_relative_import_is_found() -> None:
     sources["fxbatch.trace.record"] = ("from ..runtime import executor\n", False)
     wrong = "fxbatch.trace.record:1 imports fxbatch.runtime.executor, which stands above it"
     assert wrong in upward_imports(sources)
+
+
+def test_circles_are_found() -> None:
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fxbatch.c import run\n"
+    inside = "def f():\n    from fxbatch.a import g\n"
+    sources = {
+        "fxbatch.a": (hidden, False),
+        "fxbatch.b": ("import fxbatch.a\n", False),
+        "fxbatch.c": (inside, False),
+    }
+    assert circles(sources) == [["fxbatch.a", "fxbatch.c"]]
 
 
 def test_module_without_a_layer_is_found() -> None:

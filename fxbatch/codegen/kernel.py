@@ -22,6 +22,7 @@ from torch import fx
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.shapes import Size, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random, slice_bounds
+from fxbatch.ir import TensorType
 from fxbatch.torch_private import direct_call
 
 aten = torch.ops.aten
@@ -77,8 +78,9 @@ class Kernel:
 class Workspace:
     """What kernels keep from call to call: one a thread.
 
-    workspace.enter_run(run.shared)
+    workspace.enter_run(memory.shared)
     workspace.prepared(kernel, shared)    # made once a run
+    workspace.rows(0, kind, 12)           # rows for input group 0, to be used up within a step
     """
 
     def __init__(self) -> None:
@@ -87,6 +89,8 @@ class Workspace:
         self._prepared: dict[
             Kernel, tuple[tuple[torch.Tensor, ...], list[int], tuple[torch.Tensor, ...]]
         ] = {}
+        # By input group and type: the memory, and views of it by the number of rows.
+        self._rows: dict[tuple[int, int], tuple[TensorType, torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def enter_run(self, run: object) -> None:
         """From here on kernels are called for this run; what they prepared for another is forgotten.
@@ -110,6 +114,21 @@ class Workspace:
         self._prepared[kernel] = (shared, versions, made)
         return made
 
+    def rows(self, group: int, kind: TensorType, n: int) -> torch.Tensor:
+        """Rows [n, *shape] of a step's input group, which nobody reads after the step."""
+        found = self._rows.get((group, id(kind)))
+        view = None if found is None else found[2].get(n)
+        if view is not None:
+            return view
+        if found is None or len(found[1]) < n or len(found[2]) > 512:
+            if len(self._rows) > 512:
+                self._rows.clear()
+            with torch.inference_mode(False):
+                made = torch.empty((n + n // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
+            found = self._rows[group, id(kind)] = kind, made, {}
+        view = found[2][n] = found[1][:n]
+        return view
+
     def native_room(self) -> Any:
         """Where native programs of this thread write their intermediates, and on how many threads they run: torch's."""
         if self._room is None:
@@ -121,6 +140,7 @@ class Workspace:
         """Give all memory back."""
         self._room = None
         self._prepared.clear()
+        self._rows.clear()
 
 
 def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:

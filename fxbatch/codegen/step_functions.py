@@ -4,7 +4,7 @@ The looped module walks the plan and calls these; the plan is data, so a new min
 A step function reads its input groups (from a view, a broadcast row or an index), puts what backward will
 need into the rows of the signature's buffers, and calls the kernel with the arena rows as destinations:
 
-    def forward_cell(n, sources, outs, kept, saved, shared, scratch, workspace):
+    def forward_cell(n, sources, outs, kept, saved, shared, workspace):
         kind, a, b = sources[0]                      # inputs 0, 2, read interleaved
         flat, x0 = kept[0]
         if kind == INDEX: index_select(a, 0, b, out=flat)
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,32 +24,7 @@ import torch
 from fxbatch.codegen.build_operation import OperationGraphs, Ref
 from fxbatch.codegen.inductor import CompiledGraph
 from fxbatch.codegen.kernel import Kernel
-from fxbatch.ir import BROADCAST, INDEX, VIEW, TensorType
-
-
-class Scratch:
-    """Rows that a step gathers and nobody keeps: one buffer a group, views cached by row count."""
-
-    def __init__(self, kinds: Sequence[TensorType]) -> None:
-        self._kinds = list(kinds)
-        self._buffers: list[torch.Tensor | None] = [None] * len(self._kinds)
-        self._views: list[dict[int, torch.Tensor]] = [{} for _ in self._kinds]
-
-    def __call__(self, group: int, rows: int) -> torch.Tensor:
-        view = self._views[group].get(rows)
-        if view is not None:
-            return view
-        buffer = self._buffers[group]
-        if buffer is None or buffer.shape[0] < rows:
-            kind = self._kinds[group]
-            with torch.inference_mode(False):
-                buffer = torch.empty((rows + rows // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
-            self._buffers[group] = buffer
-            self._views[group].clear()
-        elif len(self._views[group]) > 512:
-            self._views[group].clear()
-        view = self._views[group][rows] = buffer[:rows]
-        return view
+from fxbatch.ir import INDEX, VIEW, TensorType
 
 
 def group_type(graphs: OperationGraphs, group: int) -> TensorType:
@@ -87,7 +62,11 @@ def _read_group(graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> l
             "    flat.copy_(a)",
         ]
         return lines
-    target = "flat" if group in kept else f"scratch({group}, {f'{size} * n' if size > 1 else 'n'})"
+    target = (
+        "flat"
+        if group in kept
+        else f"workspace.rows({group}, type{group}, {f'{size} * n' if size > 1 else 'n'})"
+    )
     lines.append("if kind == INDEX:")
     if group in kept:
         lines += [f"    flat, {x} = kept[{kept.index(group)}]", f"    index_select(a, 0, b, out={target})"]
@@ -107,8 +86,7 @@ def emit_forward_step(
         body += _read_group(graphs, group, kept)
     groups = "".join(f"x{g}, " for g in range(len(graphs.layout.groups)))
     body.append(f"kernel(n, ({groups}*shared), (*outs, *saved), workspace)")
-    parameters = "n, sources, outs, kept, saved, shared, scratch, workspace"
-    return _compile(name, parameters, body, kernel, str(graphs.signature))
+    return _compile(name, "n, sources, outs, kept, saved, shared, workspace", body, kernel, graphs)
 
 
 def emit_backward_step(
@@ -127,7 +105,7 @@ def emit_backward_step(
         "n, grads, sources, outs, kept, saved, shared, group_grads, extra, workspace",
         body,
         kernel,
-        str(graphs.signature),
+        graphs,
     )
 
 
@@ -156,16 +134,16 @@ def _compile(
     arguments: str,
     body: list[str],
     kernel: Kernel | CompiledGraph,
-    title: str,
+    graphs: OperationGraphs,
 ) -> tuple[Callable[..., Any], str]:
-    lines = [f"def {name}({arguments}):", f"    # {title}", *(f"    {line}" for line in body)]
+    lines = [f"def {name}({arguments}):", f"    # {graphs.signature}", *(f"    {line}" for line in body)]
     source = "\n".join(lines) + "\n"
     scope: dict[str, Any] = {
         "kernel": kernel,
         "index_select": torch.index_select,
         "INDEX": INDEX,
         "VIEW": VIEW,
-        "BROADCAST": BROADCAST,
+        **{f"type{g}": group_type(graphs, g) for g in range(len(graphs.layout.groups))},
     }
     exec(compile(source, f"<fxbatch {name}>", "exec"), scope)
     return scope[name], f"{source}\n# kernel\n{kernel.source}"

@@ -18,14 +18,13 @@ from fxbatch.passes.gradients import GRADIENT_VIEW, PhaseGradients, plan_gradien
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.gradient_rows import GradientRows
-from fxbatch.runtime.native_steps import NativeSteps, backward_steps
-from fxbatch.runtime.parameters import parameter_gradients
+from fxbatch.runtime.memory import GradientRows
+from fxbatch.runtime.native_steps import NativeKernels, NativeSteps, backward_steps
+from fxbatch.runtime.parameters import Left, parameter_gradients
 from fxbatch.runtime.phase import Phase
-from fxbatch.runtime.pieces import is_given
-from fxbatch.runtime.places import Places
 from fxbatch.runtime.run import Run, kernel_modes
-from fxbatch.runtime.wanted import Wanted
+from fxbatch.runtime.step_views import GradientViews
+from fxbatch.runtime.structure_cache import BackwardNeeds
 from fxbatch.runtime.watchers import is_watched, named_step
 from fxbatch.torch_private import inside_functorch, memory_is_real, storage_of
 
@@ -74,17 +73,20 @@ class Backward:
     """One backward pass of a run: planned, its memory taken; `walk` may be repeated."""
 
     def __init__(self, run: Run, given: Sequence[Given]) -> None:
-        self.run = run
+        self.run, self.memory, self.phases = run, run.memory, run.phases
         results = np.concatenate([g.values for g in given])
-        reached = find_wanted([(p.program, p.needs) for p in run.phases], results)
-        self.wanted = [run.engine.wanted(p.compiled, r) for p, r in zip(run.phases, reached, strict=True)]
-        described = [self._describe(p, w) for p, w in zip(run.phases, self.wanted, strict=True)]
-        self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(run.arenas))
-        self.running = tuple(dict.fromkeys(op for w in reversed(self.wanted) for op in w.running))
+        reached = find_wanted([(p.program, p.needs) for p in self.phases], results)
+        self.needs = [
+            run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, reached, strict=True)
+        ]
+        described = [self._describe(p, w) for p, w in zip(self.phases, self.needs, strict=True)]
+        types = list(self.memory.type_ids)
+        self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(types))
+        self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
         self.given = self._find_given()
-        extra = {op: run.rows_of[op].rows for op in self.running if self._makes_rows(op)}
-        self.rows = GradientRows(run.engine.pool, list(run.type_ids), self.plan.capacity.tolist(), extra)
-        self._places: dict[int, Places] = {}
+        extra = {op: self.memory.calls[op] for op in self.running if self._makes_rows(op)}
+        self.rows = GradientRows(self.memory.pool, types, self.plan.capacity.tolist(), extra)
+        self._views: dict[int, GradientViews] = {}
         self.found: Gradients = {}
         # Gradients that take the place of extra rows.
         self.kept: dict[CompiledOperation, list[torch.Tensor]] = {}
@@ -97,30 +99,30 @@ class Backward:
     def walk(self) -> None:
         """All steps in reverse, then the gradients of parameters: `found`."""
         self.found, self.kept = {}, {}
-        for p in range(len(self.run.phases) - 1, -1, -1):
+        for p in range(len(self.phases) - 1, -1, -1):
             self._walk(p)
         self._parameters()
 
     def release(self) -> None:
         """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
         self.rows.release()
-        self._places.clear()
+        self._views.clear()
 
     # -- preparation --------------------------------------------------------------------------------
 
-    def _describe(self, phase: Phase, wanted: Wanted) -> PhaseGradients:
-        ids = self.run.type_numbers(phase.program)
-        return PhaseGradients(phase.program, phase.plan, wanted.groups, wanted.outputs, ids, wanted.hands_on)
+    def _describe(self, phase: Phase, needs: BackwardNeeds) -> PhaseGradients:
+        ids = self.memory.types_of(phase.program)
+        return PhaseGradients(phase.program, phase.plan, needs.groups, needs.outputs, ids, needs.hands_on)
 
     def _find_given(self) -> dict[CompiledOperation, tuple[int, int, bool]]:
         """Operations whose backward only keeps gradients and has one step for all rows: its phase, its number, and
         whether those gradients are consecutive rows already, so that nothing has to run."""
         found, plan = {}, self.plan
-        for p, (phase, wanted) in enumerate(zip(self.run.phases, self.wanted, strict=True)):
-            for s in wanted.given:
+        for p, (phase, needs) in enumerate(zip(self.phases, self.needs, strict=True)):
+            for s in needs.given:
                 compiled, k = phase.compiled[s], phase.plan.step_signature.tolist().index(s)
                 assert compiled is not None
-                if is_given(self.run.rows_of[compiled], int(phase.plan.step_rows[k])):
+                if int(phase.plan.step_rows[k]) == self.memory.calls[compiled]:  # its only step
                     first, kind = int(plan.first_read[p][k]), plan.read_kind[p]
                     together = all(kind[first + i] == GRADIENT_VIEW for i in compiled.extra_given)
                     found[compiled] = p, k, together
@@ -136,64 +138,62 @@ class Backward:
     # -- the walk -----------------------------------------------------------------------------------
 
     def _walk(self, p: int) -> None:
-        phase = self.run.phases[p]
-        passed = self.plan.passed[p] | self.wanted[p].idle[phase.plan.step_signature]
-        places = self._places.get(p)
-        if places is None:
-            places = self._places[p] = Places(self, p)
+        phase = self.phases[p]
+        passed = self.plan.passed[p] | self.needs[p].idle[phase.plan.step_signature]
+        views = self._views.get(p)
+        if views is None:
+            views = self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
         for compiled, (q, k, together) in self.given.items():
             if q == p and together:
                 passed[k] = True
-                self._keep(compiled, k, places)
+                self._keep(compiled, k, views)
         native = self._native(p, passed) if self.run.native else None
         k = len(phase.plan)
         while k > 0:
             k = (k if native is None else native.backward(k)) - 1
             if k >= 0 and not passed[k]:
-                self._one(phase, k, int(phase.plan.step_signature[k]), places)
+                self._one(phase, k, int(phase.plan.step_signature[k]), views)
 
     def _native(self, p: int, passed: np.ndarray) -> NativeSteps | None:
         """The stretches of steps that run in C."""
-        plan, run = self.plan, self.run
+        plan = self.plan
         columns = (
             plan.first_read[p], plan.read_kind[p], plan.read_start[p], plan.read_stop[p], plan.bag[p],
             plan.read_arena[p], plan.indices, plan.bags, self.rows.table, plan.first_write[p], plan.write_arena[p],
             plan.write_start[p], passed.astype(np.int64),
         )  # fmt: skip
-        return backward_steps(run, run.phases[p], run.workspace(), self.rows, columns)
+        return backward_steps(self.phases[p], self.memory, self.run.workspace(), self.rows, columns)
 
-    def _one(self, phase: Phase, k: int, s: int, places: Places) -> None:
+    def _one(self, phase: Phase, k: int, s: int, views: GradientViews) -> None:
         """A step that Python runs."""
         compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
         assert compiled is not None
-        reads, writes = places.reads, places.writes
+        reads, writes = views.reads, views.writes
         if reads[k] == reads[k + 1]:
-            for tensor in places.extra[k]:
+            for tensor in views.extra[k]:
                 tensor.zero_()
             return
         if is_constant(compiled.signature):
-            self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, places.read(reads[k], n))
+            self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, views.read(reads[k], n))
             return
         if compiled in self.given:
-            self._keep(compiled, k, places)
+            self._keep(compiled, k, views)
             return
-        grads = [places.read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
-        written = places.written[writes[k] : writes[k + 1]]
+        grads = [views.read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
+        written = views.written[writes[k] : writes[k + 1]]
         if all(g is None for g in grads):
-            for tensor in (*written, *places.extra[k]):
+            for tensor in (*written, *views.extra[k]):
                 tensor.zero_()
             return
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
         filled = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
-        self._step(phase, k, compiled, n, filled, written, places)
+        self._step(phase, k, compiled, n, filled, written, views)
 
-    def _keep(self, compiled: CompiledOperation, k: int, places: Places) -> None:
+    def _keep(self, compiled: CompiledOperation, k: int, views: GradientViews) -> None:
         """All that the backward of step k does is to keep gradients for those of the parameters."""
-        n, first = int(self.run.rows_of[compiled].rows), places.reads[k]
+        n, first = self.memory.calls[compiled], views.reads[k]
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
-        self.kept[compiled] = [
-            _or_zeros(places.read(first + i, n), types[i], n) for i in compiled.extra_given
-        ]
+        self.kept[compiled] = [_or_zeros(views.read(first + i, n), types[i], n) for i in compiled.extra_given]
 
     def _step(
         self,
@@ -203,10 +203,10 @@ class Backward:
         n: int,
         filled: list[torch.Tensor],
         group_grads: list[torch.Tensor],
-        places: Places,
+        views: GradientViews,
     ) -> None:
-        plan, shared = phase.plan, self.run.shared[compiled.signature]
-        outs = places.layout.blocks[int(plan.first_block[k]) : int(plan.first_block[k + 1])]
+        plan, shared = phase.plan, self.memory.shared[compiled.signature]
+        outs = views.forward.blocks[int(plan.first_block[k]) : int(plan.first_block[k + 1])]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, filled, strict=True):
@@ -229,11 +229,11 @@ class Backward:
             else t.view(n, len(compiled.layout.groups[g]), *t.shape[1:])
             for g, t in zip(compiled.grad_groups, group_grads, strict=True)
         ]
-        sources = places.layout.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
-        kept, saved = places.pieces[k]
+        sources = views.forward.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
+        kept, saved = views.forward.rows[k]
         with named_step(compiled.signature.name, n, "backward"):
             compiled.backward(
-                n, filled, sources, outs, kept, saved, shared, wide, places.extra[k], self.run.workspace()
+                n, filled, sources, outs, kept, saved, shared, wide, views.extra[k], self.run.workspace()
             )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
@@ -260,8 +260,11 @@ class Backward:
     # -- parameter gradients ------------------------------------------------------------------------
 
     def _parameters(self) -> None:
-        for compiled, results in parameter_gradients(self):
-            shared = self.run.shared[compiled.signature]
+        workspace, native = self.run.workspace(), self.run.native
+        kernels = NativeKernels(workspace, self.run.planner.gradient_memory) if native else None
+        left = Left(self.phases, self.memory, self.rows, self.kept)
+        for compiled, results in parameter_gradients(self.running, left, workspace, kernels):
+            shared = self.memory.shared[compiled.signature]
             for position, grad in zip(compiled.grad_shared, results, strict=True):
                 self._add(shared[position], grad)
 

@@ -66,6 +66,11 @@ class CompiledOperation:
         return Layout(tuple((i,) for i in range(0 if self.unbatched is None else len(self.signature.inputs))))
 
     @functools.cached_property
+    def kept_members(self) -> tuple[int, ...]:
+        """How many inputs each kept group has."""
+        return tuple(len(self.layout.groups[g]) for g in self.kept_groups)
+
+    @functools.cached_property
     def grad_groups(self) -> tuple[int, ...]:
         return self._needed(0) if self.graphs is None else self.graphs.grad_groups
 

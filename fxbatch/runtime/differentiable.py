@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from fxbatch.codegen.unrolled import RowByRow, stack_payload
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Renumber, renumbering
-
-if TYPE_CHECKING:
-    from fxbatch.runtime.engine import Engine
 
 
 class Blocks:
@@ -54,8 +52,8 @@ class Blocks:
 class DifferentiableRun:
     """One minibatch under ordinary autograd; the same interface as Run."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
         self.grad = True
         self.type_ids: dict[TensorType, int] = {}
         self.blocks: list[Blocks] = []
@@ -75,13 +73,13 @@ class DifferentiableRun:
     def run(self, program: Program) -> None:
         """Execute the calls of a program."""
         if len(program):
-            self.execute(program, self.engine.schedule(program))
+            self.execute(program, self.planner.schedule(program))
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls, rewritten; the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        program, schedule = self.engine.prepare(program)
+        program, schedule = self.planner.prepare(program)
         if len(program):
             self.execute(program, schedule)
         return renumbering(values, program.outputs)
@@ -102,15 +100,11 @@ class DifferentiableRun:
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
         known = self.value_row[: program.known]
         whole = not program.known and not used.any()
-        schedule, plan, _ = self.engine.plan(
-            program,
-            schedule,
-            self.engine.operation_set(program, tuple(compiled)),
-            known,
-            used,
-            before,
-            whole=whole,
-        )
+        operations = self.planner.operation_set(program, tuple(compiled))
+        if whole:
+            schedule, plan, _ = self.planner.plan(program, schedule, operations)
+        else:
+            schedule, plan, _ = self.planner.plan_on(program, schedule, operations, known, used, before)
         self.phases.append((program, schedule, plan, compiled))
         for k in range(len(plan)):
             s = int(plan.step_signature[k])
@@ -124,7 +118,7 @@ class DifferentiableRun:
     def compiled(self, signature: Signature, shared: Sequence[torch.Tensor]) -> CompiledOperation:
         """The operation without backward graphs: autograd differentiates its forward graph."""
         needs = ((False,) * len(signature.inputs), (False,) * len(signature.shared))
-        return self.engine.operations.get(signature, needs, shared, autograd=True)
+        return self.planner.operations.get(signature, needs, shared, autograd=True)
 
     def _step(
         self,

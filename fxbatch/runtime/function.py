@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +11,9 @@ import torch
 from fxbatch.errors import GradientError
 from fxbatch.runtime.backward import run_backward
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Run, differentiable_constants
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch
-
-if TYPE_CHECKING:
-    from fxbatch.runtime.engine import Engine
 
 
 class MinibatchFunction(torch.autograd.Function):
@@ -53,8 +51,8 @@ class MinibatchFunction(torch.autograd.Function):
 class LazyRun(Run):
     """A Run that values are taken from again and again, for `fxbatch.lazy`."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, grad=torch.is_grad_enabled())
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(planner, grad=torch.is_grad_enabled())
         self.lasting = True
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
@@ -73,7 +71,7 @@ def differentiable_inputs(run: Run) -> list[torch.Tensor]:
     """The tensors that gradients of a run go to: shared operands and constants that require them."""
     found: dict[int, torch.Tensor] = {}
     if run.grad:
-        for tensors in run.shared.values():
+        for tensors in run.memory.shared.values():
             for t in tensors:
                 if t.requires_grad:
                     found.setdefault(id(t), t)

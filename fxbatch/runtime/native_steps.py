@@ -1,8 +1,8 @@
 """Stretches of steps that run in C: a phase's plan and pointers of its memory, as columns.
 
-In: a run and a phase whose memory is reserved. Out: a NativeSteps, or None where no operation has a native program.
+In: a phase whose memory is taken. Out: a NativeSteps, or None where no operation has a native program.
 
-    steps = forward_steps(run, phase)
+    steps = forward_steps(phase, memory, workspace)
     stop = steps.forward(0, len(phase.plan))      # the first step that Python has to run
 
 Pointers are fetched anew for each phase and backward pass, and their tensors held as long as the object lives.
@@ -14,25 +14,18 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Place, address, extension, place_of
+from fxbatch.codegen.native import Place, extension, place_of
 from fxbatch.codegen.native_steps import NativeStep
-from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.pointer_table import Pointers, PointerTable, arena_columns
+from fxbatch.runtime.memory import GradientMemory, GradientRows, Memory
+from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.pointer_table import PointerTable, places_of_shared
 from fxbatch.runtime.watchers import named_step
 from fxbatch.torch_private import profiler_enabled
-
-if TYPE_CHECKING:
-    from fxbatch.runtime.gradient_memory import GradientMemory
-    from fxbatch.runtime.gradient_rows import GradientRows
-    from fxbatch.runtime.phase import OperationRows, Phase
-    from fxbatch.runtime.run import Run
-
-Tables = tuple[tuple[Any, ...], Pointers, Any]  # programs by signature, the pointers of each, and the arenas
 
 _ROWS = 1 << 20  # programs take no more
 
@@ -82,142 +75,41 @@ class NativeSteps:
         return named_step(compiled.signature.name, int(plan.step_rows[k]), kind)
 
 
-class _Pointers:
-    """Rows of (pointer, bytes, flag), and where those of each signature begin."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.first = [0]
-        self.held: list[torch.Tensor] = []  # what nobody else holds
-
-    def columns(self) -> Pointers:
-        return Pointers(array("q", self.rows), array("q", self.first), self.held)
-
-
-def forward_steps(run: Run, phase: Phase, workspace: Workspace) -> NativeSteps | None:
+def forward_steps(phase: Phase, memory: Memory, workspace: Workspace) -> NativeSteps | None:
     """The steps of a phase's forward."""
-    found = _on_slab(run, phase.operations.forward, workspace)
-    if found is None:
-        chosen = [None if c is None else c.native_forward for c in phase.compiled]
-        found = _tables(run, phase, chosen, workspace)
-    if found is None:
-        return None
-    programs, pointers, arenas = found
-    columns = (*_plan_columns(phase), arenas, pointers.rows, pointers.first)
-    return NativeSteps(phase, programs, workspace.native_room(), columns, pointers.held)
+    return _steps(phase, memory, workspace, phase.operations.forward)
 
 
 def backward_steps(
-    run: Run, phase: Phase, workspace: Workspace, rows: GradientRows, columns: tuple[Any, ...]
+    phase: Phase, memory: Memory, workspace: Workspace, rows: GradientRows, columns: tuple[Any, ...]
 ) -> NativeSteps | None:
     """The steps of a phase's backward.
 
     columns: where each step's reads begin, what they are, all indices and bags, the arenas of gradients, where each
     step's writes begin and go to, and which steps are passed over (in the order of `_native_steps.c`).
     """
-    found = _on_slab(run, phase.operations.backward, workspace, rows)
-    if found is None:
-        chosen = [None if c is None else c.native_backward for c in phase.compiled]
-        found = _tables(run, phase, chosen, workspace, rows)
-    if found is None:
+    return _steps(phase, memory, workspace, phase.operations.backward, rows, columns)
+
+
+def _steps(
+    phase: Phase,
+    memory: Memory,
+    workspace: Workspace,
+    table: PointerTable | None,
+    rows: GradientRows | None = None,
+    columns: tuple[Any, ...] = (),
+) -> NativeSteps | None:
+    if table is None:
         return None
-    programs, pointers, arenas = found
-    everything = (*_plan_columns(phase), arenas, pointers.rows, pointers.first, *columns)
-    return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
-
-
-def _plan_columns(phase: Phase) -> tuple[Any, ...]:
+    arenas, places = memory.columns(phase.operations.arrays)
+    programs, pointers = table.fill(places, memory.shared, workspace, rows)
     plan = phase.plan
-    return (
+    everything = (
         plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,
         plan.gather_start, plan.gather_rows, plan.first_block, plan.block_arena, plan.block_start, plan.indices,
+        arenas, pointers.rows, pointers.first, *columns,
     )  # fmt: skip
-
-
-def _arena(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-    """(pointer, bytes, bytes a row) of an arena, nothing of one that C can't read."""
-    place = None if tensor is None or tensor.dim() == 0 or not tensor.numel() else place_of(tensor)
-    return (0, 0, 0) if place is None or tensor is None else (*place, place[1] // tensor.size(0))
-
-
-def _on_slab(
-    run: Run, table: PointerTable | None, workspace: Workspace, made: GradientRows | None = None
-) -> Tables | None:
-    """The same as `_tables`, for a run whose memory is one piece."""
-    if run.slab is None or table is None:
-        return None
-    pointers = table.fill(run, run.slab, workspace, made)
-    return None if pointers is None else (table.programs, pointers, arena_columns(run.slab))
-
-
-def _tables(
-    run: Run,
-    phase: Phase,
-    chosen: Sequence[NativeStep | None],
-    workspace: Workspace,
-    made: GradientRows | None = None,
-) -> Tables | None:
-    """Programs by signature, the pointers of each, and the arenas; None where nothing runs native."""
-    pointers = _Pointers()
-    programs: list[Any] = []
-    for compiled, step in zip(phase.compiled, chosen, strict=True):
-        program = None
-        if step is not None and compiled is not None:
-            program = _add_operation(run, compiled, step, pointers, workspace)
-            if made is not None:
-                for place in made.places(compiled):
-                    pointers.rows += (*place, 0)
-        programs.append(program)
-        pointers.first.append(len(pointers.rows) // 3)
-    if not any(x is not None for x in programs):
-        return None
-    arenas = array("q")
-    for kind in phase.plan.arenas:
-        arenas.extend(_arena(run.arenas[run.type_ids[kind]].tensor))
-    return tuple(programs), pointers.columns(), arenas
-
-
-def _add_operation(
-    run: Run, compiled: CompiledOperation, step: NativeStep, pointers: _Pointers, workspace: Workspace
-) -> Any:
-    """The pointers of one operation: kept rows, saved rows, shared operands and prepared tensors. Its program, or None
-    where it can't read what it is given."""
-    shared = run.shared[compiled.signature]
-    given = _places_of_shared(step, shared)
-    fixed = None if given is None else step.prepared(shared, workspace)
-    if given is None or fixed is None:
-        return None
-    rows: OperationRows = run.rows_of[compiled]
-    own = [rows.in_place.get(position, buffer.tensor) for position, buffer in enumerate(rows.kept)]
-    places: list[Place] = []
-    for tensor in (*own, *(buffer.tensor for buffer in rows.saved)):
-        assert tensor is not None, "rows were reserved before"
-        place = place_of(tensor)
-        if place is None:
-            return None
-        places.append(place)
-    found = list(map(place_of, fixed))
-    if None in found:
-        return None
-    table = [len(rows.kept), len(rows.saved), 0]
-    for i, (start, size) in enumerate(places):
-        table += (start, size, int(i in rows.in_place))
-    for start, size in (*given, *(place for place in found if place is not None)):
-        table += (start, size, 0)
-    pointers.held += fixed
-    pointers.rows += table
-    return step.program
-
-
-def _places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Place] | None:
-    """Where the shared operands are; None where C can't read one as it is."""
-    found: list[Place] = []
-    for tensor, size in zip(shared, step.shared_bytes, strict=True):
-        start = address(tensor, size)
-        if start is None:
-            return None
-        found.append((start, size))
-    return found
+    return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
 
 
 class NativeKernels:
@@ -228,7 +120,7 @@ class NativeKernels:
         self.steps: list[NativeStep] = []
         self.counts, self._table = array("q"), array("q")  # rows of each; pointers and bytes
         self._results: list[list[torch.Tensor]] = []
-        self.held: list[torch.Tensor] = []  # until `run`, what nobody else holds
+        self.held: list[torch.Tensor] = []  # until `run`, what has no other owner
         self._failed: list[int] = []
 
     def add(
@@ -238,7 +130,7 @@ class NativeKernels:
         contiguous rows, which the caller holds until `run`."""
         if not 0 < n <= _ROWS:
             return None
-        given = _places_of_shared(step, shared)
+        given = places_of_shared(step, shared)
         fixed = None if given is None else step.prepared(shared, self._workspace)
         if given is None or fixed is None:
             return None

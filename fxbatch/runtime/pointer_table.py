@@ -1,156 +1,159 @@
 """What `_native.c` reads of an operation beside arenas: a template once a set of operations, filled in once a run.
 
-In: the operations of a program and the arrays of a slab. Out: rows of (pointer, bytes, flag) for a run on such a slab.
+In: the operations of a program and their arrays. Out: rows of (pointer, bytes, flag) for a run.
 
-    table = PointerTable.of(compiled, kinds, backward=False)
-    columns = table.fill(run, slab, workspace)       # None where a shared operand can't be read as it is
+    table = PointerTable.of(arrays, backward=False)
+    programs, pointers = table.fill(memory.columns(arrays)[1], memory.shared, workspace)
 
 A signature's rows: how many kept and saved arrays there are, those arrays, shared operands, what the kernel prepares
-of them, and rows for the gradients of parameters.
+of them, and rows for the gradients of parameters. A signature has no program where C can't read an operand as it is.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import address, place_of
+from fxbatch.codegen.native import Place, address, place_of
 from fxbatch.codegen.native_steps import NativeStep
 from fxbatch.ir import Signature
 from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.slab import Slab, SlabKinds
+from fxbatch.runtime.memory import Arrays, GradientRows, row_bytes
 from fxbatch.trace.integers import PLAIN_TENSORS
 
-if TYPE_CHECKING:
-    from fxbatch.runtime.gradient_rows import GradientRows
-    from fxbatch.runtime.run import Run
+Programs = tuple[Any, ...]  # a signature; None where Python runs it
 
 
 @dataclass(frozen=True)
 class Pointers:
-    """The columns of one run, and what they point to that nobody else holds."""
+    """The columns of one run, and what they point to that has no other owner."""
 
-    rows: Any  # int64 [rows, 3]
-    first: Any  # int64 [signatures + 1]: where those of each begin
+    rows: np.ndarray  # int64 [rows, 3]
+    first: np.ndarray  # int64 [signatures + 1]: where those of each begin
     held: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one signature that has a program."""
+
+    s: int
+    operation: CompiledOperation
+    step: NativeStep
+    shared: int  # its first row of shared operands
+    fixed: int  # of what the kernel prepares
+    extra: int  # of the gradients of parameters
 
 
 @dataclass(frozen=True, eq=False)
 class PointerTable:
     """Rows whose pointers are still to come, and where each comes from."""
 
-    programs: tuple[Any, ...]  # a signature; None where Python runs it
+    programs: Programs
     first: np.ndarray
     rows: np.ndarray  # int64 [rows, 3]
-    at: np.ndarray  # rows of arrays of the slab
+    at: np.ndarray  # rows of arrays
     arrays: np.ndarray  # which
-    shared_at: np.ndarray  # rows of shared operands, in the order of `native`
-    native: tuple[tuple[Signature, tuple[int, ...]], ...]  # with the bytes of each shared operand
-    fixed: tuple[tuple[int, Signature, NativeStep], ...]  # first row, and who prepares them
-    extra: tuple[tuple[int, CompiledOperation], ...]  # first row
+    shared_at: np.ndarray  # rows of shared operands, part after part
+    parts: tuple[_Part, ...]
 
     @staticmethod
-    def of(
-        compiled: Sequence[CompiledOperation | None], kinds: SlabKinds, *, backward: bool
-    ) -> PointerTable | None:
+    def of(arrays: Arrays, *, backward: bool) -> PointerTable | None:
         """The template; None where nothing runs in C."""
         rows, first = array("q"), [0]
         programs: list[Any] = []
         at: list[int] = []
-        arrays: list[int] = []
+        read: list[int] = []
         shared_at: list[int] = []
-        native: list[tuple[Signature, tuple[int, ...]]] = []
-        fixed: list[tuple[int, Signature, NativeStep]] = []
-        extra: list[tuple[int, CompiledOperation]] = []
-        for s, operation in enumerate(compiled):
-            step = None
-            if operation is not None:
-                step = operation.native_backward if backward else operation.native_forward
-            if operation is None or step is None:
-                programs.append(None)
-                first.append(len(rows) // 3)
-                continue
-            kept, saved = len(operation.kept_groups), len(operation.saved_types)
-            place = len(rows) // 3 + 1
-            rows.extend((kept, saved, 0))
-            at += range(place, place + kept + saved)
-            arrays += range(kinds.first[s], kinds.first[s] + kept + saved)
-            place += kept + saved
-            rows.extend((0, 0, 0) * (kept + saved))
-            shared_at += range(place, place + len(step.shared_bytes))
-            for size in step.shared_bytes:
-                rows.extend((0, size, 0))
-            native.append((operation.signature, step.shared_bytes))
-            place += len(step.shared_bytes)
-            if step.fixed:
-                fixed.append((place, operation.signature, step))
-            rows.extend((0, 0, 0) * len(step.fixed))
-            if backward and operation.extra_types:
-                extra.append((place + len(step.fixed), operation))
-            rows.extend((0, 0, 0) * len(operation.extra_types))
-            programs.append(step.program)
+        parts: list[_Part] = []
+        for s, operation in enumerate(arrays.compiled):
+            step = None if operation is None else _step_of(operation, arrays, s, backward=backward)
+            programs.append(None if step is None else step.program)
+            if operation is not None and step is not None:
+                kept, saved = len(operation.kept_groups), len(operation.saved_types)
+                own = len(rows) // 3 + 1
+                shared = own + kept + saved
+                fixed = shared + len(step.shared_bytes)
+                rows.extend((kept, saved, 0))
+                rows.extend((0, 0, 0) * (kept + saved))
+                for size in step.shared_bytes:
+                    rows.extend((0, size, 0))
+                rows.extend((0, 0, 0) * (len(step.fixed) + len(operation.extra_types)))
+                at += range(own, shared)
+                read += range(arrays.first[s], arrays.first[s] + kept + saved)
+                shared_at += range(shared, fixed)
+                parts.append(_Part(s, operation, step, shared, fixed, fixed + len(step.fixed)))
             first.append(len(rows) // 3)
-        if not native:
+        if not parts:
             return None
-        as_array = lambda x: np.array(x, dtype=np.int64)  # noqa: E731
+        column = lambda x: np.array(x, dtype=np.int64)  # noqa: E731
         return PointerTable(
-            tuple(programs), as_array(first), as_array(rows).reshape(-1, 3), as_array(at), as_array(arrays),
-            as_array(shared_at), tuple(native), tuple(fixed), tuple(extra),
+            tuple(programs), column(first), column(rows).reshape(-1, 3), column(at), column(read), column(shared_at),
+            tuple(parts),
         )  # fmt: skip
 
     def fill(
-        self, run: Run, slab: Slab, workspace: Workspace, made: GradientRows | None = None
-    ) -> Pointers | None:
-        """The rows of one run as memory is now; None where C can't read a shared operand as it is. made: the rows for
+        self,
+        places: np.ndarray,
+        operands: Mapping[Signature, Sequence[torch.Tensor]],
+        workspace: Workspace,
+        made: GradientRows | None = None,
+    ) -> tuple[Programs, Pointers]:
+        """The programs that can run, and their rows as memory is now. places: where the arrays lie; made: the rows for
         the gradients of parameters."""
-        if slab.pointer is None:
-            return None
-        pointers = []
-        for signature, sizes in self.native:
-            for tensor, size in zip(run.shared[signature], sizes, strict=True):
-                pointer = address(tensor, size)
-                if pointer is None:
-                    return None
-                pointers.append(pointer)
         rows = self.rows.copy()
         if len(self.at):
-            places = slab.plan.places[self.arrays]
-            places[:, 0] += slab.pointer
-            rows[self.at] = places
-        rows[self.shared_at, 0] = pointers
-        held = []
-        for place, signature, step in self.fixed:
-            fixed = step.prepared(run.shared[signature], workspace)
-            if fixed is None:
-                return None
-            for k, tensor in enumerate(fixed):
-                where = place_of(tensor)
-                if where is None:
-                    return None
-                rows[place + k, :2] = where
+            rows[self.at] = places[self.arrays]
+        pointers: list[int] = []
+        held: list[torch.Tensor] = []
+        refused = []
+        for part in self.parts:
+            shared, step = operands[part.operation.signature], part.step
+            found = [address(t, size) for t, size in zip(shared, step.shared_bytes, strict=True)]
+            pointers += [x or 0 for x in found]
+            fixed = None if None in found else step.prepared(shared, workspace)
+            where = None if fixed is None else list(map(place_of, fixed))
+            if fixed is None or where is None or None in where:
+                refused.append(part.s)
+                continue
+            for k, place in enumerate(where):
+                rows[part.fixed + k, :2] = place
             held += fixed
-        if made is not None:
-            for place, operation in self.extra:
-                for k, found in enumerate(made.places(operation)):
-                    rows[place + k, :2] = found
-        return Pointers(rows, self.first, held)
+            if made is not None:
+                for k, place in enumerate(made.extra_places(part.operation)):
+                    rows[part.extra + k, :2] = place
+        rows[self.shared_at, 0] = pointers
+        programs = self.programs
+        if refused:
+            programs = tuple(None if s in refused else x for s, x in enumerate(programs))
+        return programs, Pointers(rows, self.first, held)
+
+
+def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: bool) -> NativeStep | None:
+    """The native program of an operation whose arrays C can read."""
+    step = operation.native_backward if backward else operation.native_forward
+    stop = arrays.first[s] + len(operation.kept_groups) + len(operation.saved_types)
+    kinds = arrays.kinds[arrays.first[s] : stop]
+    return step if all(row_bytes(k) and k.device.type == "cpu" for k in kinds) else None
+
+
+def places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Place] | None:
+    """Where the shared operands are; None where C can't read one as it is."""
+    found: list[Place] = []
+    for tensor, size in zip(shared, step.shared_bytes, strict=True):
+        start = address(tensor, size)
+        if start is None:
+            return None
+        found.append((start, size))
+    return found
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's numbers in memory are what it is, so that C can read them."""
     return type(tensor) in PLAIN_TENSORS and not tensor.is_neg()
-
-
-def arena_columns(slab: Slab) -> np.ndarray:
-    """int64 [arenas, 3]: pointer, bytes, bytes a row."""
-    n = slab.kinds.arenas
-    columns = slab.plan.places[:n].copy()
-    columns[:, 0] += slab.pointer or 0
-    columns[:, 2] = slab.kinds.row_bytes[:n]
-    return columns

@@ -1,31 +1,29 @@
 """Traced instances, and minibatches of them that are ready to run.
 
 ready = ReadyMinibatch.of(engine, traced, recording)        # rewrite, schedule, plan
-engine.run_ready(ready, "stack")                             # run, results
+ready("stack")                                              # run, results
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxbatch.errors import MinibatchError, TraceError
 from fxbatch.ir import Program
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results
-from fxbatch.runtime.run import Renumber, Run, renumbering
+from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.known_model import known_model
 from fxbatch.trace.minibatch import Recording
 from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.traces import Trace
-
-if TYPE_CHECKING:
-    from fxbatch.runtime.engine import Engine
 
 
 @dataclass(eq=False)
@@ -94,13 +92,25 @@ class ReadyMinibatch:
                 phase = run.plan_phase(program, schedule, last=True)
         operands = [
             (operand, tensor, tensor.requires_grad)
-            for signature, tensors in getattr(run, "shared", {}).items()
+            for signature, tensors in (run.memory.shared if isinstance(run, Run) else {}).items()
             for operand, tensor in zip(signature.shared, tensors, strict=True)
         ]
         return ReadyMinibatch(
             engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
             known_model(engine.table, engine.root).fingerprint, operands, RecordedUnder.now(), recording.integers,
         )  # fmt: skip
+
+    def __call__(self, out: str) -> Any:
+        """Run it and assemble its results."""
+        run = self.run
+        if self.phase is not None:
+            assert isinstance(run, Run)
+            with kernel_modes():
+                run.launch(self.phase)
+        elif self.program is not None:
+            self.renumber = run.finish(self.program, self.found.values)
+        self.used = True
+        return self.engine.assemble(run, self.found, self.renumber, out)
 
     def stale(self) -> bool:
         """Whether it was run already, or the model, a mode or a number has changed since it was planned."""

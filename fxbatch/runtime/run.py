@@ -1,24 +1,24 @@
-"""Run: the state of one minibatch. Programs (phases) go in, values live in arenas, results come out.
+"""Run: one minibatch. Programs (phases) go in, values live in its memory, results come out.
 
 A Run is the `execution` that the recorder talks to: `run(program)` executes pending calls, `read(values)`
 gives real tensors for values that the user's code asked for. Arenas grow from phase to phase; a value keeps
 its row, so that backward can walk the steps of all phases once, in reverse.
 
-    >>> run = Run(engine, grad=True)                       # doctest: +SKIP
+    >>> run = Run(planner, grad=True)                      # doctest: +SKIP
     >>> run.run(program); run.read([3])                     # doctest: +SKIP
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.signature_graph import (
     Needs,
     count_values,
@@ -27,19 +27,14 @@ from fxbatch.passes.signature_graph import (
     spread_outputs,
     survey,
 )
-from fxbatch.runtime.buffers import Buffer
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
-from fxbatch.runtime.family import Family, Operands, Template
 from fxbatch.runtime.forward import execute_forward
-from fxbatch.runtime.phase import OperationRows, Phase
-from fxbatch.runtime.slab import Slab
+from fxbatch.runtime.memory import Memory
+from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.planner import Planner
+from fxbatch.runtime.structure_cache import Family, Operands, Template
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
-
-if TYPE_CHECKING:
-    from fxbatch.codegen.kernel import Workspace
-    from fxbatch.runtime.engine import Engine
 
 Renumber = Callable[[np.ndarray], np.ndarray]
 
@@ -60,30 +55,25 @@ class GrowingArray:
 
 
 class Run:
-    """One minibatch: arenas, the phases run so far, and where each value is."""
+    """One minibatch: its memory, the phases run so far, and where each value is."""
 
     released = True  # until it is made: a fault in between leaves nothing to release
 
-    def __init__(self, engine: Engine, *, grad: bool) -> None:
-        self.engine = engine
-        engine.pool.begin()
+    def __init__(self, planner: Planner, *, grad: bool) -> None:
+        self.planner = planner
+        planner.pool.begin()
         self.grad = grad
-        self.type_ids: dict[TensorType, int] = {}
-        self.arenas: list[Buffer] = []
+        self.memory = Memory(planner.pool)
         self.phases: list[Phase] = []
-        self.rows_of: dict[CompiledOperation, OperationRows] = {}
-        self.slab: Slab | None = None  # all memory of a run of one phase, where it is one piece
-        self.shared: dict[Signature, list[torch.Tensor]] = {}
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.value_needs = np.zeros(0, dtype=bool)
         self._rows, self._types = GrowingArray(np.int64), GrowingArray(np.int64)
         self._needs = GrowingArray(np.bool_)
-        self._type_numbers: dict[SignatureColumns, np.ndarray] = {}
         self.launches = 0
         self._operands: Operands = {}  # what shared operands are in this run
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
-        self.native = engine.options.native and not self.watched
+        self.native = planner.options.native and not self.watched
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
         self.released = False
 
@@ -95,44 +85,28 @@ class Run:
         if self.released:
             return
         self.released = True
-        for buffer in self.arenas:
-            buffer.release()
-        for rows in self.rows_of.values():
-            rows.release()
-        if self.slab is not None:
-            self.slab.release()
-        self.slab = None
-        self.arenas, self.rows_of = [], {}
+        self.memory.release()
         for phase in self.phases:
-            phase.pieces, phase.layout = [], None
+            phase.views = None
         self.phases.clear()
 
     def workspace(self) -> Workspace:
         """Where the kernels' intermediates are."""
-        return self.engine.workspace()
-
-    # -- types and shared operands ------------------------------------------------------------------
-
-    def type_id(self, kind: TensorType) -> int:
-        found = self.type_ids.get(kind)
-        if found is None:
-            found = self.type_ids[kind] = len(self.arenas)
-            self.arenas.append(Buffer(self.engine.pool, kind))
-        return found
+        return self.planner.workspace()
 
     # -- running a phase ----------------------------------------------------------------------------
 
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         if len(program):
-            self.execute(program, self.engine.schedule(program), last=False)
+            self.execute(program, self.planner.schedule(program), last=False)
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
         rewritten first. Returns the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        program, schedule = self.engine.prepare(program)
+        program, schedule = self.planner.prepare(program)
         if len(program):
             self.execute(program, schedule)
         return renumbering(values, program.outputs)
@@ -151,63 +125,33 @@ class Run:
         last: whether no phase comes after it.
         """
         template = self._template(program)
-        operations = template.operations
-        types = self.type_numbers(program)
-        whole = last and not self.phases
-        if whole:
-            planned = self.engine.plan(program, schedule, operations, reuse=not self.grad)
+        operations, memory = template.operations, self.memory
+        types = memory.types_of(program)
+        if last and not self.phases:
+            planned = self.planner.plan(program, schedule, operations, reuse=not self.grad)
         else:
-            used = np.array([self.arenas[t].used for t in types.tolist()], dtype=np.int64)
-            rows = [None if c is None else self.operation_rows(c) for c in operations.compiled]
-            before = np.array([0 if r is None else r.rows for r in rows], dtype=np.int64)
+            used = memory.used(types)
+            before = [0 if c is None else memory.calls.get(c, 0) for c in operations.compiled]
             known = self.value_row[: program.known]
             into = self._rows.room(known, count_values(program))
-            planned = self.engine.plan(
-                program, schedule, operations, known, used, before, whole=False, into=into
+            planned = self.planner.plan_on(
+                program, schedule, operations, known, used, np.array(before, dtype=np.int64), into=into
             )
-        schedule, plan, slab = planned
-        return Phase(program, schedule, plan, template.needs, operations, whole, slab)
+        schedule, plan, layout = planned
+        return Phase(program, schedule, plan, template.needs, operations, layout)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
         with shown_modes() if self.watched else nullcontext():
-            execute_forward(self, phase)
+            self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         self._remember(phase.program, phase.plan, phase.needs)
-
-    def take_slab(self, phase: Phase) -> Slab | None:
-        """All memory of the run's only phase in one piece; None where it isn't planned so."""
-        plan, kinds = phase.slab, phase.operations.memory
-        if plan is None or kinds is None or len(self.arenas) != kinds.arenas:
-            return None
-        slab = self.slab = Slab(self.engine.pool, kinds, plan)
-        for a, arena in enumerate(self.arenas):
-            arena.lend(functools.partial(slab.tensor, a), plan.rows[a])
-        for s, compiled in enumerate(phase.compiled):
-            if compiled is not None:
-                rows = self.rows_of[compiled] = OperationRows(self, compiled, slab, kinds.first[s])
-                rows.rows = plan.counts[s]
-        return slab
-
-    def type_numbers(self, program: Program) -> np.ndarray:
-        """int64 [program.types]: the number of each type in this run."""
-        found = self._type_numbers.get(program.columns)
-        if found is None:
-            found = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
-            self._type_numbers[program.columns] = found
-        return found
-
-    def operation_rows(self, compiled: CompiledOperation) -> OperationRows:
-        found = self.rows_of.get(compiled)
-        if found is None:
-            found = self.rows_of[compiled] = OperationRows(self, compiled)
-        return found
 
     def _template(self, program: Program) -> Template:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
-        family = self.engine.family(program, self.grad)
+        family = self.planner.family(program, self.grad)
         tensors = family.resolve(self._operands)
-        self.shared.update(family.shared(tensors))
+        self.memory.shared.update(family.shared(tensors))
         constants = tuple(s for s in program.constants if self.grad and differentiable_constants(program, s))
         known_needs = self.value_needs[: program.known] if self.grad else None
         templates = family.templates(tensors)
@@ -226,10 +170,11 @@ class Run:
         constants: tuple[int, ...],
         known_needs: np.ndarray | None,
     ) -> Template:
+        shared = self.memory.shared
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
             if self.grad and family.present[s] and signature.modes.grad:
-                shared_needs.append(tuple(t.requires_grad for t in self.shared[signature]))
+                shared_needs.append(tuple(t.requires_grad for t in shared[signature]))
             else:
                 shared_needs.append((False,) * len(signature.shared))
         needs = find_needs(
@@ -238,24 +183,20 @@ class Run:
             dict.fromkeys(constants, True),
             known_needs=known_needs,
         )
-        late = self.engine.late(program.signatures, survey(program).counts.tolist())
+        late = self.planner.late(program.signatures, survey(program).counts.tolist())
         family.settled = not late
         compiled = tuple(
-            self.engine.compiled(
-                signature,
-                (needs.inputs[s], shared_needs[s]),
-                self.shared[signature],
-                self.grad,
-                late=s in late,
+            self.planner.compiled(
+                signature, (needs.inputs[s], shared_needs[s]), shared[signature], self.grad, late=s in late
             )
             if family.present[s]
             else None
             for s, signature in enumerate(program.signatures)
         )
-        return Template(needs, self.engine.operation_set(program, compiled))
+        return Template(needs, self.planner.operation_set(program, compiled))
 
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
-        types = self.type_numbers(program)[program.columns.output_types]
+        types = self.memory.types_of(program)[program.columns.output_types]
         values = len(plan.row_of_value)
         type_of = self._types.room(self.value_type[: program.known], values)
         needed = self._needs.room(self.value_needs[: program.known], values)
@@ -272,8 +213,7 @@ class Run:
         """A new tensor [len(values), *shape] of values of one type."""
         kinds = self.value_type[values]
         assert len(values) and (kinds == kinds[0]).all(), "values of one tensor type"
-        arena = self.arenas[int(kinds[0])].tensor
-        assert arena is not None
+        arena = self.memory.arena(int(kinds[0]))
         rows = self.value_row[values]
         if len(rows) == 1:
             return arena.narrow(0, int(rows[0]), 1).clone()

@@ -28,11 +28,11 @@ class UnrolledRun(DifferentiableRun):
         """Execute the calls of a phase that is not the last: instances may ask for any of its values."""
         if len(program):
             every = np.arange(program.known, program.values, dtype=np.int64)
-            self.execute(dataclasses.replace(program, outputs=every), self.engine.schedule(program))
+            self.execute(dataclasses.replace(program, outputs=every), self.planner.schedule(program))
 
     def execute(self, program: Program, schedule: Schedule) -> None:
         """Emit the module of this structure (or find it), run it, and keep what it gives."""
-        unrolled = self.engine.unrolled(program, lambda: self.emit(program, schedule))
+        unrolled = self.planner.unrolled(program, lambda: self.emit(program, schedule))
         known = [self.rows(values) for values in unrolled.known]
         results = unrolled(unrolled.arguments(known, program.constants))
         self.launches += len(schedule)

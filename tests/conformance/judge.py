@@ -17,7 +17,7 @@ import torch
 
 import fxbatch
 from fxbatch.errors import FxbatchError
-from fxbatch.runtime.buffers import BufferPool
+from fxbatch.runtime.memory import Pool
 from fxbatch.torch_private import tree_flatten, tree_map
 from tests.conformance.databases import Call, Entry
 from tests.oracle import compare, run, to_double
@@ -27,14 +27,13 @@ INSTANCES = 3
 VERDICTS = ("batched", "partly batched", "one by one", "no call", "refused", "slow", "crash", "wrong")
 
 
-class Poisoned(BufferPool):
-    """Buffers full of nan, so that reading what nobody wrote shows in the results."""
+class Poisoned(Pool):
+    """Memory full of nan, so that reading what nobody wrote shows in the results."""
 
-    def take(self, kind: Any, rows: int) -> torch.Tensor:
-        taken = super().take(kind, rows)
-        if taken.dtype.is_floating_point or taken.dtype.is_complex:
-            return taken.fill_(float("nan"))
-        return taken.fill_(True if taken.dtype is torch.bool else torch.iinfo(taken.dtype).max)
+    def take(self, device: torch.device, lines: int) -> torch.Tensor:
+        taken = super().take(device, lines)
+        taken.view(torch.int32).fill_(-1)  # nan in every floating type, -1 in others
+        return taken
 
 
 @fxbatch.operation

@@ -14,8 +14,7 @@ import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.ir import tensor_type
 from fxbatch.runtime import function
-from fxbatch.runtime.buffers import BufferPool
-from fxbatch.runtime.gradient_rows import GradientRows
+from fxbatch.runtime.memory import GradientRows, Pool
 from fxbatch.runtime.native_steps import NativeKernels
 from tests import models as M
 from tests.oracle import check_equal
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def test_arenas_are_pieces_of_one_memory() -> None:
-    pool = BufferPool()
+    pool = Pool()
     kinds = [
         tensor_type((3,), torch.float32, CPU),
         tensor_type((), torch.complex64, CPU),
@@ -37,12 +36,12 @@ def test_arenas_are_pieces_of_one_memory() -> None:
     rows = GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
     assert pool.allocated == 1
     for i, (kind, n) in enumerate(zip(kinds, [4, 3, 9, 2], strict=False)):
-        arena = rows.arena(i)
+        arena = rows.tensor(i)
         assert arena.shape == (n, *kind.shape) and arena.dtype == kind.dtype and arena.is_contiguous()
         assert not arena[0].any()
         arena.fill_(i + 1)
-    assert all(bool((rows.arena(i) == i + 1).all()) for i in range(4))
-    assert rows.arena(4).numel() == 0  # the zero row alone: nobody reads or writes it
+    assert all(bool((rows.tensor(i) == i + 1).all()) for i in range(4))
+    assert rows.tensor(4).numel() == 0  # the zero row alone: nobody reads or writes it
     rows.release()
     GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
     assert (pool.allocated, pool.reused) == (1, 1)

@@ -50,8 +50,7 @@ def test_a_wrong_value_is_found(capsys: pytest.CaptureFixture[str], monkeypatch:
         program = phase.program  # type: ignore[attr-defined]
         call = next(c for c in range(len(program)) if program.signatures[program.sig[c]].name == "out")
         value = int(program.first_value[call])
-        arena = self.arenas[int(self.value_type[value])].tensor
-        assert arena is not None
+        arena = self.memory.arena(int(self.value_type[value]))
         arena[int(self.value_row[value])] += 0.5
 
     monkeypatch.setattr(run_module.Run, "launch", corrupted)

@@ -82,3 +82,9 @@ class Pairs(torch.nn.Module):
 def minibatch():
     return Pairs(), [(torch.randn(3), torch.randn(3)) for _ in range(4)]
 """
+
+
+def test_what_is_kept_of_structures_is_shown() -> None:
+    found = fxbatch.explain(*target_model.minibatch())
+    assert min(found.kept["plan"], found.kept["schedule"]) >= 1 and found.kept_bytes > 0
+    assert "kept of structures met: " in str(found) and " plan," in str(found)

@@ -100,6 +100,6 @@ def _sample(step: int, models: list[torch.nn.Module], seconds: float) -> Sample:
         sum(issubclass(type(x), fx.Graph) for x in objects),
         sum(issubclass(type(x), greenlet.greenlet) for x in objects),
         sum(len(e.operations) for e in engines),
-        sum(len(e.plans) if hasattr(e.plans, "__len__") else 0 for e in engines),
+        sum(len(e.structures) for e in engines),
         sum(len(e.table.signatures) for e in engines),
     )

@@ -27,21 +27,21 @@ from tests.trust.programs import model, vectors
 FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError("injected"), MemoryError())
 
 # module, what in it, and at which of its calls the fault comes
-IN_PYTHON = ("lay_out", "Backward._step")  # on the path where steps don't run native
+IN_PYTHON = ("lay_out_steps", "Backward._step")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.calls", "run_on_fakes", 0),
     ("fxbatch.trace.record", "Program", 0),
-    ("fxbatch.runtime.engine", "plan_arenas", 0),
+    ("fxbatch.runtime.planner", "plan_arenas", 0),
     ("fxbatch.runtime.compiled", "build_operation", 0),
     ("fxbatch.runtime.compiled", "emit_kernel", 1),
     ("fxbatch.runtime.forward", "fill_constants", 0),
     ("fxbatch.runtime.function", "differentiable_inputs", 0),
-    ("fxbatch.runtime.buffers", "Buffer.reserve", 3),
+    ("fxbatch.runtime.memory", "Pool.take", 1),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
     ("fxbatch.runtime.forward", "forward_steps", 0),
     ("fxbatch.runtime.backward", "backward_steps", 0),
-    ("fxbatch.runtime.places", "lay_out", 0),
-    ("fxbatch.runtime.gradient_rows", "GradientRows._clear", 0),
+    ("fxbatch.runtime.forward", "lay_out_steps", 0),
+    ("fxbatch.runtime.memory", "GradientRows._clear", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
     ("fxbatch.runtime.backward", "Backward._parameters", 0),
 )
@@ -116,7 +116,7 @@ def test_a_fault_leaves_nothing_behind(point: tuple[str, str, int], error: BaseE
     before = [None if p.grad is None else p.grad.clone() for p in made.parameters()]
     made.zero_grad()
     check_equal(made, xs)
-    if module in ("fxbatch.runtime.backward", "fxbatch.runtime.places", "fxbatch.runtime.gradient_rows"):
+    if module == "fxbatch.runtime.backward" or name == "GradientRows._clear":
         assert all(g is None for g in before), "a failed backward wrote gradients"
 
 
@@ -162,21 +162,20 @@ def test_finally_blocks_of_waiting_instances_run() -> None:
     assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("native", "name", "calls"), [(True, "BufferPool.take", 2), (False, "Buffer.reserve", 7)]
-)
-def test_buffers_come_back_after_faults(native: bool, name: str, calls: int) -> None:
-    """A hundred failed calls hold no more memory than one, in one piece or in many."""
+@pytest.mark.parametrize("native", [True, False])
+def test_memory_comes_back_after_faults(native: bool) -> None:
+    """A hundred failed calls hold no more memory than one."""
     made, trees = M.with_options(M.TreeLSTM(), native=native), M.trees(0, [5, 9])
     train_step(made, trees)
     engine = type(made).forward.__fxbatch__.engine(made)
     sizes = []
     for k in range(40):
         with (
-            fault("fxbatch.runtime.buffers", name, k % calls, RuntimeError("injected")),
+            fault("fxbatch.runtime.memory", "Pool.take", k % 2, RuntimeError("injected")),
             pytest.raises(RuntimeError, match="injected"),
         ):
             train_step(made, trees)
+        gc.collect()  # a traceback holds its run
         sizes.append(engine.pool.bytes)
     train_step(made, trees)
     assert max(sizes[20:]) <= 2 * max(sizes[:20])

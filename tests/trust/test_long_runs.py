@@ -15,7 +15,7 @@ import fxbatch
 from fxbatch.decorator import find_autobatched
 from fxbatch.ir import Operation, Signature
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.plans import ContentCache
+from fxbatch.runtime.structure_cache import HELD, StructureCache
 from tests.trust.long_runs import Report, Sample, resident_bytes, train
 from tests.trust.programs import model
 
@@ -43,7 +43,8 @@ def assert_bounded(engine: Engine, signatures: int, operations: int, a_call: int
     assert len(engine.table) <= signatures + a_call
     assert len(engine.table.entries) <= signatures + a_call
     assert len(engine.operations) <= operations
-    assert len(engine._sticky) <= operations and len(engine._local.scratch) <= operations
+    assert len(engine._sticky) <= operations
+    assert engine.structures.bytes <= engine.structures.most
 
 
 def many_signatures(
@@ -90,16 +91,21 @@ def test_plans_keep_few_signatures_alive() -> None:
     def programs(width: int) -> Iterator[tuple[Signature, ...]]:
         return (tuple(signatures[k : k + width]) for k in range(0, len(signatures), width))
 
-    cache: ContentCache[int] = ContentCache(size=20, signatures=500)
+    cache = StructureCache(most=500 * HELD)
     for columns in programs(100):
-        cache.get((columns, None), lambda: 0)
+        cache.get("plan", (columns, None), lambda: 0, HELD * len(columns))
         assert len(cache) <= 5
-    assert cache.get((columns, None), lambda: 1) == 0 and cache.hits == 1, "the last ones are kept"
+    assert (
+        cache.get("plan", (columns, None), lambda: 1, HELD * len(columns)) == 0 and cache.hits["plan"] == 1
+    ), "the last ones are kept"
+    assert cache.get("schedule", (columns, None), lambda: 1, HELD * len(columns)) == 1, "of each kind its own"
     for columns in programs(3):
-        cache.get((columns, None), lambda: 0)
-    assert len(cache) == 20, "narrow ones by their number alone"
-    cache.get((tuple(signatures), None), lambda: 0)
-    assert len(cache) == 1, "one that is wider than all is kept alone"
+        cache.get("plan", (columns, None), lambda: 0, HELD * len(columns))
+    assert len(cache) == 166 and cache.bytes <= cache.most, "more of the narrow ones"
+    cache.get("plan", (tuple(signatures), None), lambda: 0, HELD * 3000)
+    assert len(cache) == 1, "one that is larger than all is kept alone"
+    cache.clear()
+    assert len(cache) == cache.bytes == 0
 
 
 def traced_sources() -> list[str]:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import fxbatch
+from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Operation, Signature, TensorType
-from fxbatch.runtime.buffers import BufferPool
 from fxbatch.runtime.compiled import OperationCache
 from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.memory import Pool
 
 WORDS = [[1, 2], [3], [4, 5, 6]]
 
@@ -92,52 +93,45 @@ def rows_of(length: int) -> TensorType:
     return TensorType((length,), torch.float32, torch.device("cpu"))
 
 
-def minibatch(pool: BufferPool, *lengths: int) -> None:
-    """What a minibatch does with the pool: ten rows of each length, 40 bytes times the length."""
+def minibatch(pool: Pool, *lines: int) -> None:
+    """What a minibatch does with the pool: pieces of so many lines, 80 bytes each with what they have to spare."""
     pool.begin()
-    taken = [(kind, pool.take(kind, 8)) for kind in map(kind_of, lengths)]
-    for kind, tensor in taken:
-        pool.give(kind, tensor)
+    taken = [pool.take(torch.device("cpu"), n) for n in lines]
+    for tensor in taken:
+        pool.give(tensor)
 
 
-def kind_of(length: int) -> TensorType:
-    return KINDS.setdefault(length, rows_of(length))
-
-
-KINDS: dict[int, TensorType] = {}
-
-
-def test_a_pool_keeps_no_buffers_of_types_that_do_not_come_again() -> None:
-    pool = BufferPool(least=0)
-    for k in range(1, 100):
-        minibatch(pool, 1000 + k, 2000 + k)
-    assert pool.bytes <= 2 * 40 * (1099 + 2099)
+def test_a_pool_keeps_nothing_of_sizes_that_do_not_come_again() -> None:
+    pool = Pool(least=0)
+    for k in range(1, 60):
+        minibatch(pool, 1000 + 40 * k, 20000 + 900 * k)
+    assert pool.bytes <= 2 * 80 * (1000 + 40 * 60 + 20000 + 900 * 60)
     before = pool.reused
-    minibatch(pool, 1099, 2099)
-    assert pool.reused == before + 2, "the last types are there"
+    minibatch(pool, 1000 + 40 * 59, 20000 + 900 * 59)
+    assert pool.reused == before + 2, "the last sizes are there"
 
 
 def test_a_pool_keeps_what_every_minibatch_takes() -> None:
-    pool = BufferPool(least=0)
+    pool = Pool(least=0)
     for k in range(20):
         minibatch(pool, 1000, 3000 + k)
-    assert pool.reused == 19
+    assert (pool.allocated, pool.reused) == (2, 38)
 
 
 def test_a_pool_forgets_that_a_minibatch_was_large() -> None:
-    pool = BufferPool(least=0)
-    minibatch(pool, *range(1000, 1100))
-    assert pool.bytes == 40 * sum(range(1000, 1100))
-    for k in range(40):
+    pool = Pool(least=0)
+    minibatch(pool, *range(1000, 1016))
+    assert pool.bytes == 64 * sum(n + n // 4 for n in range(1000, 1016))
+    for k in range(60):
         minibatch(pool, 10 + k)
-    assert pool.bytes <= 2 * 40 * 50 + 40 * 1100
+    assert pool.bytes <= 2 * 80 * 70 + 80 * 1016
 
 
 def test_small_pools_are_left_alone() -> None:
-    pool = BufferPool()
-    for k in range(50):
-        minibatch(pool, 1000 + k)
-    assert pool.bytes == 40 * sum(range(1000, 1050))
+    pool = Pool()
+    for k in range(16):
+        minibatch(pool, 1 << k)
+    assert pool.bytes >= 64 << 15
 
 
 def test_waiting_models_with_ever_new_shapes_do_not_fill_the_pool() -> None:
@@ -152,6 +146,19 @@ def test_waiting_models_with_ever_new_shapes_do_not_fill_the_pool() -> None:
         wait([torch.ones(1000 + k), -torch.ones(1000 + k)])
         sizes.append(engine.pool.bytes)
     assert max(sizes) <= 3 * sizes[0]
+
+
+def test_a_workspace_has_rows_of_a_group_and_type_once() -> None:
+    workspace, kind = Workspace(), rows_of(3)
+    first = workspace.rows(0, kind, 4)
+    assert workspace.rows(0, kind, 4) is first and workspace.rows(0, kind, 2).data_ptr() == first.data_ptr()
+    assert workspace.rows(1, kind, 4).data_ptr() != first.data_ptr(), "a step's groups lie apart"
+    assert workspace.rows(0, kind, 50).shape == (50, 3)
+    for n in range(2000):
+        workspace.rows(0, rows_of(n), 1)
+    assert len(workspace._rows) <= 513
+    workspace.clear()
+    assert not workspace._rows
 
 
 def test_operations_that_were_not_used_for_the_longest_time_go_first() -> None:

@@ -1,0 +1,594 @@
+"""The memory of a run: arrays [rows, *shape] in few pieces of their device's memory, taken from a pool and given back.
+
+An array is an arena (the values of one tensor type), or rows that an operation keeps or saves for its backward. A run
+of one phase has all of them in one piece a device, laid out once a plan; a run of several phases moves the arrays
+that outgrow theirs, with room for twice as many rows: large ones each to a piece of its own, small ones together.
+
+    arrays = Arrays.of(program.types, compiled)          # which arrays a set of operations needs
+    layout = arrays.lay_out(plan)                        # where each begins, how many rows it has
+    memory = Memory(pool)
+    memory.take(arrays, layout)                          # one piece a device
+    memory.tensor(3)                                     # array 3 as a tensor, made where Python asks
+    memory.places                                        # pointers and bytes, for C
+    memory.release()
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxbatch.codegen.native import Place, address, extension
+from fxbatch.codegen.step_functions import group_type
+from fxbatch.ir import VIEW, Plan, Program, Signature, SignatureColumns, TensorType
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.torch_private import storage_uses
+
+_FREE = 64  # free pieces that a pool keeps
+_OWN = 16 << 10  # bytes from which on an array that grows has a piece of its own
+LINE = 64  # bytes: each array begins at a multiple of it
+
+
+class Pool:
+    """Free pieces of memory by device, in lines of 64 bytes. A piece is in the pool or in one run, never both.
+
+    They are at most twice the bytes that a minibatch took lately (`least` at any rate); those that were given back
+    first go first, so that sizes that don't come again leave nothing behind.
+    """
+
+    def __init__(self, *, least: int = 64 << 20) -> None:
+        self.least = least
+        self._free: list[torch.Tensor] = []  # in the order in which they came back
+        self._bytes = 0  # of all in `_free`
+        self._taken = 0  # bytes taken since the last minibatch began
+        self._usual = 0  # the most that a minibatch took, less a quarter a minibatch
+        self._lock = threading.Lock()
+        # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
+        self._given: deque[torch.Tensor] = deque()
+        self.allocated = 0  # fresh allocations so far
+        self.reused = 0
+
+    def begin(self) -> None:
+        """A minibatch begins."""
+        with self._lock:
+            self._usual = max(self._taken, self._usual - self._usual // 4)
+            self._taken = 0
+
+    def take(self, device: torch.device, lines: int) -> torch.Tensor:
+        """A tensor float32 [at least lines, 16] with undefined contents."""
+        with self._lock:
+            self._sort_in()
+            best = -1
+            for i, piece in enumerate(
+                self._free
+            ):  # the smallest; of equal ones the last, which is warm in the cache
+                fits = lines <= len(piece) <= 8 * lines + 64 and piece.device == device
+                if fits and (best < 0 or len(piece) <= len(self._free[best])):
+                    best = i
+            if best >= 0:
+                self.reused += 1
+                found = self._free.pop(best)
+                self._bytes -= found.nbytes
+                self._taken += found.nbytes
+                return found
+            self.allocated += 1
+            capacity = max(lines + lines // 4, 1)
+            self._taken += capacity * LINE
+        with torch.inference_mode(False):
+            return torch.empty((capacity, LINE // 4), dtype=torch.float32, device=device)
+
+    def give(self, piece: torch.Tensor) -> None:
+        """Take a piece back; the caller must not use it any more. Never waits."""
+        self._given.append(piece)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Put what came back where it is taken from; the caller has the lock."""
+        while self._given:
+            piece = self._given.popleft()
+            self._free.append(piece)
+            self._bytes += piece.nbytes
+        most = max(self.least, 2 * max(self._usual, self._taken))
+        while self._free and (self._bytes > most or len(self._free) > _FREE):
+            self._bytes -= self._free.pop(0).nbytes
+
+    def clear(self) -> None:
+        """Forget all free pieces."""
+        with self._lock:
+            self._given.clear()
+            self._free.clear()
+            self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held in free pieces."""
+        with self._lock:
+            self._sort_in()
+            return self._bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where arrays lie: of each the piece, and in it the offset, the bytes, and whether it is part of an arena."""
+
+    lines: tuple[tuple[torch.device, int], ...]  # of each piece
+    piece: tuple[int, ...]
+    places: np.ndarray  # int64 [arrays, 3]
+    rows: tuple[int, ...]
+    counts: tuple[int, ...] = ()  # calls of each signature
+    inside: frozenset[int] = frozenset()  # arrays that are part of an arena; only looked up
+
+
+def lay_out(
+    kinds: Sequence[TensorType],
+    rows: Sequence[int],
+    counts: Sequence[int] = (),
+    inside: Mapping[int, tuple[int, int]] | None = None,
+) -> Layout:
+    """One array after another, each device's in a piece of its own. inside: array -> (arena, first row).
+
+    A plain loop: there are a few dozen arrays, for which each array operation would cost as much as all of them.
+    """
+    pieces: dict[torch.device, int] = {}
+    ends: list[int] = []
+    piece: list[int] = []
+    places: list[int] = []
+    for number, (kind, n) in enumerate(zip(kinds, rows, strict=True)):
+        width = row_bytes(kind)
+        found = None if not inside else inside.get(number)
+        if found is not None:
+            places += (places[3 * found[0]] + found[1] * width, n * width, 1)
+            piece.append(piece[found[0]])
+            continue
+        mine = pieces.get(kind.device)
+        if mine is None:
+            mine = pieces[kind.device] = len(ends)
+            ends.append(0)
+        piece.append(mine)
+        places += (ends[mine], n * width, 0)
+        ends[mine] += -(-n * width // LINE) * LINE
+    lines = tuple((device, ends[p] // LINE) for device, p in pieces.items())
+    columns = np.array(places, dtype=np.int64).reshape(-1, 3)
+    return Layout(lines, tuple(piece), columns, tuple(rows), tuple(counts), frozenset(inside or ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """The arrays that a set of operations needs: arenas by type, then what each operation keeps and saves."""
+
+    kinds: tuple[TensorType, ...]
+    arenas: int  # how many of them are arenas
+    compiled: tuple[CompiledOperation | None, ...]
+    owners: tuple[
+        tuple[int, int], ...
+    ]  # of all others: the signature that keeps or saves it, and rows a call
+    first: tuple[int, ...]  # of each signature: its first array
+    kept: tuple[tuple[int, tuple[int, ...]], ...]  # signatures that keep input groups, and which
+
+    @functools.cached_property
+    def arena_widths(self) -> tuple[np.ndarray, bool]:
+        """int64 [arenas]: bytes a row; and whether C can read all of them."""
+        kinds = self.kinds[: self.arenas]
+        widths = [row_bytes(kind) for kind in kinds]
+        return np.array(widths, dtype=np.int64), all(widths) and all(k.device.type == "cpu" for k in kinds)
+
+    @staticmethod
+    def of(types: Sequence[TensorType], compiled: Sequence[CompiledOperation | None]) -> Arrays:
+        """The arrays of a program's types and compiled operations."""
+        kinds, owners, first = list(types), [], []
+        for s, operation in enumerate(compiled):
+            first.append(len(kinds))
+            if operation is None:
+                continue
+            kinds += kinds_of_rows(operation)
+            owners += [(s, members) for members in operation.kept_members]
+            owners += [(s, 1)] * len(operation.saved_types)
+        kept = tuple((s, c.kept_groups) for s, c in enumerate(compiled) if c is not None and c.kept_groups)
+        return Arrays(tuple(kinds), len(types), tuple(compiled), tuple(owners), tuple(first), kept)
+
+    def lay_out(self, plan: Plan) -> Layout:
+        """Arenas as large as the plan has them, rows for all calls; rows that lie together in an arena stay there."""
+        counts, steps, last = [[0] * len(self.first) for _ in range(3)]
+        for k, (s, n) in enumerate(zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True)):
+            counts[s] += n
+            steps[s] += 1
+            last[s] = k
+        rows = [*plan.capacity.tolist(), *(counts[s] * members for s, members in self.owners)]
+        return lay_out(self.kinds, rows, counts, self._rows_in_place(plan, steps, last))
+
+    def _rows_in_place(
+        self, plan: Plan, steps: Sequence[int], last: Sequence[int]
+    ) -> dict[int, tuple[int, int]]:
+        """Of operations with one step whose kept groups are views: array -> (arena, first row), for no copy."""
+        found = {}
+        for s, groups in self.kept:
+            if steps[s] != 1:
+                continue
+            first = int(plan.first_gather[last[s]])
+            for position, group in enumerate(groups):
+                if plan.gather_kind[first + group] == VIEW:
+                    place = int(plan.gather_arena[first + group]), int(plan.gather_start[first + group])
+                    found[self.first[s] + position] = place
+        return found
+
+
+def kinds_of_rows(compiled: CompiledOperation) -> list[TensorType]:
+    """The types of the arrays that an operation keeps and saves."""
+    if compiled.graphs is None:
+        return []
+    return [*(group_type(compiled.graphs, g) for g in compiled.kept_groups), *compiled.saved_types]
+
+
+@functools.lru_cache(maxsize=4096)
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of contiguous rows of this shape."""
+    found = torch.empty((2, *shape), device="meta").stride()
+    return tuple(found)
+
+
+def row_bytes(kind: TensorType) -> int:
+    return kind.numel * kind.dtype.itemsize
+
+
+class Pieces:
+    """Arrays by number, in pieces of memory."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.kinds: list[TensorType] = []  # of each array
+        self.rows: list[int] = []  # that each has room for
+        # int64 [arrays, 3]: pointer (0 where C can't read it), bytes, whether part of an arena
+        self.places = _NO_PLACES
+        self._pieces: list[torch.Tensor] = []
+        self._where: list[tuple[int, int]] = []  # of each array: its piece, and the offset in it
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pieces by type
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def add(self, kinds: Sequence[TensorType], layout: Layout) -> None:
+        """Further arrays, in new pieces."""
+        places, where = self._lay(layout)
+        self.places = places if not self.kinds else np.concatenate((self.places, places))
+        self.kinds += kinds
+        self.rows += layout.rows
+        self._where += where
+
+    def _lay(self, layout: Layout) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """New pieces: where arrays lie in them, for C and for Python."""
+        before = len(self._pieces)
+        begins = []
+        for device, lines in layout.lines:
+            piece = self.pool.take(device, lines)
+            self._pieces.append(piece)
+            begins.append(0 if extension is None else address(piece, lines * LINE) or 0)
+        places = layout.places.copy()
+        offsets = places[:, 0].tolist()
+        if len(begins) == 1:
+            places[:, 0] = places[:, 0] + begins[0] if begins[0] else 0
+        elif begins:
+            begin = np.array(begins, dtype=np.int64)[list(layout.piece)]
+            places[:, 0] = np.where(begin > 0, places[:, 0] + begin, 0)
+        return places, list(zip([before + p for p in layout.piece], offsets, strict=True))
+
+    def tensor(self, array: int) -> torch.Tensor:
+        """An array as [rows, *shape]."""
+        found = self._tensors.get(array)
+        if found is None:
+            found = self._tensors[array] = self._make_tensor(array)
+        return found
+
+    def _make_tensor(self, array: int) -> torch.Tensor:
+        kind, rows = self.kinds[array], self.rows[array]
+        if not rows or not kind.numel:
+            return torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
+        piece, offset = self._where[array]
+        key = piece, kind.dtype
+        typed = self._typed.get(key)
+        if typed is None:
+            whole = self._pieces[piece]
+            typed = self._typed[key] = whole if kind.dtype == torch.float32 else whole.view(kind.dtype)
+        return typed.as_strided((rows, *kind.shape), strides(kind.shape), offset // kind.dtype.itemsize)
+
+    def release(self) -> None:
+        """Give the memory back; no array can be read any more."""
+        pieces, self._pieces = self._pieces, []
+        self._typed, self._tensors = {}, {}
+        self.places = _NO_PLACES
+        for piece in pieces:
+            if piece is not _GIVEN_BACK:
+                self.pool.give(piece)
+
+
+_GIVEN_BACK = torch.empty(0)
+_NO_PLACES = np.zeros((0, 3), dtype=np.int64)
+
+
+class Memory(Pieces):
+    """All tensors that the steps of a run read and write: shared operands, arenas, and rows kept for backward."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self.shared: dict[Signature, list[torch.Tensor]] = {}  # the shared operands of each signature
+        self.type_ids: dict[TensorType, int] = {}
+        self.calls: dict[CompiledOperation, int] = {}  # how many rows each has, over all steps so far
+        self._arena: list[int] = []  # the array of each type
+        self._first: dict[CompiledOperation, int] = {}  # the first array of each
+        self._inside: frozenset[int] = frozenset()
+        self._used: list[int] = []  # rows of each array that are in use, where there are several phases
+        self._own: dict[int, int] = {}  # the piece of each array that has one of its own
+        self._numbers: dict[Arrays, np.ndarray] = {}  # of arrays in this memory
+        self._types: dict[SignatureColumns, np.ndarray] = {}
+
+    # -- types --------------------------------------------------------------------------------------
+
+    def types_of(self, program: Program) -> np.ndarray:
+        """int64 [program.types]: the number of each type in this run."""
+        found = self._types.get(program.columns)
+        if found is None:
+            ids = [self.type_ids.setdefault(t, len(self.type_ids)) for t in program.types]
+            found = self._types[program.columns] = np.array(ids, dtype=np.int64)
+        return found
+
+    def arena(self, type_id: int) -> torch.Tensor:
+        """The values of a type."""
+        return self.tensor(self._arena[type_id])
+
+    def arena_of(self, kind: TensorType) -> torch.Tensor:
+        return self.arena(self.type_ids[kind])
+
+    # -- room ---------------------------------------------------------------------------------------
+
+    def take(self, arrays: Arrays, layout: Layout) -> None:
+        """Room for a run's only phase."""
+        assert not self.kinds and len(self.type_ids) == arrays.arenas, "the only phase of its run"
+        self.add(arrays.kinds, layout)
+        self._inside = layout.inside
+        self._arena = list(range(arrays.arenas))
+        for compiled, first, count in zip(arrays.compiled, arrays.first, layout.counts, strict=True):
+            if compiled is not None:
+                self._first[compiled], self.calls[compiled] = first, count
+
+    def grow(self, arrays: Arrays, plan: Plan) -> None:
+        """Room for one more phase: arrays that are too small move to a new piece, with twice the rows."""
+        counts = np.bincount(plan.step_signature, plan.step_rows, len(arrays.first)).astype(np.int64).tolist()
+        numbers = self.numbers(arrays)
+        for compiled, count in zip(arrays.compiled, counts, strict=True):
+            if compiled is not None:
+                self.calls[compiled] += count
+        wanted = plan.capacity.tolist()
+        for s, members in arrays.owners:
+            compiled = arrays.compiled[s]
+            assert compiled is not None
+            wanted.append(self.calls[compiled] * members)
+        moving, rows = [], []
+        everything = numbers.tolist()
+        for i, n in zip(everything, wanted, strict=True):
+            if n > self.rows[i]:
+                moving.append(i)
+                rows.append(max(n, 2 * self.rows[i]))
+        small = [k for k, i in enumerate(moving) if rows[k] * row_bytes(self.kinds[i]) < _OWN]
+        if small:
+            self._move([moving[k] for k in small], [rows[k] for k in small])
+        for k in sorted(set(range(len(moving))).difference(small)):
+            self._move(moving[k : k + 1], rows[k : k + 1])
+        for i, n in zip(everything, wanted, strict=True):
+            self._used[i] = max(n, self._used[i])
+
+    def used(self, types: np.ndarray) -> np.ndarray:
+        """int64: how many values of each of these types there are so far."""
+        rows = [self._used[self._arena[t]] if t < len(self._arena) else 0 for t in types.tolist()]
+        return np.array(rows, dtype=np.int64)
+
+    def _move(self, moving: Sequence[int], rows: Sequence[int]) -> None:
+        """Put arrays into a new piece, with this many rows, and what they hold with them."""
+        before = [self.tensor(i)[: self._used[i]] if self._used[i] else None for i in moving]
+        places, where = self._lay(lay_out([self.kinds[i] for i in moving], rows))
+        self.places[moving] = places
+        for i, place, n, old in zip(moving, where, rows, before, strict=True):
+            self._where[i], self.rows[i] = place, n
+            self._tensors.pop(i, None)
+            if old is not None:
+                self.tensor(i)[: len(old)].copy_(old)
+        if len(moving) == 1:
+            self._give_own(moving[0])
+
+    def _give_own(self, array: int) -> None:
+        """An array has moved to a piece of its own: the one that it had goes back to the pool."""
+        piece, self._own[array] = self._own.get(array, -1), self._where[array][0]
+        if piece >= 0:
+            given, self._pieces[piece] = self._pieces[piece], _GIVEN_BACK
+            for key in [key for key in self._typed if key[0] == piece]:
+                del self._typed[key]
+            self.pool.give(given)
+
+    def numbers(self, arrays: Arrays) -> np.ndarray:
+        """int64: the numbers that a set's arrays have in this memory; arrays that are new have no rows yet."""
+        found = self._numbers.get(arrays)
+        if found is None:
+            found = self._numbers[arrays] = np.array(self._number(arrays), dtype=np.int64)
+            new = len(self.kinds) - len(self.places)
+            self.places = np.concatenate((self.places, np.zeros((new, 3), dtype=np.int64)))
+        return found
+
+    def _number(self, arrays: Arrays) -> list[int]:
+        found = []
+        for kind in arrays.kinds[: arrays.arenas]:
+            type_id = self.type_ids[kind]
+            if type_id == len(self._arena):
+                self._arena.append(self._new(kind))
+            found.append(self._arena[type_id])
+        for compiled in arrays.compiled:
+            if compiled is None:
+                continue
+            kinds = kinds_of_rows(compiled)
+            if compiled not in self._first:
+                self._first[compiled], self.calls[compiled] = len(self.kinds), 0
+                for kind in kinds:
+                    self._new(kind)
+            found += range(self._first[compiled], self._first[compiled] + len(kinds))
+        return found
+
+    def _new(self, kind: TensorType) -> int:
+        self.kinds.append(kind)
+        self.rows.append(0)
+        self._where.append((-1, 0))
+        self._used.append(0)
+        return len(self.kinds) - 1
+
+    def columns(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """For C: int64 [arenas, 3], pointer, bytes and bytes a row, nothing of what it can't read; and int64
+        [arrays, 3], pointer, bytes and whether an array is part of an arena."""
+        places = self.places if not self._numbers else self.places[self.numbers(arrays)]
+        arenas = places[: arrays.arenas].copy()
+        widths, plain = arrays.arena_widths
+        arenas[:, 2] = widths
+        if not plain:
+            arenas[(arenas[:, 0] == 0) | (widths == 0)] = 0
+        return arenas, places
+
+    # -- what operations keep -----------------------------------------------------------------------
+
+    def keeps(self) -> bool:
+        """Whether any operation keeps rows for its backward."""
+        return len(self.kinds) > len(self._arena)
+
+    def kept(self, compiled: CompiledOperation, position: int) -> torch.Tensor:
+        """The rows of a kept group, those of its members one after another."""
+        return self.tensor(self._first[compiled] + position)
+
+    def in_place(self, compiled: CompiledOperation, position: int) -> bool:
+        """Whether a kept group is read where it is in its arena."""
+        return self._first[compiled] + position in self._inside
+
+    def saved(self, compiled: CompiledOperation, index: int) -> torch.Tensor:
+        """The rows of a saved tensor."""
+        return self.tensor(self._first[compiled] + len(compiled.kept_groups) + index)
+
+    def place(self, compiled: CompiledOperation, own: int) -> Place | None:
+        """Pointer and bytes of one of an operation's arrays, kept groups first; None where C can't read it."""
+        pointer, size, _ = self.places[self._first[compiled] + own].tolist()
+        return (pointer, size) if pointer else None
+
+    def release(self) -> None:
+        super().release()
+        self._numbers, self._types = {}, {}
+
+
+class GradientRows(Pieces):
+    """The memory of one backward pass: arenas of gradients, whose first row is zero, and the rows that steps make for
+    the gradients of parameters.
+
+    capacity: rows of each arena, the zero row among them; arenas of that row alone have no memory.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        kinds: Sequence[TensorType],
+        capacity: Sequence[int],
+        extra: Mapping[CompiledOperation, int],
+    ) -> None:
+        super().__init__(pool)
+        rows = [n if n > 1 else 0 for n in capacity]
+        everything = list(kinds)
+        self._first: dict[CompiledOperation, int] = {}
+        for compiled, n in extra.items():
+            self._first[compiled] = len(everything)
+            everything += compiled.extra_types
+            rows += [n] * len(compiled.extra_types)
+        self.add(everything, lay_out(everything, rows))
+        self.table = self._clear(len(kinds))
+
+    def _clear(self, arenas: int) -> array[int]:
+        """Zero the first row of each arena. int64 [arenas, 3]: pointer, bytes and bytes a row, nothing of what C can't
+        read."""
+        table = array("q")
+        for i, (pointer, size, _) in enumerate(self.places[:arenas].tolist()):
+            found = (0, 0, 0)
+            if pointer and size:
+                found = pointer, size, size // self.rows[i]
+                extension.clear(pointer, found[2])
+            elif self.rows[i]:
+                self.tensor(i)[0].zero_()
+            table.extend(found)
+        return table
+
+    def write(self, i: int, start: int, grad: torch.Tensor) -> None:
+        """Put gradients into the rows of arena i from `start` on."""
+        pointer, _, row = self.table[3 * i : 3 * i + 3]
+        whole = pointer and grad.layout is torch.strided and grad.is_contiguous()
+        begin = address(grad, len(grad) * row) if whole and grad.dtype is self.kinds[i].dtype else None
+        if begin:
+            extension.copy(pointer + start * row, begin, len(grad) * row)
+        else:
+            self.tensor(i)[start : start + len(grad)].copy_(grad)
+
+    def extra(self, compiled: CompiledOperation) -> list[torch.Tensor]:
+        """The rows that an operation's steps make for the gradients of parameters; none where it was not asked for."""
+        first = self._first.get(compiled)
+        return [] if first is None else [self.tensor(first + i) for i in range(len(compiled.extra_types))]
+
+    def extra_places(self, compiled: CompiledOperation) -> list[Place]:
+        """Pointers and bytes of those rows, nothing of what C can't read."""
+        first = self._first.get(compiled)
+        if first is None:
+            return []
+        places = self.places[first : first + len(compiled.extra_types), :2].tolist()
+        return [(start, size) if start else (0, 0) for start, size in places]
+
+
+class GradientMemory:
+    """Memory of dense gradients of parameters, used again when the user has let go of it.
+
+    A dense gradient of 18,281 words is 22 MB. From the system's allocator it comes in fresh pages as often as not,
+    whose 5,300 faults take about 10 ms. A gradient that was handed out has a storage of its own; this holds that
+    storage too, and gives it out again once nobody else holds it.
+
+        >>> memory = GradientMemory()
+        >>> place = memory.take((1000, 300), torch.float32).data_ptr()
+        >>> memory.take((1000, 300), torch.float32).data_ptr() == place      # nobody held the first
+        True
+    """
+
+    LEAST = 1 << 16  # bytes from which on memory is kept: smaller pieces are cheap anywhere
+    KEPT = 4  # storages kept a shape and type
+    KINDS = 64  # shapes and types
+
+    def __init__(self) -> None:
+        self._storages: OrderedDict[Any, list[tuple[torch.UntypedStorage, int]]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.reused = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor on the CPU with undefined contents, no view of another."""
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        if size < self.LEAST:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        with self._lock:
+            kept = self._storages.setdefault((shape, dtype), [])
+            self._storages.move_to_end((shape, dtype))
+            for storage, pointer in reversed(kept):  # the last one is warm in the cache
+                # Resized, or moved into shared memory, it is the user's alone.
+                if storage_uses(storage) == 1 and storage.data_ptr() == pointer and storage.nbytes() == size:
+                    self.reused += 1
+                    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]  # takes one
+            made = torch.empty(shape, dtype=dtype, device="cpu")
+            kept.append((made.untyped_storage(), made.data_ptr()))
+            if len(kept) > self.KEPT:
+                kept.pop(0)
+            if len(self._storages) > self.KINDS:
+                self._storages.popitem(last=False)
+        return made

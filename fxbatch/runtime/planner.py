@@ -1,0 +1,217 @@
+"""Planner: all between a recorded program and its run, found again where it was made before.
+
+In: a program of recorded calls. Out: the program rewritten, its schedule, compiled operations, and its plan. Lives as
+long as a decorated callable, with its pool of memory.
+
+    planner = Planner(Options())
+    program, schedule = planner.prepare(program)
+    planned = planner.plan(program, schedule, operations)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.unrolled import Unrolled
+from fxbatch.ir import Plan, Program, Schedule, Signature
+from fxbatch.passes.fold import add_pass_through_calls
+from fxbatch.passes.fuse import Fuser
+from fxbatch.passes.order_rows import RowOrderer
+from fxbatch.passes.pipeline import Pipeline
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import make_policy
+from fxbatch.passes.signature_graph import survey
+from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
+from fxbatch.runtime.memory import GradientMemory, Layout, Pool
+from fxbatch.runtime.options import Options, deduplication
+from fxbatch.runtime.postponed import Postponed
+from fxbatch.runtime.strategy import Strategy, Switch
+from fxbatch.runtime.structure_cache import HELD, BackwardNeeds, Family, OperationSet, PlanKey, StructureCache
+
+
+class Planned(NamedTuple):
+    """A program's steps, where values live and what steps read, and where all of it lies."""
+
+    schedule: Schedule
+    plan: Plan
+    layout: Layout | None  # None for one phase of several
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+
+
+class Planner:
+    """What the runs of one decorated callable of one module share."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
+        self.pool = Pool()
+        self.gradient_memory = GradientMemory()
+        self.operations = OperationCache()
+        self.postponed = Postponed()
+        self.structures = StructureCache()
+        self.order_rows = RowOrderer()
+        chosen = [
+            "eliminate_dead",
+            "unstack_sums",
+            *(["fuse"] if options.fuse else []),
+            *deduplication(options),
+        ]
+        self.rewrites = Pipeline(chosen, verify=options.verify)
+        self.compile_options = CompileOptions.of(options.compile, options.compile_options)
+        if options.mode == "unrolled" and self.compile_options is not None:
+            self.compile_options = None  # an unrolled module runs no kernels of operations
+            warn_uncompiled('mode="unrolled"', "pass the unrolled module itself to torch.compile")
+        elif options.backward == "autograd" and self.compile_options is not None:
+            warn_uncompiled(
+                'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
+            )
+        self._sticky: dict[Signature, tuple[bool, ...]] = {}
+        self._local = _PerThread()
+        self._strategy = Strategy() if options.chooses else None
+
+    def workspace(self) -> Workspace:
+        """The kernels' workspace of this thread."""
+        return self._local.workspace
+
+    def compiled(
+        self,
+        signature: Signature,
+        needs: Needs,
+        shared: Sequence[torch.Tensor],
+        grad: bool,
+        *,
+        late: bool = False,
+    ) -> CompiledOperation:
+        """The operation of a signature. Needs only grow from call to call, so that graphs are not remade.
+
+        late: it runs call by call this time, its graphs are built later.
+        """
+        if grad:
+            before = self._sticky.get(signature)
+            inputs = (
+                needs[0] if before is None else tuple(a or b for a, b in zip(needs[0], before, strict=True))
+            )
+            if before is None and len(self._sticky) >= self.operations.size:
+                self._sticky.clear()
+            self._sticky[signature] = inputs
+            needs = (inputs, needs[1])
+        unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
+        made = self.operations.get(
+            signature,
+            needs,
+            shared,
+            verify=self.options.verify,
+            native=self.options.native,
+            compile=None if unused else self.compile_options,
+            late=late,
+        )
+        if made.reason and not late and signature.operation.kind == "graph":
+            fuser = self.rewrites.passes.get("fuse")
+            if isinstance(fuser, Fuser):
+                fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
+        return made
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """What chooses between batching and the plain loop; None where all is batched."""
+        return self._strategy if Switch.on else None
+
+    def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
+        """Positions of the signatures that run call by call for now, their graphs being built later."""
+        strategy = self.strategy
+        if strategy is not None and strategy.building is not None:
+            return strategy.put_off(signatures, counts)
+        late = self.postponed.choose(signatures, counts)
+        if strategy is not None:
+            strategy.note_built([s for s, n in zip(signatures, counts, strict=True) if n], late)
+        return late
+
+    def prepare(self, program: Program) -> tuple[Program, Schedule]:
+        """Rewrites before scheduling, then the schedule."""
+        program = self.rewrites(program)
+        if self.options.schedule == "fold":
+            return add_pass_through_calls(program)
+        return program, self.schedule(program)
+
+    def family(self, program: Program, grad: bool) -> Family:
+        """What this program has in common with those met before."""
+        found = survey(program)
+        counts = found.counts.tolist()
+        key = (program.signatures, found.graph, tuple([n > 0 for n in counts]), grad)
+        return self.structures.get(
+            "family", key, lambda: Family(program, counts, grad=grad), HELD * len(counts)
+        )
+
+    def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
+        """The one object for these operations of a program's signatures."""
+        key = (program.signatures, compiled)
+        return self.structures.get(
+            "operations", key, lambda: OperationSet.of(program, compiled), 2 * HELD * len(compiled)
+        )
+
+    def schedule(self, program: Program) -> Schedule:
+        """The steps of a program, by the policy of the options; found again for the same content."""
+        key = PlanKey.of(program, self.options.schedule)
+        return self.structures.get(
+            "schedule", key, lambda: self.policy(program), key.bytes + 8 * len(program)
+        )
+
+    def plan(
+        self, program: Program, schedule: Schedule, operations: OperationSet, *, reuse: bool = False
+    ) -> Planned:
+        """Where values live and what steps read, of a minibatch's only phase: rows are put in order where that saves
+        copies, and the plan is found again by content. reuse: rows of values that nobody reads any more."""
+
+        def make() -> Planned:
+            ordered = self.order_rows(program, schedule, operations.slots)
+            plan = plan_arenas(program, ordered, operations.layouts, slots=operations.slots, reuse=reuse)
+            return Planned(ordered, plan, operations.arrays.lay_out(plan))
+
+        key = PlanKey.of(program, self.options.schedule)
+        size = 3 * key.bytes  # its columns are about as long as those of the program
+        return self.structures.get("plan", (key, operations, reuse), make, size)
+
+    def plan_on(
+        self,
+        program: Program,
+        schedule: Schedule,
+        operations: OperationSet,
+        known: np.ndarray,
+        used: np.ndarray,
+        before: np.ndarray,
+        *,
+        into: np.ndarray | None = None,
+    ) -> Planned:
+        """The same for one phase of several: rows of the values known so far, rows used of each arena and calls of
+        each operation before. into: where the rows of values go, those known at the start of it."""
+        plan = plan_arenas(
+            program, schedule, operations.layouts,
+            slots=operations.slots, known_rows=known, used=used, run_before=before, into=into,
+        )  # fmt: skip
+        return Planned(schedule, plan, None)
+
+    def backward_needs(
+        self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray
+    ) -> BackwardNeeds:
+        """What backward does with the operations of a phase, given which of them the results depend on."""
+        operations = tuple(compiled)
+        key = operations, reached.tobytes()
+        return self.structures.get(
+            "backward", key, lambda: BackwardNeeds.of(operations, reached), HELD * len(operations)
+        )
+
+    def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
+        """The unrolled module of a program's structure, emitted when it is new."""
+        key = PlanKey.of(program, self.options.schedule)
+        return self.structures.get("unrolled", key, emit, key.bytes + 2000 * len(program))

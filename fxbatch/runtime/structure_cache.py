@@ -1,0 +1,256 @@
+"""What is made once from the structure of programs and found again: the one cache of it, and what is in it.
+
+    cache = StructureCache()
+    plan = cache.get("plan", key, make, size)  # the key has all that the thing was made from, compared whole
+    cache.clear()
+
+Kinds: "schedule" and "plan" by a program's content; "operations" (an OperationSet) by a program's signatures and their
+compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
+"unrolled" (a module) by content. The least recently used go first. All of it is bounded in bytes, and by the signatures
+and operations in it, which it keeps alive although their own caches may have dropped them: each counts 8 kB.
+
+A Family is the programs with one signature graph in which the same signatures are called, with or without gradients.
+While the shared operands are of the types that they were (shapes, strides, who requires gradients), all that a new
+program of it needs is a Template; which tensors they are, and where, is asked anew each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from fxbatch.ir import Layout, Program, SharedOperand, Signature
+from fxbatch.passes.plan import SlotTable, is_constant, tabulate_slots
+from fxbatch.passes.select import checksum
+from fxbatch.passes.signature_graph import Needs
+from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.memory import Arrays
+from fxbatch.runtime.pointer_table import PointerTable, is_plain
+
+T = TypeVar("T")
+Operands = dict[tuple[int, str], torch.Tensor]  # by SharedOperand.key
+
+HELD = 8 << 10  # bytes that a signature or an operation counts, since it is kept alive
+_TEMPLATES = 64  # of a family: which constants and early values carry gradients
+
+
+class StructureCache:
+    """Least recently used things made from the structure of programs, bounded in bytes."""
+
+    def __init__(self, most: int = 64 << 20) -> None:
+        self.most = most
+        self.bytes = 0
+        self.hits: Counter[str] = Counter()  # by kind
+        self.misses: Counter[str] = Counter()
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, kind: str, key: Hashable, make: Callable[[], T], size: int) -> T:
+        """What was made for this key, made now if it is new. size: about how many bytes it takes, with its key."""
+        whole = kind, key
+        found = self._entries.get(whole)
+        if found is not None:
+            self.hits[kind] += 1
+            with contextlib.suppress(KeyError):  # another thread may have dropped it
+                self._entries.move_to_end(whole)
+            return cast(T, found[0])
+        self.misses[kind] += 1
+        made = make()
+        with self._lock:
+            before = self._entries.pop(whole, None)
+            self.bytes += size - (0 if before is None else before[1])
+            self._entries[whole] = made, size
+            while self.bytes > self.most and len(self._entries) > 1:
+                self.bytes -= self._entries.popitem(last=False)[1][1]
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self.bytes = 0
+
+    def counts(self) -> dict[str, int]:
+        """How many things of each kind it has."""
+        return dict(Counter(cast(tuple[str, Any], key)[0] for key in list(self._entries)))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """Everything that schedule and plan depend on."""
+
+    signatures: tuple[Any, ...]  # Signature objects, compared by identity
+    sig: bytes
+    inputs: bytes
+    outputs: bytes
+    known: int
+    policy: str
+    checksum: int  # of the columns
+
+    def __hash__(self) -> int:
+        return self.checksum
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes."""
+        return HELD * len(self.signatures) + len(self.sig) + len(self.inputs) + len(self.outputs)
+
+    @staticmethod
+    def of(program: Program, policy: str) -> PlanKey:
+        """The key; made once a program and policy, since schedule and plan ask for the same."""
+        found = _KEYS.get(program)
+        if found is None or found.policy != policy:
+            found = _KEYS[program] = PlanKey(
+                program.signatures,
+                program.sig.tobytes(),
+                program.inputs.tobytes(),
+                program.outputs.tobytes(),
+                program.known,
+                policy,
+                checksum(program.sig, program.inputs, program.outputs),
+            )
+        return found
+
+
+_KEYS: weakref.WeakKeyDictionary[Program, PlanKey] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class OperationSet:
+    """The compiled operations of a program's signatures, None where it has no call; one object a set."""
+
+    signatures: tuple[Signature, ...]
+    compiled: tuple[CompiledOperation | None, ...]
+    layouts: tuple[Layout | None, ...]  # how each takes its inputs
+    slots: SlotTable  # the same as columns
+    arrays: Arrays  # what a run of them reads and writes
+    forward: PointerTable | None  # for steps in C; None where Python runs all
+    backward: PointerTable | None
+
+    @staticmethod
+    def of(program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
+        """The set for a program's signatures."""
+        layouts = tuple(None if c is None else c.layout for c in compiled)
+        arrays = Arrays.of(program.types, compiled)
+        tables = [PointerTable.of(arrays, backward=b) for b in (False, True)]
+        return OperationSet(
+            program.signatures, compiled, layouts, tabulate_slots(program, layouts), arrays, *tables
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """What a run of a family does not have to find again."""
+
+    needs: Needs
+    operations: OperationSet
+
+
+class Family:
+    """One family of programs.
+
+    family = Family(program, counts, grad=True)
+    tensors = family.resolve({})                      # as they are now
+    table = family.templates(tensors)                 # a Template by what else it depends on, empty where types changed
+    """
+
+    def __init__(self, program: Program, counts: Sequence[int], *, grad: bool) -> None:
+        self.signatures = program.signatures
+        self.present = [n > 0 for n in counts]
+        self.grad = grad
+        self.settled = False  # whether no signature is to be compiled later than now
+        places: dict[tuple[int, str], int] = {}
+        operands: list[SharedOperand] = []
+        self.places: list[tuple[int, ...]] = []  # of each signature's shared operands
+        for signature, called in zip(program.signatures, self.present, strict=True):
+            mine = signature.shared if called else ()
+            for operand in mine:
+                if operand.key not in places:
+                    places[operand.key] = len(operands)
+                    operands.append(operand)
+            self.places.append(tuple(places[operand.key] for operand in mine))
+        self.operands = [(operand.key, operand) for operand in operands]
+        # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
+        self._current: tuple[Any, dict[Hashable, Template]] = (None, {})
+
+    def resolve(self, known: Operands) -> list[torch.Tensor]:
+        """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
+        found = []
+        for key, operand in self.operands:
+            tensor = known.get(key)
+            if tensor is None:
+                tensor = known[key] = operand.resolve()
+            found.append(tensor)
+        return found
+
+    def shared(self, tensors: Sequence[torch.Tensor]) -> dict[Signature, list[torch.Tensor]]:
+        """The shared operands of each signature that is called."""
+        return {
+            signature: [tensors[i] for i in places]
+            for signature, places, called in zip(self.signatures, self.places, self.present, strict=True)
+            if called
+        }
+
+    def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, Template]:
+        """The templates for operands of these types, to be looked up in and added to."""
+        types = [_type_of(t) for t in tensors]
+        before, found = self._current
+        if before != types or len(found) > _TEMPLATES:
+            found = {}
+            self._current = (types, found)
+        return found
+
+
+def _type_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """All of a shared operand that operations depend on, but for its contents and where it is."""
+    if t.layout is not torch.strided:
+        return t.requires_grad, t.shape, t.layout, t.dtype, t.device
+    return t.requires_grad, t.shape, t.stride(), t.dtype, t.device, is_plain(t)
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardNeeds:
+    """What backward does with each signature of a phase: the same for all runs of the same operations.
+
+    The tuples are one a signature, as in `PhaseGradients`.
+    """
+
+    groups: tuple[tuple[int, ...], ...]  # groups whose gradients the operation's backward gives
+    outputs: tuple[tuple[int, ...], ...]  # outputs whose gradients it takes
+    hands_on: tuple[bool, ...]
+    running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
+    given: tuple[int, ...]  # signatures whose backward only keeps gradients, where they have a single step
+    idle: np.ndarray  # bool a signature: backward has nothing to do for it, whatever other phases want
+
+    @staticmethod
+    def of(operations: Sequence[CompiledOperation | None], reached: np.ndarray) -> BackwardNeeds:
+        """What each operation does, given which of them the results depend on: bool a signature."""
+        chosen = [c if r else None for c, r in zip(operations, reached.tolist(), strict=True)]
+        outputs = tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen)
+        idle = [not o and (c is None or not c.extra_types) for o, c in zip(outputs, operations, strict=True)]
+        batched = {s: c for s, c in enumerate(chosen) if c is not None and takes(c) and c.graphs is not None}
+        return BackwardNeeds(
+            tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
+            outputs,
+            tuple(c is not None and c.hands_on for c in operations),
+            tuple(c for _, c in reversed(batched.items())),
+            tuple(s for s, c in batched.items() if c.extra_given),
+            np.array(idle, dtype=bool),
+        )
+
+
+def takes(compiled: CompiledOperation) -> tuple[int, ...]:
+    """The outputs whose gradients an operation's backward takes: none where no gradient reaches it (`angle` of reals,
+    which then writes none either)."""
+    return compiled.grad_outputs if compiled.needs_gradient else ()

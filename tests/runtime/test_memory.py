@@ -1,0 +1,187 @@
+"""The memory of a run: one piece where it has one phase, arrays that don't touch each other, and that move whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fxbatch.codegen.native import extension
+from fxbatch.decorator import find_autobatched
+from fxbatch.ir import VIEW, Plan, tensor_type
+from fxbatch.runtime.memory import LINE, Arrays, Layout, Memory, Pieces, Pool, lay_out, row_bytes
+from tests import models as M
+from tests.oracle import check_equal
+from tests.runtime.test_native_steps import CASES
+from tests.trust.programs import model, vectors
+
+needs_extension = pytest.mark.skipif(extension is None, reason="the extension was not built")
+each = pytest.mark.parametrize(("made", "instances"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, Layout]]:
+    """What was laid out."""
+    found: list[tuple[Arrays, Plan, Layout]] = []
+    lay = Arrays.lay_out
+
+    def noting(arrays: Arrays, plan: Plan) -> Layout:
+        found.append((arrays, plan, lay(arrays, plan)))
+        return found[-1][2]
+
+    monkeypatch.setattr(Arrays, "lay_out", noting)
+    return found
+
+
+def check_layout(arrays: Arrays, plan: Plan, layout: Layout) -> None:
+    """Brute force: each byte belongs to one array, or to rows of an arena that an array reads where they are."""
+    owner: dict[int, int] = {}
+    ((device, lines),) = layout.lines
+    assert device.type == "cpu"
+    for array, (kind, rows) in enumerate(zip(arrays.kinds, layout.rows, strict=True)):
+        offset, size, flag = layout.places[array].tolist()
+        assert size == rows * kind.numel * kind.dtype.itemsize
+        assert flag == (array in layout.inside)
+        if flag:
+            continue
+        assert offset % LINE == 0 and offset + size <= LINE * lines
+        for byte in range(offset, offset + size):
+            assert byte not in owner
+            owner[byte] = array
+    for s, groups in arrays.kept:
+        steps = [k for k, x in enumerate(plan.step_signature.tolist()) if x == s]
+        for position, group in enumerate(groups):
+            array = arrays.first[s] + position
+            gathers = [int(plan.first_gather[k]) + group for k in steps]
+            assert layout.rows[array] == sum(int(plan.gather_rows[g]) for g in gathers)
+            once = len(steps) == 1 and plan.gather_kind[gathers[0]] == VIEW
+            assert once == (array in layout.inside)
+            if once:
+                arena = int(plan.gather_arena[gathers[0]])
+                width = row_bytes(arrays.kinds[arena])
+                start = layout.places[arena, 0] + int(plan.gather_start[gathers[0]]) * width
+                assert layout.places[array, 0] == start
+                assert all(owner[b] == arena for b in range(start, start + layout.places[array, 1]))
+
+
+@each
+def test_arrays_lie_apart(made: nn.Module, instances: list[Any], planned: list[Any]) -> None:
+    engine = find_autobatched(made)[0].engine(made)
+    engine.structures.clear()
+    made(instances)
+    with torch.no_grad():
+        made(instances[-1:])
+    for arrays, plan, layout in planned:
+        check_layout(arrays, plan, layout)
+    assert planned or made.__class__.__name__ == "Tagger"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lines of each piece that is taken from the pool."""
+    rows: list[int] = []
+    take = Pool.take
+
+    def counting(self: Pool, device: Any, n: int) -> torch.Tensor:
+        rows.append(n)
+        return take(self, device, n)
+
+    monkeypatch.setattr(Pool, "take", counting)
+    yield rows
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_run_of_one_phase_takes_memory_once(taken: list[int], native: bool) -> None:
+    made, trees = M.with_options(M.TreeLSTM(), native=native), M.trees(4, [5, 9, 2])
+    with torch.no_grad():
+        made(trees)
+    assert len(taken) == 1
+    taken.clear()
+    found = made(trees)
+    assert len(taken) == 1
+    engine = find_autobatched(made)[0].engine(made)
+    free = engine.pool.bytes
+    found.sum().backward()
+    assert engine.pool.bytes > free, "its memory came back"
+    for size in (5, 4, 3):
+        made(M.trees(size, [5, 8, 2])).sum().backward()
+    assert engine.pool.allocated <= 2 + len(taken)
+
+
+@needs_extension
+def test_steps_that_python_runs_lie_there_too() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.b(torch.erf(self.a(x))) * torch.cumsum(x, 0)
+
+    made = model(forward, {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, fuse=False)
+    for n in (3, 1, 5):
+        check_equal(made, vectors(*[4] * n))
+
+
+def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
+    """A model that waits: its arenas and kept rows move to new pieces, most phases move nothing."""
+    pool = Pool()
+    memory = Memory(pool)
+    types = [ROW, INDEX]
+    arrays = Arrays(tuple(types), 2, (), (), (), ())
+    memory.type_ids = {kind: i for i, kind in enumerate(types)}
+
+    def grow(*rows: int) -> None:
+        plan: Any = SimpleNamespace(
+            step_signature=np.zeros(0, np.int64), step_rows=np.zeros(0, np.int64), capacity=np.array(rows)
+        )
+        memory.grow(arrays, plan)
+
+    taken = []
+    for n in range(1, 40):
+        grow(n, 2 * n)
+        memory.arena(0)[n - 1] = n
+        memory.arena(1)[2 * n - 2 : 2 * n] = n
+        taken.append(pool.allocated)
+        assert memory.arena(0)[:n, 0].tolist() == list(range(1, n + 1))
+        assert memory.arena(1)[: 2 * n].tolist() == [k for k in range(1, n + 1) for _ in range(2)]
+        assert memory.used(np.array([1, 0])).tolist() == [2 * n, n]
+        arenas, places = memory.columns(arrays)
+        assert arenas[:, 2].tolist() == [12, 8] and (places[:, 1] >= [12 * n, 16 * n]).all()
+        if extension is not None:
+            assert arenas[:, 0].tolist() == [memory.arena(0).data_ptr(), memory.arena(1).data_ptr()]
+    assert taken[-1] <= 7
+    grow(3, 0)
+    assert memory.arena(0)[38, 0] == 39, "they never shrink"
+    memory.release()
+    assert pool.bytes > 0
+
+
+def test_a_run_that_ends_while_its_thread_takes_memory() -> None:
+    """A collection of garbage may come anywhere: what it gives back waits for its turn, nobody for it."""
+    pool = Pool()
+    tensor = pool.take(ROW.device, 4)
+    with pool._lock:
+        pool.give(tensor)
+    assert pool.bytes == tensor.nbytes
+    assert pool.take(ROW.device, 4) is tensor
+
+
+def test_tensors_of_memory() -> None:
+    pool = Pool()
+    memory = Pieces(pool)
+    kinds = [ROW, INDEX, EMPTY, tensor_type((2,), torch.complex128, ROW.device)]
+    memory.add(kinds, lay_out(kinds, [3, 2, 4, 0]))
+    memory.tensor(0).fill_(1.5)
+    memory.tensor(1).fill_(7)
+    assert memory.tensor(0).tolist() == [[1.5] * 3] * 3 and memory.tensor(1).tolist() == [7, 7]
+    assert memory.tensor(2).shape == (4, 0) and memory.tensor(3).shape == (0, 2)
+    if extension is not None:
+        assert memory.tensor(0).data_ptr() == memory.places[0, 0] and memory.places[0, 0] % LINE == 0
+    memory.release()
+    assert pool.bytes >= 128
+
+
+ROW = tensor_type((3,), torch.float32, torch.device("cpu"))
+INDEX = tensor_type((), torch.int64, torch.device("cpu"))
+EMPTY = tensor_type((0,), torch.float32, torch.device("cpu"))
