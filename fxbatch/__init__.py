@@ -9,36 +9,43 @@ model(trees)
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import ModuleType
 from typing import Any
 
-from fxbatch.decorator import autobatch, disabled
-from fxbatch.errors import (
-    BatchCoupledError,
-    BlockTypeError,
-    CheckWarning,
-    CompileWarning,
-    DataError,
-    DifferenceError,
-    FxbatchError,
-    GradientError,
-    InPlaceError,
-    InstanceError,
-    InternalWarning,
-    LoopWarning,
-    MinibatchError,
-    MissingDataError,
-    OptionError,
-    ResultError,
-    StaleTraceError,
-    TraceError,
-    VerifyError,
-)
-from fxbatch.explanation import Explanation
-from fxbatch.inspection import Minibatch, compile_minibatch, explain
-from fxbatch.trace.operations import operation
-from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
+_collected = gc.isenabled()
+gc.disable()  # what is imported stays; a collection meanwhile would look at all of torch, for 0.1 s
+try:
+    from fxbatch.decorator import autobatch, disabled
+    from fxbatch.errors import (
+        BatchCoupledError,
+        BlockTypeError,
+        CheckWarning,
+        CompileWarning,
+        DataError,
+        DifferenceError,
+        FxbatchError,
+        GradientError,
+        InPlaceError,
+        InstanceError,
+        InternalWarning,
+        LoopWarning,
+        MinibatchError,
+        MissingDataError,
+        OptionError,
+        ResultError,
+        StaleTraceError,
+        TraceError,
+        VerifyError,
+    )
+    from fxbatch.explanation import Explanation
+    from fxbatch.inspection import Minibatch, compile_minibatch, explain
+    from fxbatch.trace.operations import operation
+    from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
+finally:
+    if _collected:
+        gc.enable()
 
 
 class _CallablePackage(ModuleType):

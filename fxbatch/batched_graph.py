@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import networkx as nx
 import numpy as np
 
 from fxbatch.ir import Program, TensorType
+from fxbatch.on_demand import networkx as nx
 
 NodeKind = Literal["known", "batch", "pass", "gather", "cat", "result"]
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
-
+from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.phase import Phase
@@ -144,14 +141,16 @@ class Explanation:
             data["lines"] = dict(self.statistics.lines)
         return {**data, "ratio": self.ratio, "advice": self.advice}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: rich_console.Console, options: rich_console.ConsoleOptions
+    ) -> rich_console.RenderResult:
         yield self._table(narrow=options.max_width < NARROW)
-        yield Text("\n".join(self._lines(narrow=options.max_width < NARROW)))
+        yield rich_text.Text("\n".join(self._lines(narrow=options.max_width < NARROW)))
 
-    def _table(self, *, narrow: bool) -> Table:
+    def _table(self, *, narrow: bool) -> rich_table.Table:
         """A row a signature. Where it is narrow, the line stands below the operation, and the rules below all."""
         title = f"{self.instances} instances: {self.launches_before} launches one by one, {self.launches_after} batched"
-        table = Table(title=title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
+        table = rich_table.Table(title=title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
         table.add_column("operation\nline" if narrow else "operation", overflow="fold")
         table.add_column("signature", ratio=1 if narrow else None, overflow="fold")
         for name in ("calls", "launches", "largest"):
@@ -163,7 +162,7 @@ class Explanation:
             if narrow:
                 name, rest = f"{name}\n{row.location}", []
             cells = [name, row.signature, str(row.calls), str(row.launches), str(row.largest), *rest]
-            table.add_row(*map(Text, cells))
+            table.add_row(*map(rich_text.Text, cells))
         return table
 
     def _lines(self, *, narrow: bool) -> list[str]:
@@ -206,7 +205,7 @@ class Explanation:
         return lines
 
     def __str__(self) -> str:
-        console = Console(width=140, no_color=True, highlight=False)
+        console = rich_console.Console(width=140, no_color=True, highlight=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get()

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import networkx as nx
 import numpy as np
 
 from fxbatch.errors import VerifyError
 from fxbatch.ir import CONSTANT_KINDS, Plan, Program, Schedule
+from fxbatch.on_demand import networkx as nx
 from fxbatch.text import step_text
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
 from fxbatch.ir import CONSTANT_KINDS, Program, Signature
+from fxbatch.on_demand import networkx as nx
 
 
 def program_to_networkx(program: Program) -> nx.MultiDiGraph:

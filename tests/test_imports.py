@@ -20,6 +20,7 @@ LONGEST = 700
 LAYERS = {
     "fxbatch.errors": 0,
     "fxbatch.mistakes": 0,
+    "fxbatch.on_demand": 0,
     "fxbatch.torch_private": 0,
     "fxbatch.user_cache": 0,
     "fxbatch.signature": 1,

@@ -23,7 +23,7 @@ from fxbatch.codegen.decompose import decompositions
 from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.simplify import eliminate_dead
 from fxbatch.ir import Layout, Signature, TensorType
-from fxbatch.torch_private import FakeTensorMode, TorchDispatchMode, inline_compiled_functions, native_kernels
+from fxbatch.torch_private import FakeTensorMode, QuietDispatchMode, inline_compiled_functions, native_kernels
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[to
     return [mode.from_tensor(x.detach()) for x in shared]
 
 
-class _DetachUnderNoGrad(TorchDispatchMode):
+class _DetachUnderNoGrad(QuietDispatchMode):
     """Marks what the body computes under `torch.no_grad()` with a detach, which the graph keeps."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

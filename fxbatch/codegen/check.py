@@ -16,7 +16,7 @@ from torch import fx
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
 from fxbatch.ir import TensorType
-from fxbatch.torch_private import TorchDispatchMode
+from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ZeroGradient(NotBatchable):
         self.shared, self.index = what != "input", index
 
 
-class _SparseTables(TorchDispatchMode):
+class _SparseTables(QuietDispatchMode):
     """Gradients of large tables are sparse, in eager and in the graphs, so that what a check takes does not grow.
 
     shapes: of the tables. Zeros of such a shape are a sparse tensor without rows, which rows are added to.

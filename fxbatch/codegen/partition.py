@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import networkx
 import torch
 from torch import fx
 
@@ -22,6 +21,7 @@ from fxbatch.codegen.operation_graphs import NotBatchable, Ref
 from fxbatch.codegen.shapes import bytes_per_row, row_type
 from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorType
+from fxbatch.on_demand import networkx
 
 aten = torch.ops.aten
 _KEPT_ANYWAY = 0.25  # of the cost of an intermediate: inputs and outputs are in arenas already

@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
+from fxbatch.on_demand import networkx as nx
 from fxbatch.passes.signature_graph import source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.

@@ -21,10 +21,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import networkx as nx
 import numpy as np
 
 from fxbatch.ir import Program, Signature, SignatureColumns, offsets, signature_columns
+from fxbatch.on_demand import networkx as nx
 from fxbatch.signature import kept_by_signatures
 
 try:

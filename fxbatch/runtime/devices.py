@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.torch_private import TorchDispatchMode
+from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
 # What reads a tensor's numbers on the host, or whose result's shape depends on them.
@@ -62,7 +62,7 @@ def host_numbers(tensors: Sequence[torch.Tensor], kind: Any) -> np.ndarray:
         _host_reads.now = False
 
 
-class _Waits(TorchDispatchMode):
+class _Waits(QuietDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []

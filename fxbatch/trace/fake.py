@@ -25,7 +25,7 @@ from fxbatch.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    TorchDispatchMode,
+    QuietDispatchMode,
     UnsupportedOperatorException,
     tree_flatten,
 )
@@ -66,7 +66,7 @@ class Outcome:
         return through and not any(self.gradients)
 
 
-class _RandomWatch(TorchDispatchMode):
+class _RandomWatch(QuietDispatchMode):
     """Sees whether an operation draws random numbers."""
 
     def __init__(self) -> None:
