@@ -40,7 +40,7 @@ from fxbatch.torch_private import (
     inside_functorch,
     memory_is_real,
 )
-from fxbatch.trace.known_model import known_model
+from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import RecordedUnder, ThreadModes, current_recorder
 from fxbatch.trace.traces import merge
 

@@ -130,7 +130,7 @@ def test_imports_point_one_way() -> None:
     assert upward_imports(sources) == []
 
 
-@pytest.mark.parametrize("folder", ["passes", "codegen", "runtime", "blocks"])
+@pytest.mark.parametrize("folder", ["trace", "passes", "codegen", "runtime", "blocks"])
 def test_no_circles(folder: str) -> None:
     room = f"fxbatch.{folder}"
     sources = {m: (p.read_text(), p.name == "__init__.py") for m, p in modules(PACKAGE / folder, room)}

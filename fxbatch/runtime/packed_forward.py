@@ -42,9 +42,9 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.examined import Examined
 from fxbatch.trace.fake import BodyError, run_on_fakes
 from fxbatch.trace.keys import ATOMS, OpaqueArgumentError, static_key
+from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.reached import BodyRoots
 from fxbatch.trace.state import current_recorder

@@ -20,8 +20,8 @@ from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results
 from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
 from fxbatch.trace.integers import IntegerColumn
-from fxbatch.trace.known_model import known_model
 from fxbatch.trace.minibatch import Recording
+from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.traces import Trace
 

@@ -114,7 +114,7 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* --- Modules as they were (trace/kept.py) ---------------------------------------------------------------------- */
+/* --- Modules as they were (trace/module_state.py) ---------------------------------------------------------------------- */
 
 static int tensor_is(PyObject *t, PyObject *expected)
 {

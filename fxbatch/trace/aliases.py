@@ -10,37 +10,12 @@ which `writes` follows when one of them is written to.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from fxbatch.torch_private import tree_leaves
-from fxbatch.trace.values import Value
-
-if TYPE_CHECKING:
-    from fxbatch.trace.arguments import Arguments
-    from fxbatch.trace.table import Entry
-
-
-class Alias:
-    """A Value's place among the Values that share its memory."""
-
-    __slots__ = ("again", "call", "grad", "output", "source", "views")
-
-    def __init__(
-        self,
-        source: Value | None = None,
-        again: Callable[[], Any] | None = None,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
-        output: int = 0,
-    ) -> None:
-        self.source = source  # what this is a view of
-        self.again = again  # records the view anew, from the source's new content
-        self.call = call  # (func, args, kwargs), if a function
-        self.output = output  # which leaf of the result
-        self.grad = torch.is_grad_enabled()  # whether gradients go through the view
-        self.views: list[weakref.ref[Value]] = []
+from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.table import Entry
+from fxbatch.trace.values import Alias, Value
 
 
 def alias_of(v: Value) -> Alias | None:

@@ -10,7 +10,7 @@ the shared operands, and a key that is equal exactly for calls of equal structur
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,12 @@ import torch
 from fxbatch.ir import SharedOperand, Slot, Template
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.keys import static_key
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.values import Value
 from fxbatch.trace.written import WrittenTensor, value_of
 
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
 
-
-def view_of_shared(recorder: Recorder, t: torch.Tensor) -> bool:
+def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
     """Whether a real tensor is a view of a parameter or buffer, of the same dtype."""
     if type(t) is Value or t.layout is not torch.strided:
         return False
@@ -38,7 +36,7 @@ class ArrayArgument(Exception):
 
 
 def without_arrays(
-    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, indexed: bool
+    recorder: RecordedCalls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, indexed: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with tensors in place of numpy arrays.
 
@@ -65,7 +63,7 @@ class Arguments:
 
     __slots__ = ("leaves", "recorder", "shared", "slots", "values", "viewed", "views")
 
-    def __init__(self, recorder: Recorder, *, views: bool = False) -> None:
+    def __init__(self, recorder: RecordedCalls, *, views: bool = False) -> None:
         self.recorder = recorder
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one

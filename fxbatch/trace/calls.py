@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.dependent import call_with_values
-from fxbatch.trace.examined import ExaminedFunction
 from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
 from fxbatch.trace.lifting import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.module_state import ExaminedFunction
 from fxbatch.trace.operations import (
     FUNCTION,
     LIFTS,
@@ -43,14 +43,12 @@ from fxbatch.trace.operations import (
     take_at,
 )
 from fxbatch.trace.packed import FUNCTIONS, on_packed
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.settled import remember_call, settled_call
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
 from fxbatch.trace.writes import written_call, written_entry
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
 
 
 class OpaqueOperandError(TraceError, TypeError):
@@ -71,7 +69,7 @@ class Dependent:
     reason: str
 
 
-def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record `func(*args, **kwargs)` and give its result with Values."""
     recorder.long_calls += 1
     recorder.sync_modes()
@@ -144,7 +142,7 @@ def call_function(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
 MANY_STATES = 4  # a function whose code reads something that had more contents than this is no operation
 
 
-def examined_function(recorder: Recorder, func: Any) -> ExaminedFunction:
+def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
     """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed."""
     found = recorder.examined.get(id(func))
     if found is not None and found.reads.near():
@@ -177,7 +175,7 @@ def _function_as_it_is(known: list[ExaminedFunction], func: Any, reads: Reads) -
     return made
 
 
-def _examined_custom(recorder: Recorder, func: CustomFunction) -> CustomFunction:
+def _examined_custom(recorder: RecordedCalls, func: CustomFunction) -> CustomFunction:
     """The CustomFunction of a class for what its code reads now."""
     found = examined_function(recorder, func.cls)
     if found.custom is None:
@@ -185,7 +183,7 @@ def _examined_custom(recorder: Recorder, func: CustomFunction) -> CustomFunction
     return found.custom
 
 
-def _floats_keep_changing(recorder: Recorder, key: Any) -> bool:
+def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:
     """Whether a new call is one that was met with many other floats: building it once more would not pay."""
     structure, floats = without_floats(key)
     if not floats:
@@ -195,7 +193,7 @@ def _floats_keep_changing(recorder: Recorder, key: Any) -> bool:
     return len(met) > MANY_NUMBERS
 
 
-def _call_on_views(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with views of shared operands: the operands themselves are its inputs."""
     leaves, spec = tree_flatten((args, kwargs))
     views = []
@@ -219,7 +217,7 @@ def _by_integer_value(x: Any, index: Any) -> bool:
 
 
 def _new_function(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     key: Any,
     func: Any,
     args: tuple[Any, ...],
@@ -240,7 +238,7 @@ def _new_function(
 
 
 def function_entry(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     made: Operation,
     args: Any,
     kwargs: Any,
@@ -302,7 +300,7 @@ def function_entry(
     return entry
 
 
-def _run_watched(recorder: Recorder, examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
+def _run_watched(recorder: RecordedCalls, examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
     """Run the body of a user's function; BodyError where it does more than give a result."""
     for _ in range(4):
         outcome, effects = examined.reads.run(run)
@@ -357,68 +355,3 @@ def _why_values(error: BaseException) -> str:
         return "result depends on values"
     lines = str(error).splitlines() or [kind]
     return f"can't be run on fake tensors: {lines[0][:120]}"
-
-
-# Marked functions
-
-
-def call_marked(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of an `@operation` function or method while tracing."""
-    if args and isinstance(args[0], torch.nn.Module):
-        from fxbatch.trace.modules import call_method
-
-        return call_method(recorder, func, args, kwargs)
-    recorder.sync_modes()
-    arguments = Arguments(recorder)
-    name = function_name(func)
-    examined = examined_function(recorder, func)
-    if examined.reason:
-        recorder.table.note_traced_through(name, f"{examined.reason} (marked @operation)", user_line())
-        return func(*args, **kwargs)
-    try:
-        key = ("marked", func, examined.state, arguments.key(args), arguments.key(kwargs) if kwargs else None)
-    except OpaqueArgumentError as error:
-        recorder.table.note_traced_through(name, f"{error} (marked @operation)", user_line())
-        return func(*args, **kwargs)
-    if not arguments.values:
-        return func(*args, **kwargs)
-    entry = recorder.functions.get(key)
-    if entry is None:
-        entry = _new_marked(recorder, key, examined, name, args, kwargs, arguments)
-    if type(entry) is not Entry or entry.written:
-        return func(*args, **kwargs)
-    result = recorder.emit(entry, arguments.ids())
-    if entry.aliased:
-        again = functools.partial(call_marked, recorder, func, args, kwargs)
-        link_views(entry, result, arguments, again, (func, args, kwargs))
-    return result
-
-
-def _new_marked(
-    recorder: Recorder,
-    key: Any,
-    examined: ExaminedFunction,
-    name: str,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-) -> Any:
-    table = recorder.table
-    with table.lock, tracing(None):
-        entry = recorder.functions.get(key)
-        if entry is None:
-            try:
-                made = Operation(name, "function", examined.target, MARKED)
-                entry = function_entry(recorder, made, args, kwargs, arguments, examined)
-            except (BatchCoupledError, InPlaceError):
-                raise
-            except (
-                Exception  # noqa: BLE001 - raised or handed back elsewhere
-            ) as error:  # the body runs again, traced through, and raises there what is the user's
-                entry = Dependent(
-                    f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-                )
-            if type(entry) is Dependent:
-                table.note_traced_through(name, f"{entry.reason} (marked @operation)", user_line())
-            recorder.functions[key] = entry
-        return entry

@@ -9,28 +9,26 @@ Values where gradients can flow, recorded as an operation whose output types are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.bindings import inside_binding
 from fxbatch.trace.location import user_line
 from fxbatch.trace.operations import FUNCTION, function_name
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.values import Value
-
-if TYPE_CHECKING:
-    from fxbatch.trace.arguments import Arguments
-    from fxbatch.trace.record import Recorder
 
 _MASKS = (torch.bool, torch.uint8)
 _POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def call_with_values(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -43,7 +41,7 @@ def call_with_values(
 
 
 def _call_with_values(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -68,7 +66,7 @@ def _call_with_values(
     return _run_on_values(recorder, func, args, kwargs, arguments, reason)
 
 
-def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
+def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any:
     """Arguments with integer values of shape [] after the first replaced by Python ints: `x.view(n)`."""
     leaves, spec = tree_flatten((args, kwargs))
     places = [
@@ -88,7 +86,7 @@ def _with_plain_integers(recorder: Recorder, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _indices(recorder: Recorder, index: Any) -> Any:
+def _indices(recorder: RecordedCalls, index: Any) -> Any:
     """An index with its masks replaced by the indices of what they select, positions by Python ints."""
     if type(index) is tuple:
         parts: list[Any] = []
@@ -109,7 +107,7 @@ def _indices(recorder: Recorder, index: Any) -> Any:
 
 
 def _run_on_values(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -152,7 +150,7 @@ def _run_on_values(
     return made.fill(output=outputs)
 
 
-def _as_constants(recorder: Recorder, result: Any) -> Any:
+def _as_constants(recorder: RecordedCalls, result: Any) -> Any:
     leaves, spec = tree_flatten(result)
     slots: list[Any] = []
     outputs: list[Any] = []

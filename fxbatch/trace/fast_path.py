@@ -22,9 +22,9 @@ from fxbatch.torch_private import (
     resizable_place,
     warning_handler_address,
 )
-from fxbatch.trace.columns import Columns, Switch, _fast
+from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.modules import settle_call, traced_call
-from fxbatch.trace.record import Recorder
+from fxbatch.trace.recorded_calls import Columns, RecordedCalls
 from fxbatch.trace.state import ThreadModes
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import BINARY, Value, plain_new
@@ -92,8 +92,9 @@ _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
 if extension_available():
     _fast.setup(
         Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.nn.Module, plain_new,
-        _build_result, Recorder.constant, torch.strided, torch.is_grad_enabled, any_autocast, torch.get_default_dtype,
-        function_modes_enabled, Value.__torch_function__, handle_torch_function, ThreadModes,
+        _build_result, RecordedCalls.constant, torch.strided, torch.is_grad_enabled, any_autocast,
+        torch.get_default_dtype, function_modes_enabled, Value.__torch_function__,
+        handle_torch_function, ThreadModes,
         torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(), torch.device("cpu"),
         mode_addresses(),
     )  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 
 from fxbatch.errors import StaleTraceError
 from fxbatch.ir import Template
-from fxbatch.trace.calls import call_function, call_marked
+from fxbatch.trace.calls import call_function
 from fxbatch.trace.described import Described
 from fxbatch.trace.location import user_line
+from fxbatch.trace.marked import call_marked
 from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.references import Reference

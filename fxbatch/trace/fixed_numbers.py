@@ -10,33 +10,39 @@ call that the table has seen, the signature with the number fixed (`h * 0.5`, `1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from fxbatch.trace.keys import static_key
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
+from fxbatch.trace.table import SignatureTable
 
 _VARIED = object()
 
 
 def fix_uniform_numbers(
-    recorder: Recorder, sig: np.ndarray, inputs: np.ndarray
+    table: SignatureTable,
+    sig: np.ndarray,
+    inputs: np.ndarray,
+    lifted_here: Iterable[int],
+    numbers: Mapping[int, Any],
+    base: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The signature and input columns with uniform numbers fixed; value ids stay."""
-    table = recorder.table
+    """The signature and input columns with uniform numbers fixed; value ids stay.
+
+    lifted_here: the lifted signatures of the phase; numbers: those of lifted values, which are counted from `base`.
+    """
     arity = table.arity()[sig]
     first = arity.cumsum() - arity
     keep = np.ones(len(inputs), dtype=bool)
     changed = sig.copy()
-    for sid in recorder.lifted:
+    for sid in lifted_here:
         rows = (sig == sid).nonzero()[0]
         lifted = table.lifted[sid]
         places = first[rows] + lifted.position
         used = inputs[places]
-        number = recorder.number_of[int(used[0]) + recorder.base]
+        number = numbers[int(used[0]) + base]
         if not _stays_uniform(table.uniform, sid, number, bool((used == used[0]).all())):
             continue
         changed[rows] = lifted.fixed(number).sid

@@ -9,15 +9,12 @@ Torch counts its own writes, not those of others. Their storages can be told: th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from fxbatch.torch_private import FakeTensor
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
-    from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value
 
 
 def is_foreign(t: torch.Tensor) -> bool:
@@ -37,14 +34,14 @@ class Foreign:
         self.copies: dict[int, tuple[Value, torch.Tensor, torch.Tensor]] = {}  # by id: value, tensor, copy
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of each copy: tensor, copy
 
-    def value(self, recorder: Recorder, t: torch.Tensor) -> Value:
-        """The value of what t holds now."""
+    def value(self, t: torch.Tensor, make: Callable[[torch.Tensor], Value]) -> Value:
+        """The value of what t holds now. make: gives that of a copy, whose memory has no other owner."""
         known = self.copies.get(id(t))
         if known is not None and torch.equal(known[2], t):
             return known[0]
         with torch.set_grad_enabled(t.requires_grad):
             copy = t.clone()
-        v = recorder.constant_of_own(copy)
+        v = make(copy)
         self.copies[id(t)] = v, t, copy
         self.tensors[id(copy)] = t, copy
         return v

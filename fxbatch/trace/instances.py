@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,9 +31,6 @@ from fxbatch.errors import TraceError
 from fxbatch.trace.lasting import changes_of, holds_what_is_shared
 from fxbatch.trace.location import at_line
 from fxbatch.trace.state import current_recorder
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
 
 Settings = tuple[Any, ...]
 _ABSENT: Any = object()  # an attribute that a module does not have
@@ -69,11 +66,20 @@ class Instances:
     """The attributes that instances of one recording set on modules, since the first of them waited."""
 
     def __init__(
-        self, recorder: Recorder, fn: Callable[..., Any], count: int, started: int, settings: Settings
+        self,
+        roots: Iterable[torch.nn.Module],
+        set_before: Mapping[tuple[int, str], torch.nn.Module],
+        forget: Callable[[], None],
+        fn: Callable[..., Any],
+        count: int,
+        started: int,
+        settings: Settings,
     ) -> None:
-        modules = {id(m): m for r in (*recorder.roots, *recorder.table.owners.values()) for m in r.modules()}
+        """set_before: what was set until now, by id and name. forget: is called where what is known of the modules may
+        not be so any more. settings: when the minibatch began."""
+        modules = {id(m): m for r in roots for m in r.modules()}
         changes = changes_of([fn], list(modules.values()))
-        self.recorder = recorder
+        self.forget = forget
         self.names = changes.names
         self.shared = changes.shared
         self.done = bytearray(count)
@@ -89,7 +95,7 @@ class Instances:
             for name in m.__dict__:
                 if name in self.names and name not in _OWN_TABLES:
                     self.attributes[key, name] = _Attribute(m, name)
-        for (key, name), m in recorder.set_before.items():
+        for (key, name), m in set_before.items():
             self.modules.setdefault(key, m)
             self.order.setdefault(key, tuple(m.__dict__))
             self.attributes.setdefault((key, name), _Attribute(m, name))
@@ -152,7 +158,7 @@ class Instances:
         if x is not a.module.__dict__.get(a.name, _ABSENT):
             a.put(x)
             if a.name == "training" or isinstance(x, torch.nn.Module):
-                self.recorder.forget_modules()
+                self.forget()
         a.shown = x
 
     # What instances do

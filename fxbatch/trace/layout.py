@@ -9,7 +9,7 @@ depends on, on fake tensors that have the strides of the instance's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,12 @@ from fxbatch.ir import CONSTANT_KINDS, Signature
 from fxbatch.torch_private import FakeTensorMode
 from fxbatch.trace.location import at_line
 from fxbatch.trace.operations import Attribute, on_views, take_row
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
-    from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value
 
 
-def laid_out(recorder: Recorder, v: Value) -> torch.Tensor:
+def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     """A fake tensor with the strides and the storage offset that v would have.
 
     Raises TraceError where they can't be told: after writes in place, and where a function of ours stands in for
@@ -57,7 +55,7 @@ def laid_out(recorder: Recorder, v: Value) -> torch.Tensor:
 
 
 def _run(
-    recorder: Recorder, s: Signature, inputs: Sequence[int], fakes: list[torch.Tensor], mode: Any
+    recorder: RecordedCalls, s: Signature, inputs: Sequence[int], fakes: list[torch.Tensor], mode: Any
 ) -> list[torch.Tensor]:
     target = s.operation.target
     if target is take_row and inputs[1] + recorder.base in recorder.number_of:
@@ -79,7 +77,7 @@ def _untold(reason: str) -> TraceError:
 class _Calls:
     """The calls of a recording, of all phases, by number."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordedCalls) -> None:
         table, phases = recorder.table, recorder.gradients.phases
         pending = np.array(recorder.inputs, dtype=np.int64) - recorder.base
         self.signatures = table.signatures

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,10 @@ from fxbatch.trace.fake import run_on_fakes
 from fxbatch.trace.keys import static_key
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted
 from fxbatch.trace.values import Value
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
 
 _GETITEM = torch.Tensor.__getitem__
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
@@ -77,7 +75,7 @@ _FORMS: dict[Any, Callable[..., Form | None]] = {
 }  # fmt: skip
 
 
-def with_lifted_floats(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Form | None:
+def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> Form | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
     if form is None or recorder.autocast is None:
@@ -110,7 +108,7 @@ def without_floats(key: Any) -> tuple[Any, tuple[Any, ...]]:
     return strip(key), tuple(floats)
 
 
-def call_lifted(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> Any:
+def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> Any:
     """The call of a two-argument function with its Python number lifted; None when there is none to lift."""
     a, b = args
     if type(a) is Value and type(b) in (int, float):
@@ -133,7 +131,7 @@ def call_lifted(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> Any:
     return recorder.emit(entry, ids)
 
 
-def call_row(recorder: Recorder, v: Value, index: int) -> Any:
+def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
     t = recorder.type_of(v)
@@ -159,7 +157,7 @@ def call_row(recorder: Recorder, v: Value, index: int) -> Any:
 
 
 def _new_lifted(
-    recorder: Recorder, key: Any, func: Any, fixed_func: Any, v: Value, lifted: Value, position: int
+    recorder: RecordedCalls, key: Any, func: Any, fixed_func: Any, v: Value, lifted: Value, position: int
 ) -> Entry:
     table = recorder.table
     with table.lock, tracing(None):

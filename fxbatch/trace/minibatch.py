@@ -26,7 +26,6 @@ from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.instances import Instances, settings_now
 from fxbatch.trace.integers import IntegerColumn
-from fxbatch.trace.kept import recall
 from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.location import at_line, user_place
 from fxbatch.trace.patch import attributes_read, patched
@@ -35,7 +34,8 @@ from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
-from fxbatch.trace.written import finish_written, result_with_values
+from fxbatch.trace.writes import finish_written
+from fxbatch.trace.written import result_with_values
 
 
 class Execution(Protocol):
@@ -111,7 +111,7 @@ def record_minibatch(
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances))
-    recall(recorder)
+    recorder.recall()
     recorder.copies = {} if runs_now else None
     recorder.watches_operands = runs_now and not ahead
     run = _Run(fn, instances, recorder, execution, return_exceptions)
@@ -371,7 +371,11 @@ class _Run:
     def _wait_begins(self) -> Instances:
         """From the first instance that waits on, what instances set on modules is their own."""
         if self.waiting is None:
-            self.waiting = Instances(self.recorder, self.fn, len(self.instances), self.running, self.settings)
+            recorder = self.recorder
+            self.waiting = Instances(
+                (*recorder.roots, *recorder.table.owners.values()), recorder.set_before, recorder.forget_modules,
+                self.fn, len(self.instances), self.running, self.settings,
+            )  # fmt: skip
             self.waiting.turn = self._turn
             self.recorder.waiting = self.waiting
             self.stack.callback(self._waits_are_over)

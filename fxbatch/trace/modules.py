@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,18 +27,16 @@ from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import Switch, _fast, quicken
-from fxbatch.trace.examined import Examined, has_hooks
 from fxbatch.trace.fake import BodyError, run_on_fakes
 from fxbatch.trace.keys import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.location import at_line, user_line
+from fxbatch.trace.module_state import Examined, has_hooks
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
 from fxbatch.trace.reached import is_own
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 MANY_STATES = 4  # so is one that reads something that had more contents than this
@@ -100,7 +98,7 @@ def settle_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_module(
-    recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module call that the fast path did not settle."""
     quicken(type(module))
@@ -111,7 +109,7 @@ def call_module(
     return _call(recorder, module, None, args, kwargs, through)
 
 
-def call_method(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a method that is marked `@operation`."""
     recorder.sync_modes()
     module, *rest = args
@@ -121,7 +119,7 @@ def call_method(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _call(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     module: torch.nn.Module,
     method: str | None,
     args: tuple[Any, ...],
@@ -182,7 +180,7 @@ def _call(
 
 
 def _pass_through(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     record: ModuleRecord,
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -199,7 +197,7 @@ def _pass_through(
     return through()
 
 
-def _keeps_changing(recorder: Recorder, record: ModuleRecord, examined: Examined) -> bool:
+def _keeps_changing(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> bool:
     """Whether what a module reads had so many contents that building one more operation would not pay."""
     states = record.states.setdefault((recorder._mode_key, examined.structure), {})
     states[examined.reads.key] = None
@@ -213,7 +211,7 @@ def _keeps_changing(recorder: Recorder, record: ModuleRecord, examined: Examined
 
 
 def _copies_of_buffers(
-    recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...]
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...]
 ) -> tuple[Value, ...] | None:
     """The arguments of a module that meets buffers alone, as in `embed(self.unknown)`; None where it runs as is.
 
@@ -267,7 +265,7 @@ def _whole(entry: Entry) -> bool:
     return s.inputs == s.outputs and entry.outcome is not None and entry.outcome.same == (0,)
 
 
-def _record(recorder: Recorder, module: torch.nn.Module, method: str | None) -> ModuleRecord:
+def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
     table = recorder.table
     record = table.modules.get((id(module), method))
     if record is None and id(module) not in recorder.seen and (same := stateless_key(module)) is not None:
@@ -304,7 +302,7 @@ def stateless_key(module: torch.nn.Module) -> Any:
     return ByIdentity(type(module)), module.training, tuple(attributes), tuple(parts)
 
 
-def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
+def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
     """The record's module as it is: looked at once a minibatch, and anew where it changed."""
     found = recorder.examined.get(id(record))
     if found is not None and not found.reads.near():
@@ -324,7 +322,7 @@ def _examined(recorder: Recorder, record: ModuleRecord) -> Examined:
     return found
 
 
-def _note(recorder: Recorder, module: torch.nn.Module, method: str | None, reason: str) -> None:
+def _note(recorder: RecordedCalls, module: torch.nn.Module, method: str | None, reason: str) -> None:
     name = type(module).__name__ + (f".{method}" if method else "")
     if (name, reason) not in recorder.table.traced_through:
         recorder.table.note_traced_through(name, reason, user_line())
@@ -339,7 +337,7 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 
 def _new_entry(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     record: ModuleRecord,
     examined: Examined,
     entries: dict[Any, Any],
@@ -374,7 +372,7 @@ def _new_entry(
         return entry
 
 
-def _shapes_met(recorder: Recorder, record: ModuleRecord, examined: Examined) -> int:
+def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
     """How many different arguments a module was recorded with, whatever its code read meanwhile."""
     met: set[Any] = set()  # only counted
     for (mode, (structure, _)), entries in record.variants.items():
@@ -384,7 +382,7 @@ def _shapes_met(recorder: Recorder, record: ModuleRecord, examined: Examined) ->
 
 
 def _signature(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     record: ModuleRecord,
     examined: Examined,
     rule: str,
@@ -448,7 +446,7 @@ def _signature(
     return table.add(signature, outcome)
 
 
-def _name(recorder: Recorder, module: torch.nn.Module) -> str:
+def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:
     for root in recorder.roots:
         for name, m in root.named_modules():
             if m is module and name:

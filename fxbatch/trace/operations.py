@@ -12,49 +12,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fxbatch.torch_private import reparametrized, tree_flatten, tree_unflatten
-from fxbatch.trace.state import state
 
 TORCH_MODULE = "a torch.nn module (rule 1)"
 PLAIN_MODULE = "a submodule called with tensors and plain scalars (rule 2)"
 MARKED = "marked @fxbatch.operation (rule 3)"
 FUNCTION = "a torch function that met a value (rule 4)"
-
-Marked = TypeVar("Marked", bound=Callable[..., Any])
-
-
-def operation(target: Marked) -> Marked:
-    """Batch a function, method or module class as one unit, whatever is inside it.
-
-    The body must be a function of its tensor arguments, its plain arguments and (for methods and modules)
-    the module's parameters and buffers. A body that needs values of tensors, or other objects, is traced
-    through instead; `fxbatch.explain` says why.
-    """
-    if isinstance(target, type):
-        if not issubclass(target, torch.nn.Module):
-            raise TypeError(
-                f"@operation takes a function, a method or a torch.nn.Module class, got {target!r}"
-            )
-        target.__fxbatch_operation__ = True  # type: ignore[attr-defined]  # read by the recorder
-        return target
-    if isinstance(target, torch.nn.Module):
-        target.__fxbatch_operation__ = True  # type: ignore[assignment]  # one module object
-        return target
-
-    @functools.wraps(target)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        if state.recorder is None:
-            return target(*args, **kwargs)
-        from fxbatch.trace.calls import call_marked
-
-        return call_marked(state.recorder, target, args, kwargs)
-
-    marked.__fxbatch_operation__ = True  # type: ignore[attr-defined]  # read by tools
-    return marked  # type: ignore[return-value]  # wraps keeps the signature
 
 
 def is_marked(module: torch.nn.Module) -> bool:

@@ -11,22 +11,20 @@ Out: the row recorded, or None: then the call goes the long way, which remembers
 from __future__ import annotations
 
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.recorded_calls import RecordedCalls
+from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
-
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
-    from fxbatch.trace.table import Entry
 
 # Equal objects of these types are the same argument; floats are too, but for zeros and nans (see below).
 _PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device})
 
 
-def settled_call(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def settled_call(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call that was met before; None where it is new."""
     if Switch.on:
         result = _fast.settled(recorder, func, args, kwargs)
@@ -43,7 +41,7 @@ def settled_call(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def remember_call(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
+    recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
 ) -> None:
     """Calls like this one are recorded as `entry` from now on."""
     _remember_here(recorder, func, args, kwargs, entry)
@@ -53,7 +51,7 @@ def remember_call(
 
 
 def _remember_here(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
+    recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
 ) -> None:
     """What the fast paths of this minibatch look at: operators of two Values, and functions in C."""
     if len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
@@ -63,7 +61,7 @@ def _remember_here(
 
 
 def _key(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[int]] | None:
     """(key, ids of the inputs); None for arguments that need a closer look. Types stand in the key before what
     they are types of, so that 1, 1.0 and True, or a value and a number, never make equal keys."""

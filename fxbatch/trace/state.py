@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,20 +27,17 @@ from fxbatch.torch_private import (
 from fxbatch.trace.columns import Switch, _fast, set_current
 from fxbatch.trace.location import at_line
 
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
-
 
 class _State(threading.local):
-    _recorder: Recorder | None = None
+    _recorder: Any = None  # a trace.record.Recorder, which stands above this
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> Any:
         """The recorder of this thread; the C extension is told when it changes."""
         return self._recorder
 
     @recorder.setter
-    def recorder(self, new: Recorder | None) -> None:
+    def recorder(self, new: Any) -> None:
         self._recorder = new
         set_current(new)
 
@@ -48,13 +45,13 @@ class _State(threading.local):
 state = _State()
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> Any:
     """The recorder of this thread, None when it is not tracing."""
     return state.recorder
 
 
 @contextlib.contextmanager
-def tracing(recorder: Recorder | None) -> Iterator[None]:
+def tracing(recorder: Any) -> Iterator[None]:
     """Make `recorder` this thread's current one (None: pause tracing)."""
     before = state.recorder
     state.recorder = recorder

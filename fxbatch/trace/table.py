@@ -121,8 +121,8 @@ class SignatureTable:
         ] = {}  # lifted signature -> key of the one number met, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
-        self.kept: Any = None  # what the last minibatch leaves to the next (trace/kept.py)
-        self.known_model: Any = None  # of the last minibatch of traces (trace/known_model.py)
+        self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
+        self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         self._snapshot: tuple[Signature, ...] = ()
         self._arity = np.empty(0, dtype=np.int64)
         self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))

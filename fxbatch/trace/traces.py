@@ -28,8 +28,8 @@ from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.described import Described, as_tree, describe, fingerprint, from_tree, module_names
 from fxbatch.trace.find_again import find_again
 from fxbatch.trace.integers import IntegerColumn, read_payload
-from fxbatch.trace.known_model import KnownModel, known_model
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
+from fxbatch.trace.module_state import KnownModel, known_model
 from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.patch import patched
 from fxbatch.trace.reached import MISSING

@@ -12,20 +12,19 @@ once; what needs the content suspends the instance.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.ir import TensorType
 from fxbatch.torch_private import any_autocast, tree_leaves
 from fxbatch.trace.columns import _fast
 from fxbatch.trace.location import at_line
-
-if TYPE_CHECKING:
-    from fxbatch.trace.aliases import Alias
-    from fxbatch.trace.record import Recorder
+from fxbatch.trace.table import Entry, SignatureTable
 
 _is_grad_enabled = torch.is_grad_enabled
 # Types whose numbers Python's conversions take as torch's do; others are asked for as tensors.
@@ -78,6 +77,49 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
+class Records(Protocol):
+    """What a Value asks of the recorder that made it."""
+
+    base: int
+    table: SignatureTable
+    grad: bool
+    autocast: bool | None
+    mode: int
+    met: Any  # KnownCalls
+
+    def emit(self, entry: Entry, ids: Sequence[int]) -> Any: ...
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def row_of(self, v: Value, index: int) -> Any: ...
+    def rebind(self, v: Value, new: Value, name: str) -> None: ...
+    def laid_out(self, v: Value) -> torch.Tensor: ...
+    def requires_grad(self, v: Value) -> bool: ...
+    def type_of(self, v: Value) -> TensorType: ...
+    def can_read(self) -> bool: ...
+    def read(self, values: Sequence[Value]) -> list[torch.Tensor]: ...
+    def read_plain(self, v: Value) -> Any: ...
+    def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]: ...
+
+
+class Alias:
+    """A Value's place among the Values that share its memory."""
+
+    __slots__ = ("again", "call", "grad", "output", "source", "views")
+
+    def __init__(
+        self,
+        source: Value | None = None,
+        again: Callable[[], Any] | None = None,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
+        output: int = 0,
+    ) -> None:
+        self.source = source  # what this is a view of
+        self.again = again  # records the view anew, from the source's new content
+        self.call = call  # (func, args, kwargs), if a function
+        self.output = output  # which leaf of the result
+        self.grad = torch.is_grad_enabled()  # whether gradients go through the view
+        self.views: list[weakref.ref[Value]] = []
+
+
 class Value(torch.Tensor):
     """A tensor that has a type and no content yet. Made by a Recorder only.
 
@@ -88,7 +130,7 @@ class Value(torch.Tensor):
 
     __slots__ = ("_alias", "_recorder", "_type", "_value")
     _alias: Alias
-    _recorder: Recorder
+    _recorder: Records
     _type: int  # type id in the recorder's table
     _value: int  # the value's number, in the recorder's range
 
@@ -103,7 +145,7 @@ class Value(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        recorder: Recorder | None
+        recorder: Records | None
         if args and type(args[0]) is Value:
             recorder = args[0]._recorder
         else:

@@ -11,25 +11,25 @@ Value whose content the write changes is rebound to its new content.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation, Signature, Template
-from fxbatch.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.aliases import alias_of
+from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.fake import Outcome, run_on_fakes
+from fxbatch.trace.foreign import is_foreign
 from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import FUNCTION, function_name
+from fxbatch.trace.recorded_calls import RecordedCalls
+from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
-from fxbatch.trace.written import becomes_value, stored_next
-
-if TYPE_CHECKING:
-    from fxbatch.trace.arguments import Arguments
-    from fxbatch.trace.record import Recorder
-    from fxbatch.trace.table import Entry
+from fxbatch.trace.written import RECORD, Written, WrittenTensor, stored_next
 
 # Functions that give a view or a copy, depending on strides that a recording does not know.
 _NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
@@ -82,7 +82,7 @@ def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **k
 
 
 def written_entry(
-    recorder: Recorder, made: Operation, args: Any, kwargs: Any, arguments: Arguments, outcome: Outcome
+    recorder: RecordedCalls, made: Operation, args: Any, kwargs: Any, arguments: Arguments, outcome: Outcome
 ) -> Entry:
     """The signature, without writes, of a call that writes to its inputs."""
     inputs = tuple(recorder.type_of(v) for v in arguments.values)
@@ -106,7 +106,7 @@ def written_entry(
 
 
 def _signed(
-    recorder: Recorder,
+    recorder: RecordedCalls,
     made: Operation,
     args: Any,
     kwargs: Any,
@@ -138,7 +138,7 @@ def _signed(
     return entry
 
 
-def written_call(recorder: Recorder, arguments: Arguments, entry: Entry) -> Any:
+def written_call(recorder: RecordedCalls, arguments: Arguments, entry: Entry) -> Any:
     """Record a call that writes to its inputs, and rebind them."""
     name = entry.signature.name
     targets = []
@@ -172,21 +172,19 @@ def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return written
 
 
-def _unseen_by_autograd(recorder: Recorder, old: Value, new: Value) -> Value:
+def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
     """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
     if recorder.grad or not recorder.graded or new._type != old._type:
         return new
     if not recorder.type_of(old).differentiable:
         return new
-    from fxbatch.trace.calls import call_function
-
     with torch.enable_grad():
-        kept: Value = call_function(recorder, with_content, (recorder.value(old._value, old._type), new), {})
+        kept: Value = recorder.call(with_content, (recorder.value(old._value, old._type), new), {})
     recorder.sync_modes()
     return kept
 
 
-def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
+def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
     """Give v, and whatever shares its memory, the new content."""
     alias = alias_of(v)
     path = [v]
@@ -214,7 +212,7 @@ def rebind(recorder: Recorder, v: Value, new: Value, name: str) -> None:
     _refresh(root, {id(p) for p in path}, name)
 
 
-def _scatter(recorder: Recorder, source: Value, view: Value, new: Value, name: str) -> Value:
+def _scatter(recorder: RecordedCalls, source: Value, view: Value, new: Value, name: str) -> Value:
     """The content of `source` after its view `view` was given the content `new`."""
     alias = alias_of(view)
     assert alias is not None
@@ -231,9 +229,7 @@ def _scatter(recorder: Recorder, source: Value, view: Value, new: Value, name: s
         raise InPlaceError(
             f"{name} writes to a view made by {label}() in a way that can't be recorded{at_line()}"
         )
-    from fxbatch.trace.calls import call_function
-
-    return call_function(recorder, write_through, (source, new, func, alias.output, *args[1:]), kwargs)
+    return recorder.call(write_through, (source, new, func, alias.output, *args[1:]), kwargs)
 
 
 def write_through(
@@ -272,3 +268,71 @@ def _refresh(source: Value, fresh: set[int], name: str) -> None:
             view._value = result._value
         _refresh(view, fresh, name)
     alias.views[:] = kept
+
+
+def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: str) -> Value:
+    """A real tensor that is about to be written to stands for a value from here on; `value` is its content until now.
+
+    InPlaceError where something else shares its memory.
+    """
+    reason = _why_not(t)
+    if not reason and t.is_leaf and t.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if not reason:
+        stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            WrittenTensor, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
+        )
+        stand_in.__class__ = torch.Tensor
+        try:
+            torch.utils.swap_tensors(t, stand_in)
+        except RuntimeError:
+            reason = "a view of it, or the graph of its gradient, holds its memory"
+    if reason:
+        raise InPlaceError(
+            f"{name} writes a value into a tensor {tuple(t.shape)} that has to stay as it is: {reason}. Write to a "
+            f"clone() of it, or build the result with torch.stack or torch.cat{at_line()}"
+        )
+    before = stand_in  # the two have changed places
+    t.__class__ = WrittenTensor
+    _replace(recorder, t, before)
+    found = Written(recorder, t, before, recorder.value(value._value, value._type), recorder.running)
+    vars(t)[RECORD] = found
+    recorder.written[id(t)] = found
+    return found.value
+
+
+def _why_not(t: torch.Tensor) -> str:
+    """Why a tensor can't stand for a value; "" where it can."""
+    if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_inference():
+        return f"it is a {type(t).__name__} of its own kind"
+    if is_foreign(t):
+        return "numpy or another process shares its memory"
+    if t._base is not None:
+        return "it is a view of another tensor"
+    if weakref.getweakrefcount(t):
+        return "something refers to it weakly"
+    if storage_users(t) > 1:
+        return "another tensor shares its memory"
+    return ""
+
+
+def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> None:
+    """What was recorded of the tensor until now is of what it was."""
+    known = recorder.constants.pop(id(t), None)
+    if known is None:
+        return
+    v, _, version = known
+    kept = recorder.constants[id(before)] = v, before, version
+    recorder.unchecked[:] = [kept if x is known else x for x in recorder.unchecked]
+    entry = recorder.constant_entries[before.shape, before.dtype, before.device]
+    for payload in (*recorder.ran, recorder.payload):
+        if entry.sid in payload:
+            payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
+
+
+def finish_written(recorder: RecordedCalls, contents: Sequence[torch.Tensor] | None) -> None:
+    """The call is over: all tensors that were written to are plain again, with these contents (None: as before)."""
+    found = list(recorder.written.values())
+    recorder.written.clear()
+    for i, written in enumerate(found):
+        written.give_back(None if contents is None else contents[i])

@@ -15,31 +15,34 @@ from __future__ import annotations
 
 import dis
 import functools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from fxbatch.trace.foreign import is_foreign
+from fxbatch.errors import TraceError
+from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fxbatch.trace.instances import Instances
 from fxbatch.trace.location import at_line, user_frame
 from fxbatch.trace.values import Value, set_attribute
 
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
+RECORD = "_fxbatch_written"
 
-_RECORD = "_fxbatch_written"
+
+class Runs(Protocol):
+    """What a written tensor asks of the recorder."""
+
+    running: int  # the instance whose code runs
+    waiting: Instances | None
 
 
 @dataclass(eq=False)
 class Written:
     """A tensor that was written to: what it stands for, and what it was."""
 
-    recorder: Recorder
+    recorder: Runs
     tensor: torch.Tensor  # the user's object
     before: torch.Tensor  # what it was, with its memory
     value: Value
@@ -104,7 +107,7 @@ def _attribute(asked: Any) -> str:
 
 def value_of(t: torch.Tensor) -> Value:
     """What a WrittenTensor stands for."""
-    record: Written = vars(t)[_RECORD]
+    record: Written = vars(t)[RECORD]
     return record.used()
 
 
@@ -120,66 +123,6 @@ def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 def result_with_values(result: Any) -> Any:
     """An instance's result with values in place of WrittenTensors."""
     return tree_map(lambda x: value_of(x) if type(x) is WrittenTensor else x, result)
-
-
-def becomes_value(recorder: Recorder, t: torch.Tensor, value: Value, name: str) -> Value:
-    """A real tensor that is about to be written to stands for a value from here on; `value` is its content until now.
-
-    InPlaceError where something else shares its memory.
-    """
-    reason = _why_not(t)
-    if not reason and t.is_leaf and t.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if not reason:
-        stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            WrittenTensor, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
-        )
-        stand_in.__class__ = torch.Tensor
-        try:
-            torch.utils.swap_tensors(t, stand_in)
-        except RuntimeError:
-            reason = "a view of it, or the graph of its gradient, holds its memory"
-    if reason:
-        raise InPlaceError(
-            f"{name} writes a value into a tensor {tuple(t.shape)} that has to stay as it is: {reason}. Write to a "
-            f"clone() of it, or build the result with torch.stack or torch.cat{at_line()}"
-        )
-    before = stand_in  # the two have changed places
-    t.__class__ = WrittenTensor
-    _replace(recorder, t, before)
-    found = Written(recorder, t, before, recorder.value(value._value, value._type), recorder.running)
-    vars(t)[_RECORD] = found
-    recorder.written[id(t)] = found
-    return found.value
-
-
-def _why_not(t: torch.Tensor) -> str:
-    """Why a tensor can't stand for a value; "" where it can."""
-    if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_inference():
-        return f"it is a {type(t).__name__} of its own kind"
-    if is_foreign(t):
-        return "numpy or another process shares its memory"
-    if t._base is not None:
-        return "it is a view of another tensor"
-    if weakref.getweakrefcount(t):
-        return "something refers to it weakly"
-    if storage_users(t) > 1:
-        return "another tensor shares its memory"
-    return ""
-
-
-def _replace(recorder: Recorder, t: torch.Tensor, before: torch.Tensor) -> None:
-    """What was recorded of the tensor until now is of what it was."""
-    known = recorder.constants.pop(id(t), None)
-    if known is None:
-        return
-    v, _, version = known
-    kept = recorder.constants[id(before)] = v, before, version
-    recorder.unchecked[:] = [kept if x is known else x for x in recorder.unchecked]
-    entry = recorder.constant_entries[before.shape, before.dtype, before.device]
-    for payload in (*recorder.ran, recorder.payload):
-        if entry.sid in payload:
-            payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
 
 
 # What follows the addition in `t[i] += h` and `x.t += h`.
@@ -200,11 +143,3 @@ def _after(code: CodeType, at: int) -> str:
     if k < 0 or steps[k].opname != "BINARY_OP" or "=" not in steps[k].argrepr:
         return ""
     return next((i.opname for i in steps[k + 1 :] if i.opname not in ("SWAP", "CACHE")), "")
-
-
-def finish_written(recorder: Recorder, contents: Sequence[torch.Tensor] | None) -> None:
-    """The call is over: all tensors that were written to are plain again, with these contents (None: as before)."""
-    found = list(recorder.written.values())
-    recorder.written.clear()
-    for i, written in enumerate(found):
-        written.give_back(None if contents is None else contents[i])

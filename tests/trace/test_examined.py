@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxbatch.trace.examined import Examined
+from fxbatch.trace.module_state import Examined
 
 
 class Cell(nn.Module):
@@ -70,9 +70,12 @@ def test_numbers_and_gradients_are_no_change() -> None:
     with torch.no_grad():
         m.inner[0].weight.add_(1)
     m.requires_grad_(False)
-    m.inner[0].weight = nn.Parameter(torch.zeros(4, 3))  # the same type: it is looked up by name
     m.count = 2
     assert found.unchanged()
+    m.inner[0].weight = nn.Parameter(
+        torch.zeros(4, 3)
+    )  # the same type: looked at again, and the same operation
+    assert not found.unchanged()
     assert found.key == Examined(m).key
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from fxbatch import operation
 from fxbatch.errors import TraceError
 from fxbatch.ir import TensorType
-from fxbatch.trace import columns
+from fxbatch.trace import columns, recorded_calls
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
@@ -194,7 +194,7 @@ def test_column() -> None:
 
 def test_known_calls() -> None:
     """Found by owner, mode and types; replaced, cleared; calls of many inputs never wrong."""
-    known = columns.new_known_calls()
+    known = recorded_calls.new_known_calls()
     owners = [object() for _ in range(50)]
     for i, owner in enumerate(owners):
         for mode in range(3):

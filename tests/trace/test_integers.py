@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxbatch
-from fxbatch.trace import integers, known_model, traces
+from fxbatch.trace import integers, module_state, traces
 from fxbatch.trace.integers import IntegerColumn, read_integers
 from fxbatch.trace.table import SignatureTable
 from tests import models as M
@@ -98,23 +98,23 @@ def test_merging_again_reads_and_finds_nothing_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(integers, "read_integers", refuse)
     monkeypatch.setattr(traces, "find_again", refuse)
-    monkeypatch.setattr(known_model, "fingerprint", refuse)
+    monkeypatch.setattr(module_state, "fingerprint", refuse)
     torch.testing.assert_close(model(batch), expected)
 
 
 def test_a_model_is_known_until_something_changes() -> None:
     model, table = M.TreeLSTM(), SignatureTable()
-    known = known_model.known_model(table, model)
-    assert known_model.known_model(table, model) is known
+    known = module_state.known_model(table, model)
+    assert module_state.known_model(table, model) is known
     model.eval()
-    other = known_model.known_model(table, model)
+    other = module_state.known_model(table, model)
     assert other is not known and other.fingerprint != known.fingerprint
     model.to(torch.float64)
-    assert known_model.known_model(table, model).fingerprint != other.fingerprint
-    known = known_model.known_model(table, model)
+    assert module_state.known_model(table, model).fingerprint != other.fingerprint
+    known = module_state.known_model(table, model)
     model.register_buffer("more", torch.ones(2))
-    assert len(known_model.known_model(table, model).fingerprint) == len(known.fingerprint) + 1
-    assert known_model.known_model(SignatureTable(), model).ids == {}
+    assert len(module_state.known_model(table, model).fingerprint) == len(known.fingerprint) + 1
+    assert module_state.known_model(SignatureTable(), model).ids == {}
 
 
 def test_a_module_that_lists_its_parts_itself_is_looked_at_each_time() -> None:
@@ -123,4 +123,4 @@ def test_a_module_that_lists_its_parts_itself_is_looked_at_each_time() -> None:
             return super().named_modules(*args, **kwargs)
 
     model, table = Own(), SignatureTable()
-    assert known_model.known_model(table, model) is not known_model.known_model(table, model)
+    assert module_state.known_model(table, model) is not module_state.known_model(table, model)

@@ -12,21 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxbatch
-from fxbatch.trace import kept
+from fxbatch.trace import module_state
 from tests.trace.test_examined import CHANGES, Cell
 
 modules = sys.modules["fxbatch.trace.modules"]
 
 
-class Parts:
-    """What `find_owners` reads and writes of a recorder."""
-
-    def __init__(self, *roots: nn.Module) -> None:
-        self.roots, self.lasts, self.recalled = roots, True, True
-        self.operands: list[Any] = []
-        self.table = type("Table", (), {"owners": {}})()
-        self.parts: list[Any] = []
-        kept.find_owners(self)  # type: ignore[arg-type]  # all that it takes
+def look(*roots: nn.Module) -> module_state.ModulesMet:
+    return module_state.ModulesMet.of(roots, {})
 
 
 class Other(Cell):
@@ -43,20 +36,20 @@ MORE: dict[str, Callable[[Cell], object]] = {
 @pytest.mark.parametrize("change", [*CHANGES, *MORE])
 def test_a_change_is_seen(change: str, recorded_by: str) -> None:
     m = Cell()
-    found = Parts(m)
-    assert found.lasts and kept.as_they_were(found.parts)
+    found = look(m)
+    assert found.lasts and module_state.as_they_were(found.parts)
     (CHANGES | MORE)[change](m)
-    assert not kept.as_they_were(found.parts)
+    assert not module_state.as_they_were(found.parts)
 
 
 def test_numbers_and_gradients_are_no_change(recorded_by: str) -> None:
     m = Cell()
-    found = Parts(m)
+    found = look(m)
     with torch.no_grad():
         m.inner[0].weight.add_(1)
     m.requires_grad_(False)
     m.count = 2
-    assert kept.as_they_were(found.parts)
+    assert module_state.as_they_were(found.parts)
 
 
 def test_modules_that_list_others_unseen_are_looked_at_again(recorded_by: str) -> None:
@@ -64,8 +57,8 @@ def test_modules_that_list_others_unseen_are_looked_at_again(recorded_by: str) -
         def named_modules(self, *args: Any, **kwargs: Any) -> Any:
             return iter([("", self)])
 
-    assert not Parts(nn.Sequential(Hiding())).lasts
-    assert not Parts(nn.LazyLinear(3)).lasts
+    assert not look(nn.Sequential(Hiding())).lasts
+    assert not look(nn.LazyLinear(3)).lasts
 
 
 class Model(nn.Module):

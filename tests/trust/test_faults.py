@@ -30,7 +30,7 @@ FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError(
 IN_PYTHON = ("lay_out_steps", "Backward._step")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.calls", "run_on_fakes", 0),
-    ("fxbatch.trace.record", "Program", 0),
+    ("fxbatch.trace.recorded_calls", "Program", 0),
     ("fxbatch.runtime.planner", "plan_arenas", 0),
     ("fxbatch.runtime.compiled", "build_operation", 0),
     ("fxbatch.runtime.compiled", "emit_kernel", 1),

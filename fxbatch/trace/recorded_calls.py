@@ -1,0 +1,614 @@
+"""What a recorder has: the calls of a whole minibatch as columns, one row a call; its values, constants and phases.
+
+In: calls (a signature's Entry and the ids of its inputs). Out: Values, and on demand an `ir.Program` of what
+was recorded since the last phase. How a call of the user's becomes one is above this (`record.Recorder`).
+
+    value = recorder.emit(entry, ids)
+    program = recorder.pending_program([])       # and marks its calls as run
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.ir import Modes, Program, SharedOperand, TensorType
+from fxbatch.torch_private import any_autocast, has_global_hooks
+from fxbatch.trace.columns import Switch, _fast, columns_of, new_column, written_to
+from fxbatch.trace.fixed_numbers import fix_uniform_numbers
+from fxbatch.trace.foreign import Foreign, is_foreign
+from fxbatch.trace.instances import Instances
+from fxbatch.trace.location import at_line
+from fxbatch.trace.module_state import ModulesMet, Owners, as_they_were
+from fxbatch.trace.state import RecordedUnder, state
+from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.value_facts import GradientFlags, KnownTypes
+from fxbatch.trace.values import Value, new_value
+from fxbatch.trace.written import Written, value_of
+
+# Each recorder numbers its values from another multiple of this: values of other recordings are found.
+_RANGE = 1 << 40
+_STRIDED = torch.strided
+_ranges = itertools.count(1)
+
+
+class KnownCalls:
+    """Entries by what was called (a module, a function), mode and input types."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Any, tuple[Any, Entry]] = {}
+
+    def add(self, owner: Any, mode: int, types: tuple[int, ...], entry: Entry) -> None:
+        """Remember the entry of a call; the owner is kept alive, so that its id stays its own."""
+        self._entries[(id(owner), mode, types)] = (owner, entry)
+
+    def find(self, owner: Any, mode: int, types: tuple[int, ...]) -> Entry | None:
+        """The entry of a call that was met before."""
+        found = self._entries.get((id(owner), mode, types))
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+
+    def lasts(self) -> bool:
+        """Whether these may be known in another minibatch: not when they are too many."""
+        return len(self._entries) < 4096
+
+
+class Columns:
+    """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
+
+    __slots__ = (
+        "autocast", "constant_entries", "constants", "count", "floats", "grad", "inputs", "met", "mode",
+        "owners", "payload", "sigs", "unchecked",
+    )  # fmt: skip
+    sigs: Any  # signature id of each call
+    inputs: Any  # value ids
+    count: int  # id of the next value
+    met: Any  # KnownCalls
+    mode: int  # number of torch's modes, part of the key of a known call
+    grad: bool
+    floats: torch.dtype  # torch's default dtype
+    autocast: bool | None  # what any_autocast() must say; None never is: then each call takes the slow path
+    constants: dict[int, tuple[Value, torch.Tensor, int | None]]
+    unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
+    constant_entries: dict[Any, Entry]  # by (shape, dtype, device)
+    owners: dict[int, tuple[torch.nn.Module, str]] | None
+    payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
+
+
+def new_known_calls() -> Any:
+    """Empty KnownCalls, in C or in Python."""
+    return _fast.KnownCalls() if Switch.on else KnownCalls()
+
+
+class _Known(NamedTuple):
+    """What a recorder leaves to the next one of its table, while the modules are as they were."""
+
+    roots: tuple[torch.nn.Module, ...]
+    modules: ModulesMet
+    examined: dict[int, Any]
+    met: Any  # known calls
+    by_mode: dict[Any, tuple[int, dict[Any, Any]]]
+    constant_entries: dict[Any, Entry]
+    with_extension: bool
+
+
+class RecordedCalls(Columns):
+    """Calls, values and constants of one minibatch, as columns. `sigs` and `inputs` hold what no phase has run yet."""
+
+    def __init__(
+        self, table: SignatureTable, roots: Sequence[torch.nn.Module] = (), instances: int = 0
+    ) -> None:
+        self.table = table
+        self.roots = tuple(roots)  # traced through, and searched for owners of parameters
+        self.instances = instances
+        self.base = next(_ranges) * _RANGE
+        self.count = self.base
+        self.sigs, self.inputs = new_column(), new_column()
+        self.in_c = Switch.on
+        self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
+        self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
+        self.payload = {}
+        self.ran: list[dict[int, Any]] = []  # constants of the phases that have run
+        self.constants = {}
+        self.unchecked = []
+        self.numbers: dict[Any, Value] = {}
+        self.number_of: dict[int, Any] = {}  # value id -> lifted number
+        self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
+        self.constant_entries = {}
+        self.owners = None
+        self.ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
+        self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
+        self.modules: ModulesMet | None = None  # all modules as they were when owners were found
+        self.seen: frozenset[int] = frozenset()  # their ids
+        self.operands: list[
+            tuple[str, torch.Tensor, int]
+        ] = []  # name, parameter or buffer, version at first sight
+        self.watches_operands = False  # whether its calls run here and now, before the user's next step
+        self.recalled = False  # whether it began with, and leaves, what is known of modules
+        self.lasts = True  # whether what is known of them may be true in the next minibatch too
+        self.over = ""  # why no call can be added any more
+        self.closed = ""  # why nothing can be recorded any more
+        self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
+        self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
+        self.gradients = GradientFlags(table)
+        self.foreign = Foreign()  # tensors whose memory others may write to
+        self.graded = False  # whether some call was made with gradients on
+        self.calls = 0  # calls that phases have run
+        self.long_calls = 0  # calls of functions that Python recorded
+        self.running = 0  # the instance whose code runs
+        self.waiting: Instances | None = None  # what instances set on modules, once one has waited
+        self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
+        self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
+        self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
+        self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
+        self._known = 0
+        self._known_types = KnownTypes(table)
+        self._mode_key: Any = None
+        self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
+        self.met = new_known_calls()
+        self.sync_modes()
+
+    # Modes
+
+    def sync_modes(self) -> None:
+        """Look at torch's modes again, and use the tables of these modes."""
+        if (
+            self._mode_key is not None
+            and self.autocast is False
+            and not any_autocast()
+            and torch.is_grad_enabled() is self.grad
+            and torch.get_default_dtype() is self.floats
+        ):
+            return
+        self.grad = torch.is_grad_enabled()
+        self.graded = self.graded or self.grad
+        self.autocast = None if any_autocast() else False
+        key = RecordedUnder.now()
+        self.floats = key.default_dtype
+        if key != self._mode_key:
+            self._mode_key = key
+            if key not in self._by_mode:
+                functions = self.table.entries.setdefault(("by mode", key), {})
+                self._by_mode[key] = (len(self._by_mode), functions)
+            self.mode, self.functions = self._by_mode[key]
+
+    def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
+        """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
+        grad, casts, default = self._mode_key
+        return Modes(training, grad and not detaches, casts, default)
+
+    def attribute_changes(self, module: torch.nn.Module, name: str) -> None:
+        """The instance that runs is about to set an attribute of a module, or to delete it."""
+        if self.waiting is not None:
+            self.waiting.set(module, name, self.running)
+        else:
+            self.set_before[id(module), name] = module
+
+    def forget_modules(self) -> None:
+        """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
+        self.copies = None
+        self.met.clear()
+        self.examined.clear()
+        self.owners, self.lasts = None, False
+
+    def is_read(self, name: str) -> bool:
+        """Whether a module that was called reads an attribute of this name."""
+        return any(name in x.reads.names for x in self.examined.values() if not x.reason)
+
+    # Calls
+
+    def begin(self, instance: int) -> None:
+        """The calls from here on belong to this instance."""
+        if self.runs[-1] != instance:
+            if self.starts[-1] == len(self.sigs):
+                self.runs[-1] = instance
+            else:
+                self.starts.append(len(self.sigs))
+                self.runs.append(instance)
+
+    def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
+        """Record one call; its result with Values."""
+        if self.in_c:
+            return _fast.emit(self, entry, ids)
+        self.sigs.append(entry.sid)
+        self.inputs.extend(ids)
+        n = self.count
+        if entry.alone >= 0:
+            self.count = n + 1
+            v = new_value(Value)
+            v._value = n
+            v._type = entry.alone
+            v._recorder = self
+            return v
+        if entry.pair:
+            self.count = n + 2
+            v = new_value(Value)
+            v._value = n
+            w = new_value(Value)
+            w._value = n + 1
+            v._type, w._type = entry.types
+            v._recorder = w._recorder = self
+            return v, w
+        outputs = []
+        for t in entry.types:
+            v = new_value(Value)
+            v._value = n
+            v._type = t
+            v._recorder = self
+            outputs.append(v)
+            n += 1
+        self.count = n
+        if entry.row:
+            return tuple(outputs)
+        assert entry.signature.result is not None
+        return entry.signature.result.fill(output=outputs)
+
+    def row(self, entry: Entry, ids: Sequence[int]) -> list[Value]:
+        """Record one call; its outputs as a flat list."""
+        self.sigs.append(entry.sid)
+        self.inputs.extend(ids)
+        outputs = [self.value(self.count + i, t) for i, t in enumerate(entry.types)]
+        self.count += len(outputs)
+        return outputs
+
+    def value(self, number: int, type_id: int) -> Value:
+        """A Value object with this id."""
+        v = new_value(Value)
+        v._value = number
+        v._type = type_id
+        v._recorder = self
+        return v
+
+    def finish(self) -> None:
+        """No more calls: a value that is used from here on is an error with the user's line."""
+        if self.recalled:
+            self._refuse_unseen_changes()
+            self._leave_known()
+        self.over = "its minibatch is over"
+        self.ask = None
+        self.met = new_known_calls()
+        self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
+        self.functions = {}
+
+    def _refuse_unseen_changes(self) -> None:
+        """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
+        for examined in self.examined.values():
+            changed = "" if examined.reason else examined.reads.unseen()
+            if changed:
+                raise TraceError(
+                    f"{changed} was changed while instances ran, in a way that can't be seen at each call: set "
+                    "attributes of modules as attributes, not through __dict__, and don't replace code there"
+                )
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of a torch function."""
+        raise NotImplementedError
+
+    def row_of(self, v: Value, index: int) -> Any:
+        """Record `v[index]`."""
+        raise NotImplementedError
+
+    def rebind(self, v: Value, new: Value, name: str) -> None:
+        """Give v, and what shares its memory, the content of `new`."""
+        raise NotImplementedError
+
+    def laid_out(self, v: Value) -> torch.Tensor:
+        """A fake tensor with the strides that an eager tensor would have here."""
+        raise NotImplementedError
+
+    def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """Real detached tensors of the values; may suspend the instance."""
+        return self._ask(list(values), False)
+
+    def read_plain(self, v: Value) -> Any:
+        """A value as Python numbers in nested lists; may suspend the instance."""
+        return self._ask([v], True)[0]
+
+    def _ask(self, values: list[Value], plain: bool) -> list[Any]:
+        if self.closed or self.ask is None:
+            raise TraceError(
+                f"a value was asked for after its minibatch was over: use the results of the call{at_line()}"
+            )
+        return self.ask(values, plain)
+
+    def can_read(self) -> bool:
+        """Whether a value can be asked for now, here."""
+        return self.ask is not None and state.recorder is self
+
+    def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]:
+        """Real tensors with gradients, where the recording can give them (`lazy`)."""
+        if self.give is None:
+            raise TraceError(f"{what} inside a per-instance forward: call it on the results{at_line()}")
+        return self.give(list(values))
+
+    def requires_grad(self, v: Value) -> bool:
+        """Whether an eager tensor would require a gradient here."""
+        number = v._value - self.base
+        found = self.gradients.of(number)
+        if found is None:
+            self.gradients.extend(self.constants, self.sigs, self.inputs, self.base)
+            found = self.gradients.of(number)
+        return bool(found)
+
+    def gradient_switched(self, t: torch.Tensor) -> None:
+        """Whether t requires a gradient is about to change: refused where a call has used it the other way."""
+        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
+        used = np.unique(np.concatenate(met)).tolist()
+        if id(t) in self.constants or any(
+            o.resolve() is t for s in used for o in self.table.signatures[s].shared
+        ):
+            found = self.owner_of(t)
+            name = f"{type(found[0]).__name__}.{found[1]}" if found is not None else "a tensor"
+            raise TraceError(
+                f"requires_grad of {name} changes after a call has used it: all calls of a minibatch see the one of "
+                f"its end; use detach() or no_grad() for those calls, or change it outside the forward{at_line()}"
+            )
+
+    def operand_replaced(self, module: torch.nn.Module, name: str, new: torch.Tensor) -> None:
+        """A parameter or buffer is about to be another tensor: refused where a call has used the one before."""
+        for table in (module._parameters, module._buffers):
+            t = table.get(name)
+            if t is not None and t is not new and self._has_used(t):
+                raise TraceError(
+                    f"{type(module).__name__}.{name} is replaced after a call has used it: all calls of a minibatch "
+                    f"see the one of its end; keep it in a local variable, or in another attribute{at_line()}"
+                )
+
+    def _has_used(self, t: torch.Tensor) -> bool:
+        """Whether a call of this minibatch has a parameter or buffer as its shared operand."""
+        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
+        used = np.unique(np.concatenate(met)).tolist()
+        return any(o.resolve() is t for s in used for o in self.table.signatures[s].shared)
+
+    # What one minibatch finds out of the modules, for the next
+
+    def recall(self) -> None:
+        """Before the first instance: know what the last recorder of this table knew, if every module of its trees is as
+        it was. It is taken out of the table while in use: another thread begins anew."""
+        table, self.recalled = self.table, True
+        with table.lock:
+            kept, table.kept = table.kept, None
+        if (
+            kept is None
+            or kept.with_extension is not Switch.on
+            or len(kept.roots) != len(self.roots)
+            or any(a is not b for a, b in zip(kept.roots, self.roots, strict=True))
+            or not as_they_were(kept.modules.parts)
+            or has_global_hooks()
+            or not all(x.reads.unchanged() for x in kept.examined.values())
+        ):
+            self.look_at_modules()
+            return
+        self._know(kept.modules)
+        self.operands = [(name, t, t._version) for name, t, _ in kept.modules.operands]
+        self.examined, self.met, self.constant_entries = kept.examined, kept.met, kept.constant_entries
+        self._by_mode, self._mode_key = kept.by_mode, None
+        self.sync_modes()
+
+    def _leave_known(self) -> None:
+        """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
+        if not self.lasts or self.owners is None or self.modules is None or not self.met.lasts():
+            return
+        if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
+            self.examined = {key: x for key, x in self.examined.items() if x.lasts}
+        with self.table.lock:
+            self.table.kept = _Known(
+                self.roots,
+                self.modules,
+                self.examined,
+                self.met,
+                self._by_mode,
+                self.constant_entries,
+                Switch.on,
+            )
+
+    def look_at_modules(self) -> Owners:
+        """Look at all modules: whose each parameter and buffer is, and how the modules are now."""
+        versions = {id(t): version for _, t, version in self.operands}
+        found = ModulesMet.of((*self.roots, *self.table.owners.values()), versions)
+        self._know(found)
+        self.lasts = self.lasts and found.lasts
+        self.operands = (
+            found.operands if self.recalled else []
+        )  # a lazy block may outlast an optimizer's step
+        return found.owners
+
+    def _know(self, modules: ModulesMet) -> None:
+        self.modules, self.owners, self.seen = modules, modules.owners, modules.seen
+
+    # Constants, numbers, shared operands
+
+    def constant(self, t: torch.Tensor) -> Value | None:
+        """The value of a real tensor; None when it is a shared operand."""
+        if self.written and id(t) in self.written:
+            return value_of(t)
+        hit = self.constants.get(id(t))
+        if hit is not None and (hit[2] is None or hit[2] == t._version):
+            return hit[0]
+        owners = self.owners
+        if owners is None:
+            owners = self.look_at_modules()
+        if id(t) in owners:
+            return None
+        if is_foreign(t):
+            return self.foreign.value(t, self.constant_of_own)
+        return self.constant_of_own(t)
+
+    def lend_memory(self, t: torch.Tensor) -> None:
+        """A tensor's memory is about to be numpy's as well: calls that wait keep what it holds now."""
+        if t.layout is not _STRIDED or is_foreign(t):
+            return
+        storage = t.untyped_storage()._cdata
+        for place, (v, met, version) in reversed(list(enumerate(self.unchecked))):
+            if met.untyped_storage()._cdata != storage or (version is not None and met._version != version):
+                continue
+            with torch.set_grad_enabled(met.requires_grad):
+                copy = met.clone()
+            for payload in self.payload.values():
+                payload[:] = [copy if x is met else x for x in payload]
+            del self.unchecked[place]
+            self.constants.pop(id(met), None)
+            self.constants[id(copy)] = v, copy, None
+            self.foreign.tensors[id(copy)] = met, copy
+
+    def constant_of_own(self, t: torch.Tensor) -> Value:
+        """The value of a real tensor that is met now, whose memory nobody writes to unseen."""
+        entry = self.constant_entries.get((t.shape, t.dtype, t.device))
+        if entry is None or t.layout is not _STRIDED:
+            entry = self._constant_entry(t)
+        try:
+            version = t._version
+        except RuntimeError:  # tensors made in inference mode have none
+            version = None
+        sid = entry.sid
+        self.sigs.append(sid)
+        v = new_value(Value)
+        v._value = self.count
+        v._type = entry.alone
+        v._recorder = self
+        self.count += 1
+        payload = self.payload.get(sid)
+        if payload is None:
+            payload = self.payload[sid] = []
+        payload.append(t)
+        self.constants[id(t)] = kept = (v, t, version)
+        self.unchecked.append(kept)
+        return v
+
+    def _constant_entry(self, t: torch.Tensor) -> Entry:
+        if t.layout is not torch.strided:
+            raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
+        entry = self.table.constant(TensorType.of(t))
+        self.constant_entries[(t.shape, t.dtype, t.device)] = entry
+        return entry
+
+    def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
+        """The value of a lifted Python number; equal numbers of a minibatch are one value."""
+        key = (dtype, device, number, str(number) if number == 0 else "")
+        v = self.numbers.get(key)
+        if v is None:
+            entry = self.table.number(dtype, device)
+            v = self.emit(entry, ())
+            self.payload.setdefault(entry.sid, []).append(number)
+            self.numbers[key] = v
+            self.number_of[v._value] = number
+        return v
+
+    def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
+        """The module and name of a parameter or buffer of the modules met; None for other tensors."""
+        owners = self.owners
+        if owners is None:
+            owners = self.look_at_modules()
+        return owners.get(id(t))
+
+    def shared_operand(self, t: torch.Tensor) -> SharedOperand | None:
+        """The shared operand that t is, None when it is no parameter or buffer."""
+        found = self.owner_of(t)
+        if found is not None:
+            return SharedOperand(*found)
+        return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
+
+    # Types
+
+    def type_of(self, v: Value) -> TensorType:
+        """The tensor type of a value."""
+        return self.table.types[v._type]
+
+    # Phases
+
+    def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
+        """The calls since the last phase as a Program; they count as run from here on."""
+        self._check()
+        table = self.table
+        sig, inputs, known = columns_of(self.sigs, self.inputs, self.base, self.count)
+        if not known:
+            self.closed = "a value of another recording was used in it"
+            raise TraceError(
+                "a value of another minibatch (or of a finished call) was used: values live for "
+                "one decorated "
+                "call; keep real results instead, for instance with .detach() after the call"
+            )
+        if self.lifted:
+            sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
+        self._refuse_written_operands(sig)
+        program = Program(
+            signatures=table.snapshot(),
+            sig=sig,
+            inputs=inputs,
+            instance=self._instances(len(sig)),
+            outputs=np.array(outputs, dtype=np.int64),
+            constants=self.payload,
+            known=self._known,
+            known_types=self._known_types.first(self._known),
+            instances=self.instances,
+        )
+        self.gradients.phase(sig, inputs)
+        self._mark_run(sig)
+        return program
+
+    def _instances(self, calls: int) -> np.ndarray:
+        """int32 [calls]: the instance of each."""
+        if len(self.runs) == 1:
+            return np.full(calls, self.runs[0], dtype=np.int32)
+        starts = np.array([*self.starts, calls], dtype=np.int64)
+        return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
+
+    def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
+        """The last `pending_program` of a recording that is finished: constants and numbers are let go, which
+        hold the recorder as it holds them, so that their memory is free at once and not at the next collection
+        of garbage."""
+        program = self.pending_program(outputs)
+        self.gradients.keep_leaves(self.constants)
+        self.constants, self.numbers, self.ran = {}, {}, []
+        return program
+
+    def _check(self) -> None:
+        if self.closed:
+            raise TraceError(f"this recording can't go on: {self.closed}")
+        written = written_to(self.unchecked)
+        if written is not None:
+            raise InPlaceError(
+                f"a tensor {self.type_of(written)} was written to after an operation had used it, before the "
+                "operation ran: clone() it before the write"
+            )
+
+    def _refuse_written_operands(self, sig: np.ndarray) -> None:
+        """A parameter or buffer that pending calls read must be as it was when the instances began."""
+        if not self.watches_operands or written_to(self.operands) is None:
+            return
+        changed = {id(t): name for name, t, version in self.operands if t._version != version}
+        for s in np.unique(sig).tolist():
+            for operand in self.table.signatures[s].shared:
+                name = changed.get(id(operand.resolve()))
+                if name is not None:
+                    raise InPlaceError(
+                        f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
+                        "instances share it, and its calls run after them; write to it outside of the forward"
+                    )
+
+    def _mark_run(self, sig: np.ndarray) -> None:
+        self._known = self.count - self.base
+        self._known_types.phase(sig)
+        self.calls += len(self.sigs)
+        self.sigs, self.inputs = new_column(), new_column()
+        self.ran.append(self.payload)
+        self.payload, self.unchecked, self.lifted = {}, [], {}
+        self.starts, self.runs = [0], [self.runs[-1]]
+
+    @property
+    def known(self) -> int:
+        """Values that earlier phases have computed."""
+        return self._known
+
+    @property
+    def pending(self) -> int:
+        """Calls that no phase has run yet."""
+        return len(self.sigs)
