@@ -26,6 +26,7 @@ from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceE
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.scouting import Seen
@@ -207,6 +208,9 @@ class Autobatched:
         engine = self.engine(owner)
         if self._is_checked(engine):
             return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
+        packed = engine.packed.call(self.fn, instances, self.options.out)
+        if packed is not NOT_PACKED:
+            return packed
         strategy = engine.strategy
         if strategy is None or inside_functorch():
             return engine.call(self.fn, instances, self.options.out)

@@ -55,7 +55,7 @@ class _DetachUnderNoGrad(QuietDispatchMode):
         return out
 
 
-class _IndexByTensor(TorchFunctionMode):
+class IndexByTensor(TorchFunctionMode):
     """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +83,7 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
-            with watch, _IndexByTensor(), sdpa_kernel(SDPBackend.MATH), native_kernels():
+            with watch, IndexByTensor(), sdpa_kernel(SDPBackend.MATH), native_kernels():
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]

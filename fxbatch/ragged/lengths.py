@@ -188,6 +188,21 @@ class Lengths:
         return self._to((self.starts + self.sizes - 1)[self.segments] - self.positions)
 
 
+    @functools.cached_property
+    def by_time(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For packed sequences: instances from longest to shortest; where each row is among all first, second, ... rows;
+        instances at each time; rows in that order; and the instances back in order."""
+        order = np.argsort(-self.sizes, kind="stable")
+        counts = (self.sizes[:, None] > np.arange(self.longest)[None]).sum(0)
+        time = np.repeat(np.arange(self.longest), counts)
+        starts = np.cumsum(counts) - counts
+        rank = np.arange(self.total) - starts[time]
+        rows = self.starts[order[rank]] + time
+        unsorted = np.argsort(order, kind="stable")
+        counted = torch.from_numpy(counts.astype(np.int64))  # on the CPU, as torch wants it
+        return self._to(order), self._to(np.argsort(rows, kind="stable")), counted, self._to(rows), self._to(unsorted)
+
+
 def interleaved(parts: Sequence[Lengths], device: torch.device) -> torch.Tensor:
     """The order that takes the rows of all parts, part after part, to those of each instance, one after another."""
     base = 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fxbatch.ragged import rules_products, rules_views  # noqa: F401 - they register their rules
+from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import columns_function
 from fxbatch.ragged.lengths import Lengths, interleaved
 from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
@@ -109,10 +109,77 @@ class Minibatch:
             out = out.masked_fill((k_size.column == 0)[:, None, None, None], 0)
         return out
 
+    def instances(self, rank: int) -> torch.Tensor:
+        """int64 [n, 1, ...]: the numbers of the instances."""
+        return torch.arange(self.n, device=self.device).view(-1, *[1] * (rank - 1))
+
+    def rows(self, size: Lengths, index: torch.Tensor, instance: torch.Tensor) -> torch.Tensor:
+        """Rows of all instances that indices into the rows of each mean."""
+        return size.rows_of(index, size.offsets[instance], size.column[instance])
+
+    def recurrent(
+        self,
+        name: str,
+        size: Lengths,
+        rows: torch.Tensor,
+        states: list[torch.Tensor],
+        params: list[torch.Tensor],
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """A recurrent layer over the rows of each instance; states [n, layers, features]. The last states are
+        [n, layers, 1, features]."""
+        order, back, counts, sequence, unsorted = size.by_time
+        first = [h.index_select(0, order).transpose(0, 1).contiguous() for h in states]
+        data = rows.index_select(0, sequence)
+        hx = first if name == "lstm" else first[0]
+        found = _RECURRENT[name](data, counts, hx, params, *rest)
+        ends = [h.index_select(1, unsorted).transpose(0, 1).unsqueeze(2) for h in found[1:]]
+        return (found[0].index_select(0, back), *ends)
+
+    def conv1d(
+        self,
+        size: Lengths,
+        out: Lengths,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        left: int,
+        right: int,
+        stride: int,
+        dilation: int,
+        groups: int,
+    ) -> torch.Tensor:
+        """A convolution along the rows of each instance: [total, channels] => [total of out, channels].
+
+        All instances lie on one line, with gaps of zeros as long as the padding.
+        """
+        gap = max(left, right)
+        starts = size.starts + gap * np.arange(1, size.n + 1)
+        places = torch.from_numpy(starts[size.segments] + size.positions).to(self.device)
+        line = rows.new_zeros((size.total + gap * (size.n + 1) + stride, rows.shape[1]))
+        line = line.index_copy(0, places, rows)
+        made = F.conv1d(line.t().unsqueeze(0), weight, bias, 1, 0, dilation, groups)[0].t()
+        first = (starts - left)[out.segments] + out.positions * stride
+        return made.index_select(0, torch.from_numpy(first).to(self.device))
+
+    def class_weights(
+        self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What each target counts in a mean."""
+        kept = target != ignored
+        if weight is None:
+            return kept.to(dtype)
+        return weight[torch.where(kept, target, 0)] * kept
+
     def at_least(self, size: Lengths, correction: float, dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The sizes less a correction, not below 0, as [n, 1, ...] for values of this rank."""
         count = (size.column.to(dtype) - correction).clamp(min=0)
         return count.view(-1, *[1] * (rank - 1))
+
+
+_RECURRENT = {
+    name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
 
 
 def _extreme_of_infinite(size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
+from fxbatch.ragged.recurrent import NODES
 from fxbatch.ragged.values_alone import batched_by_vmap
 
 RULES: dict[str, Rule] = {}
@@ -140,6 +141,8 @@ def _by_rows(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
 
 def whole(e: Emitter, node: fx.Node) -> Any:
     """An operator on what is the same for all instances: once."""
+    if node.target in NODES:
+        raise NoRule("no instance in it")
     name = e.line(e.call(node.target, e.bound(node)))
     val = node.meta["val"]
     if isinstance(val, torch.Tensor):

@@ -21,7 +21,9 @@ import sympy
 import torch
 from torch import fx
 
+from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import UnknownExpressionError, columns_function, depends, expression
+from fxbatch.ragged.recurrent import recurrent_as_nodes
 from fxbatch.torch_private import composite_operators, trace_with_sizes, tree_flatten
 
 TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
@@ -62,6 +64,7 @@ class SizedGraph:
             self._holds = columns_function(self.guards, self.symbols)
         except UnknownExpressionError as error:
             raise NoPackedForm(f"its code asks about {error}") from None
+        self.assumed: list[Any] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
 
     @staticmethod
@@ -87,12 +90,28 @@ class SizedGraph:
             good &= answer
         for i in np.flatnonzero(~good).tolist():
             good[i] = self._stands_for(tuple(int(c[i]) for c in columns))
+        for answer in self._assumed(*columns):
+            good &= answer
         return good
+
+    @functools.cached_property
+    def _assumed(self) -> Callable[..., list[Any]]:
+        found: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
+        return found
+
+    def equal(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
+        if a == b:
+            return True
+        example = iter(d for t, dims in zip(self.tensors, self.dynamic, strict=True) for d in (t.shape[i] for i in dims))
+        values = dict(zip(self.symbols, example, strict=True))
+        same = sympy.sympify(a).subs(values) == sympy.sympify(b).subs(values)
+        if same:
+            self.assumed.append(sympy.Eq(sympy.sympify(a), sympy.sympify(b)))
+        return bool(same)
 
     def _stands_for(self, sizes: tuple[int, ...]) -> bool:
         """Whether the body with these sizes as numbers has the nodes of the graph."""
-        if min(sizes) > 1:
-            return False
         found = self._tried.get(sizes)
         if found is None:
             if len(self._tried) >= TRIED:
@@ -120,7 +139,8 @@ def _trace(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        made = trace_with_sizes(body, tensors, dynamic, _decompositions(kept))
+        with recurrent_as_nodes(), IndexByTensor():
+            made = trace_with_sizes(body, tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made

@@ -25,6 +25,7 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
+from fxbatch.ragged.recurrent import NODES
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 
 
@@ -36,7 +37,7 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
-    target: Any = node.target
+    target: Any = NODES.get(node.target, node.target)
 
     def run(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -170,7 +171,7 @@ def alone(e: Emitter, node: fx.Node) -> Any:
             if len(axes) > 2:
                 raise NoRule(f"a tensor with {len(axes)} sizes of its own")
             given += [e.lengths(shape_of(t)[a]) for a in axes]
-    call = Alone(node.target, described, spec, outputs)
+    call = Alone(NODES.get(node.target, node.target), described, spec, outputs)
     name = e.line(f"{e.const(call)}(n, {', '.join(given)})")
     made = [
         None if t is None or not isinstance(t, torch.Tensor) else e.made(f"{name}[{i}]", t)

@@ -16,7 +16,7 @@ from fxbatch.runtime.count_run import count_run
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
+from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run
@@ -74,9 +74,6 @@ class Engine(Planner):
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
         """Record all instances, run what is pending, put the results together."""
-        packed = self.packed.call(fn, instances, out)
-        if packed is not NOT_PACKED:
-            return packed
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run), out)
 

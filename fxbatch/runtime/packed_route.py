@@ -30,7 +30,7 @@ class PackedRoute:
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
         """The results of a minibatch, or NOT_PACKED."""
-        if self.off or len(instances) < 2 or not _tensors_first(instances[0]):
+        if self.off or not instances or not _tensors_first(instances[0]):
             return NOT_PACKED
         if self.forward is None:
             if not _sizes_differ(instances):

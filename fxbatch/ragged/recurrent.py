@@ -1,0 +1,76 @@
+"""torch's recurrent layers as one node of a traced body, whatever the number of steps.
+
+In: a body that calls nn.LSTM, nn.GRU or nn.RNN on fake tensors. Out: a node that `rules_sequences.py` has a rule for. Torch
+runs these layers on fake tensors step by step, which needs the number of steps as a plain number.
+
+    with recurrent_as_nodes():
+        trace(body)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxbatch.torch_private import FakeTensor
+
+NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_ARGUMENTS = (
+    "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, "
+    "bool batch_first"
+)
+_lock = threading.Lock()
+_library = torch.library.Library("fxbatch_ragged", "DEF")
+_library.define(f"lstm(Tensor input, Tensor[] hx, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+for _name in NAMES[1:]:
+    _library.define(f"{_name}(Tensor input, Tensor hx, {_ARGUMENTS}) -> (Tensor, Tensor)")
+
+
+def _shapes(x: torch.Tensor, states: list[torch.Tensor], bidirectional: bool) -> tuple[torch.Tensor, ...]:
+    features = states[0].shape[-1] * (2 if bidirectional else 1)
+    return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
+
+
+def _fake_lstm(x: Any, hx: Any, params: Any, biases: Any, layers: Any, drop: Any, train: Any, bi: Any, first: Any) -> Any:  # fmt: skip
+    return _shapes(x, list(hx), bi)
+
+
+def _fake_other(x: Any, hx: Any, params: Any, biases: Any, layers: Any, drop: Any, train: Any, bi: Any, first: Any) -> Any:  # fmt: skip
+    return _shapes(x, [hx], bi)
+
+
+for _name in NAMES:
+    torch.library.register_fake(f"fxbatch_ragged::{_name}", _fake_lstm if _name == "lstm" else _fake_other)
+
+NODES: dict[Any, Any] = {
+    getattr(torch.ops.fxbatch_ragged, name).default: getattr(torch.ops.aten, name).input for name in NAMES
+}  # the node in a graph -> what runs
+
+
+@contextlib.contextmanager
+def recurrent_as_nodes() -> Iterator[None]:
+    """Recurrent layers on fake tensors are one node; on others what they always are, in any thread."""
+    functions: Any = torch._VF
+    with _lock:
+        for name in NAMES:
+            setattr(functions, name, _one_node(name, getattr(functions, name)))
+        try:
+            yield
+        finally:
+            for name in NAMES:
+                delattr(functions, name)
+
+
+def _one_node(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    node = getattr(torch.ops.fxbatch_ragged, name).default
+
+    def call(*args: Any) -> Any:
+        if isinstance(args[0], FakeTensor) and len(args) == 9 and isinstance(args[2], (list, tuple)):
+            return node(*args)
+        return plain(*args)
+
+    return call

@@ -1,0 +1,211 @@
+"""Rules for look-ups and scatters: an instance's own indices mean its own rows.
+
+In: index, index_select, gather, index_add, scatter and their kin. Out: the same on the rows of all instances, each index
+moved by the first row of its instance. An index out of the instance's range stays an error: it never reads or writes
+another instance's rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lower import DENSE, PACKED, PADDED, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
+from fxbatch.ragged.rules import rule
+
+
+def _table(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
+    """The rows of x along dimension d, of all instances one after another, and their Lengths."""
+    if x.layout == PACKED:
+        if x.axes != (d,):
+            raise NoRule("indices along a fixed dimension of rows")
+        return x.name, e.lengths(x.shape[d])
+    if x.layout != DENSE:
+        raise NoRule("indices into two sizes of its own")
+    name = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
+    size = e.lengths(int(x.shape[d]))
+    return e.line(f"{name}.reshape({size}.total, *{name}.shape[2:])"), size
+
+
+def _instances(e: Emitter, index: Packed) -> str:
+    """The instance of each element of an index's rows, as something that broadcasts to it; "" for one row each."""
+    if index.layout == DENSE:
+        return f"z.instances({index.name}.dim())"
+    size = e.lengths(index.shape[index.axes[0]])
+    return f"{size}.segment.view(-1, {'1, ' * (index.rank - 1)})"
+
+
+def _rows(e: Emitter, index: Packed, size: str) -> str:
+    """Rows of the table that indices mean."""
+    if index.layout == PADDED:
+        raise NoRule("indices with two sizes of their own")
+    if index.dtype == torch.bool:
+        raise NoRule("a mask")
+    return e.line(f"z.rows({size}, {index.name}, {_instances(e, index)})")
+
+
+def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
+    """Rows along dimension d as a value: `_table` undone."""
+    shape = shape_of(val)
+    if d in own_dimensions(shape):
+        return e.made(name, val)
+    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
+    return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+
+
+@rule("index")
+def _index(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, given = a["self"], a["indices"]
+    places = [i for i, v in enumerate(given) if v is not None]
+    val = node.meta["val"]
+    indices = [given[i] for i in places]
+    if any(v.dtype == torch.bool for v in indices):
+        raise NoRule("a mask")
+    if x.layout == WHOLE:
+        return _of_whole(e, node, x, given, places, val)
+    if places != list(range(len(places))):
+        raise NoRule("indices of later dimensions")
+    indices = [e.to_dense(v) for v in indices]
+    if len(indices) > 1:
+        common = shape_of(val)[: val.dim() - (x.rank - len(places))]
+        names = [e.aligned(v, common) for v in indices]
+        layout = (DENSE, PACKED, PADDED)[len(own_dimensions(common))]
+        indices = [Packed(name, layout, common, v.dtype) for name, v in zip(names, indices, strict=True)]
+    first = indices[0]
+    if any(d > 0 for d in x.axes):
+        raise NoRule("indices of rows whose own size is not the first")
+    if own_dimensions(first.shape) not in ((), (0,)):
+        raise NoRule("indices whose own size is not their first")
+    table, size = _table(e, x, 0)
+    names = [_rows(e, first, size), *[v.name for v in indices[1:]]]
+    if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
+        return e.made(f"{table}.index_select(0, {names[0]})", val)
+    return e.made(f"{table}[{', '.join(names)}]", val)
+
+
+def _of_whole(e: Emitter, node: fx.Node, x: Packed, given: Any, places: list[int], val: Any) -> Packed:
+    """A parameter by indices of the instances."""
+    if places != list(range(len(places))):
+        raise NoRule("indices of later dimensions")
+    indices = [v for v in given if v is not None]
+    common = shape_of(val)[: val.dim() - (x.rank - len(places))]
+    if own_dimensions(common) not in ((), (0,)):
+        raise NoRule("indices whose own size is not their first")
+    names = [e.aligned(e.to_dense(v), common) for v in indices]
+    return e.made(f"{x.name}[{', '.join(names)}]", val)
+
+
+@rule("index_select")
+def _index_select(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, index = a["self"], e.to_dense(a["index"])
+    d = a["dim"] % x.rank
+    val = node.meta["val"]
+    if x.layout == WHOLE:
+        if d != 0:
+            raise NoRule("columns of a parameter")
+        return e.made(f"{x.name}[{index.name}]", val)
+    table, size = _table(e, x, d)
+    name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
+    return _back(e, name, x, d, val)
+
+
+@rule("index_add", "index_copy", "index_reduce", "index_fill")
+def _index_add(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
+    d = a["dim"] % x.rank
+    table, size = _table(e, x, d)
+    source = a.get("source")
+    if isinstance(source, Packed):
+        wanted = (*x.shape[:d], index.shape[0], *x.shape[d + 1 :])
+        source = e.to_dense(source)
+        aligned = Packed(e.aligned(source, wanted), source.layout, wanted, source.dtype)
+        a["source"] = Code(_table(e, aligned, d)[0])
+    rows = e.line(f"{_rows(e, index, size)}.reshape(-1)")
+    a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
+    return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+
+
+@rule("index_put")
+def _index_put(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x = e.to_dense(a["self"])
+    if len(a["indices"]) != 1 or a["indices"][0].dtype == torch.bool:
+        raise NoRule("writes to several indices")
+    index = e.to_dense(a["indices"][0])
+    if index.rank != 1:
+        raise NoRule("writes to indices of more dimensions")
+    table, size = _table(e, x, 0)
+    wanted = (index.shape[0], *x.shape[1:])
+    values = e.to_dense(a["values"])
+    name = e.aligned(values, wanted)
+    source = _table(e, Packed(name, (DENSE, PACKED)[len(own_dimensions(wanted))], wanted, values.dtype), 0)[0]
+    rows = e.line(f"{_rows(e, index, size)}.reshape(-1)")
+    if not a["accumulate"]:
+        code = f"{table}.index_put(({rows},), {source})"
+    else:
+        code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
+    return _back(e, e.line(code), x, 0, node.meta["val"])
+
+
+@rule("gather")
+def _gather(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
+    d = a["dim"] % max(x.rank, 1)
+    val = node.meta["val"]
+    if d in x.axes or (d in index.axes):
+        if index.axes not in ((d,), ()) or x.layout == PADDED:
+            raise NoRule("two sizes of its own")
+        _same_others(e, x, index, d)
+        table, size = _table(e, x, d)
+        rows = _flat(e, index, d, _rows(e, index, size))
+        return _back(e, e.line(f"{table}.gather(0, {rows})"), x, d, val)
+    _same_others(e, x, index, d)
+    return e.made(f"{x.name}.gather({x.place(d)}, {index.name})", val)
+
+
+def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
+    """Rows of the table for each element, the indices along d of all instances one after another."""
+    if index.layout == PACKED:
+        return rows
+    name = rows if d == 0 else e.line(f"{rows}.movedim({d + 1}, 1)")
+    return e.line(f"{name}.reshape(-1, *{name}.shape[2:])")
+
+
+def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:
+    """torch.gather may be given fewer indices than x has elsewhere; rows of all instances must be as many."""
+    for i in range(x.rank):
+        own = depends(x.shape[i]) or depends(index.shape[i])
+        if i != d and own and not e.graph.equal(x.shape[i], index.shape[i]):
+            raise NoRule("fewer indices than rows")
+
+
+@rule("scatter_add", "scatter", "scatter_reduce")
+def _scatter(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
+    d = a["dim"] % max(x.rank, 1)
+    source = a.get("src")
+    if isinstance(source, Packed):
+        source = e.to_dense(source)
+        if not all(e.graph.equal(a, b) for a, b in zip(source.shape, index.shape, strict=True)):
+            raise NoRule("fewer indices than sources")
+        a["src"] = Code(source.name)
+    _same_others(e, x, index, d)
+    if d in x.axes or d in index.axes:
+        if index.axes not in ((d,), ()) or x.layout == PADDED:
+            raise NoRule("two sizes of its own")
+        table, size = _table(e, x, d)
+        a["index"] = Code(_flat(e, index, d, _rows(e, index, size)))
+        if isinstance(source, Packed):
+            a["src"] = Code(_flat(e, source, d, source.name))
+        a["self"], a["dim"] = Code(table), 0
+        return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+    a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
+    return e.made(e.call(node.target, a), node.meta["val"])

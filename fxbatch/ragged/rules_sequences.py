@@ -1,0 +1,155 @@
+"""Rules for recurrent layers, convolutions and pooling along rows, and for losses.
+
+In: nn.LSTM, nn.GRU, nn.RNN, conv1d, nll_loss and its kin. Out: torch's kernels for packed sequences; one convolution over all
+instances with gaps of zeros between them; losses as elements that are summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lower import DENSE, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
+from fxbatch.ragged.recurrent import NAMES
+from fxbatch.ragged.rules import RULES, rule
+
+
+def _recurrent(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    target: Any = node.target
+    x = e.to_dense(a["input"])
+    time = 1 if a["batch_first"] else 0
+    if x.axes != (time,) or x.shape[1 - time] != 1:
+        raise NoRule("no rows of its own as the steps of one sequence")
+    many = isinstance(a["hx"], (list, tuple))
+    states = [e.to_dense(h) for h in (a["hx"] if many else [a["hx"]])]
+    if any(h.axes for h in states) or any(isinstance(w, Packed) and w.layout != WHOLE for w in a["params"]):
+        raise NoRule("weights or states of their own sizes")
+    size = e.lengths(x.shape[time])
+    first = [f"{h.name}.squeeze(2)" for h in states]  # [n, layers, 1, h]
+    params = f"[{', '.join(w.name for w in a['params'])}]"
+    name = target._schema.name.rpartition("::")[2]
+    rest = ", ".join(e.source(a[k]) for k in ("has_biases", "num_layers", "dropout", "train", "bidirectional"))
+    made = e.line(
+        f"z.recurrent({name!r}, {size}, {x.name}.reshape({size}.total, -1), [{', '.join(first)}], {params}, {rest})"
+    )
+    val = node.meta["val"]
+    rows = e.made(f"{made}[0].unsqueeze(1)", val[0])
+    ends = [e.made(f"{made}[{i + 1}]", t) for i, t in enumerate(val[1:])]
+    return (rows, *ends)
+
+
+@rule("conv1d")
+def _conv1d(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
+    if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
+        raise NoRule("weights of each instance")
+    time = x.rank - 1
+    if not x.axes:
+        raise NoRule("no size of its own")
+    if x.axes != (time,) or (x.rank == 3 and x.shape[0] != 1):
+        raise NoRule("a convolution over something else than one sequence")
+    stride, dilation = int(a["stride"][0]), int(a["dilation"][0])
+    kernel = int(weight.shape[2])
+    reach = dilation * (kernel - 1)
+    padding = a["padding"]
+    if isinstance(padding, str):
+        left = reach // 2 if padding == "same" else 0
+        right = reach - left if padding == "same" else 0
+    else:
+        left = right = int(padding[0])
+    val = node.meta["val"]
+    size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
+    rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
+    given = f"{weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
+    name = e.line(
+        f"z.conv1d({size}, {out}, {rows}, {given}, {left}, {right}, {stride}, {dilation}, {e.source(a['groups'])})"
+    )
+    return e.made(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
+
+
+for _name in NAMES:
+    RULES[f"fxbatch_ragged::{_name}"] = _recurrent
+
+
+# -- losses -------------------------------------------------------------------------------------------------
+
+_MEAN, _SUM = 1, 2
+
+
+def _reduced(e: Emitter, name: str, shape: tuple[Any, ...], reduction: int, val: Any, weights: str = "") -> Packed:
+    """Elements summed or averaged over an instance; weights: what a mean is divided by the sum of."""
+    if reduction == 0:
+        return e.made(name, val)
+    axes = own_dimensions(shape)
+    if len(axes) > 1:
+        raise NoRule("a loss over two sizes of its own")
+    fixed = 1
+    for d in shape:
+        fixed *= 1 if depends(d) else int(d)
+
+    def total(elements: str) -> str:
+        flat = e.line(f"{elements}.reshape({elements}.shape[0], -1).sum(1)")
+        return e.line(f"{e.lengths(shape[axes[0]])}.sum({flat})") if axes else flat
+
+    summed = total(name)
+    if reduction == _SUM:
+        return e.made(summed, val)
+    if weights:
+        return e.made(f"{summed} / {total(weights)}", val)
+    if axes:
+        return e.made(f"{e.lengths(shape[axes[0]])}.divided({summed}, {fixed})", val)
+    return e.made(f"{summed} / {fixed}", val)
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+      "soft_margin_loss", "poisson_nll_loss")  # fmt: skip
+def _loss(e: Emitter, node: fx.Node) -> Any:
+    """Losses that are elements summed or averaged."""
+    a = e.bound(node)
+    reduction = a["reduction"]
+    shape: tuple[Any, ...] = ()
+    for v in a.values():
+        if isinstance(v, Packed):
+            shape = _broadcast(shape, v.shape)
+    for name, v in a.items():
+        if isinstance(v, Packed):
+            a[name] = Code(e.aligned(v, shape))
+    a["reduction"] = 0
+    return _reduced(e, e.line(e.call(node.target, a)), shape, reduction, node.meta["val"])
+
+
+def _broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    rank = max(len(a), len(b))
+    a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+@rule("nll_loss", "nll_loss_nd", "nll_loss_forward")
+def _nll(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x, target, weight = e.to_dense(a["self"]), e.to_dense(a["target"]), a["weight"]
+    if x.rank not in (1, 2) or x.rank - 1 in x.axes or x.layout != target.layout or x.rank != target.rank + 1:
+        raise NoRule("classes along a size of its own")
+    if isinstance(weight, Packed) and weight.layout != WHOLE:
+        raise NoRule("weights of each instance")
+    given = weight.name if isinstance(weight, Packed) else "None"
+    logp, t = x.name, target.name
+    if x.layout == DENSE and x.rank == 2:
+        logp, t = e.line(f"{logp}.flatten(0, 1)"), e.line(f"{t}.flatten()")
+    name = e.line(f"torch.nn.functional.nll_loss({logp}, {t}, {given}, reduction='none', ignore_index={e.source(a['ignore_index'])})")  # fmt: skip
+    weights = e.line(f"z.class_weights({t}, {given}, {e.source(a['ignore_index'])}, {e.const(x.dtype)})")
+    if x.layout == DENSE and x.rank == 2:
+        name, weights = (e.line(f"{v}.reshape(n, {x.shape[0]})") for v in (name, weights))
+    val = node.meta["val"]
+    first = val[0] if isinstance(val, (tuple, list)) else val
+    made = _reduced(e, name, target.shape, a["reduction"], first, weights)
+    if not isinstance(val, (tuple, list)):
+        return made
+    if any(len(user.users) for user in node.users if user.args[1] != 0):
+        raise NoRule("the total weight of a loss")
+    return (made, None)
+
