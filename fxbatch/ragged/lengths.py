@@ -187,11 +187,10 @@ class Lengths:
         """int64 [total]: the rows of each instance from its last to its first."""
         return self._to((self.starts + self.sizes - 1)[self.segments] - self.positions)
 
-
     @functools.cached_property
     def by_time(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For packed sequences: instances from longest to shortest; where each row is among all first, second, ... rows;
-        instances at each time; rows in that order; and the instances back in order."""
+        """For packed sequences: instances from longest to shortest; where each row is among all first, second, ...
+        rows; instances at each time; rows in that order; and the instances back in order."""
         order = np.argsort(-self.sizes, kind="stable")
         counts = (self.sizes[:, None] > np.arange(self.longest)[None]).sum(0)
         time = np.repeat(np.arange(self.longest), counts)
@@ -200,7 +199,13 @@ class Lengths:
         rows = self.starts[order[rank]] + time
         unsorted = np.argsort(order, kind="stable")
         counted = torch.from_numpy(counts.astype(np.int64))  # on the CPU, as torch wants it
-        return self._to(order), self._to(np.argsort(rows, kind="stable")), counted, self._to(rows), self._to(unsorted)
+        return (
+            self._to(order),
+            self._to(np.argsort(rows, kind="stable")),
+            counted,
+            self._to(rows),
+            self._to(unsorted),
+        )
 
 
 def interleaved(parts: Sequence[Lengths], device: torch.device) -> torch.Tensor:

@@ -177,9 +177,7 @@ class Minibatch:
         return count.view(-1, *[1] * (rank - 1))
 
 
-_RECURRENT = {
-    name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}
+_RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 
 
 def _extreme_of_infinite(size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """torch's recurrent layers as one node of a traced body, whatever the number of steps.
 
-In: a body that calls nn.LSTM, nn.GRU or nn.RNN on fake tensors. Out: a node that `rules_sequences.py` has a rule for. Torch
-runs these layers on fake tensors step by step, which needs the number of steps as a plain number.
+In: a body that calls nn.LSTM, nn.GRU or nn.RNN on fake tensors. Out: a node, which has a rule in `rules_sequences.py`.
+Torch runs these layers on fake tensors step by step, which needs the number of steps as a plain number.
 
     with recurrent_as_nodes():
         trace(body)
@@ -35,16 +35,13 @@ def _shapes(x: torch.Tensor, states: list[torch.Tensor], bidirectional: bool) ->
     return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
 
 
-def _fake_lstm(x: Any, hx: Any, params: Any, biases: Any, layers: Any, drop: Any, train: Any, bi: Any, first: Any) -> Any:  # fmt: skip
-    return _shapes(x, list(hx), bi)
-
-
-def _fake_other(x: Any, hx: Any, params: Any, biases: Any, layers: Any, drop: Any, train: Any, bi: Any, first: Any) -> Any:  # fmt: skip
-    return _shapes(x, [hx], bi)
+def _fake(x: Any, hx: Any, params: Any, has_biases: Any, num_layers: Any, *modes: Any) -> Any:
+    _dropout, _train, bidirectional, _batch_first = modes
+    return _shapes(x, list(hx) if isinstance(hx, (list, tuple)) else [hx], bidirectional)
 
 
 for _name in NAMES:
-    torch.library.register_fake(f"fxbatch_ragged::{_name}", _fake_lstm if _name == "lstm" else _fake_other)
+    torch.library.register_fake(f"fxbatch_ragged::{_name}", _fake)
 
 NODES: dict[Any, Any] = {
     getattr(torch.ops.fxbatch_ragged, name).default: getattr(torch.ops.aten, name).input for name in NAMES

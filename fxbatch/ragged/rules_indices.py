@@ -1,7 +1,7 @@
 """Rules for look-ups and scatters: an instance's own indices mean its own rows.
 
-In: index, index_select, gather, index_add, scatter and their kin. Out: the same on the rows of all instances, each index
-moved by the first row of its instance. An index out of the instance's range stays an error: it never reads or writes
+In: index, index_select, gather, index_add, scatter and their kin. Out: the same on the rows of all instances, each
+index moved by the first row of its instance. An index out of the instance's range stays an error: it never reads or writes
 another instance's rows.
 """
 
@@ -13,7 +13,18 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lower import DENSE, PACKED, PADDED, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    PADDED,
+    WHOLE,
+    Code,
+    Emitter,
+    NoRule,
+    Packed,
+    own_dimensions,
+    shape_of,
+)
 from fxbatch.ragged.rules import rule
 
 

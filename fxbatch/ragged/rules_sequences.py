@@ -1,7 +1,7 @@
 """Rules for recurrent layers, convolutions and pooling along rows, and for losses.
 
-In: nn.LSTM, nn.GRU, nn.RNN, conv1d, nll_loss and its kin. Out: torch's kernels for packed sequences; one convolution over all
-instances with gaps of zeros between them; losses as elements that are summed.
+In: nn.LSTM, nn.GRU, nn.RNN, conv1d, nll_loss and its kin. Out: torch's kernels for packed sequences; one convolution
+over all instances with gaps of zeros between them; losses as elements that are summed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _recurrent(e: Emitter, node: fx.Node) -> Any:
     first = [f"{h.name}.squeeze(2)" for h in states]  # [n, layers, 1, h]
     params = f"[{', '.join(w.name for w in a['params'])}]"
     name = target._schema.name.rpartition("::")[2]
-    rest = ", ".join(e.source(a[k]) for k in ("has_biases", "num_layers", "dropout", "train", "bidirectional"))
+    rest = ", ".join(
+        e.source(a[k]) for k in ("has_biases", "num_layers", "dropout", "train", "bidirectional")
+    )
     made = e.line(
         f"z.recurrent({name!r}, {size}, {x.name}.reshape({size}.total, -1), [{', '.join(first)}], {params}, {rest})"
     )
@@ -80,7 +82,9 @@ for _name in NAMES:
 _MEAN, _SUM = 1, 2
 
 
-def _reduced(e: Emitter, name: str, shape: tuple[Any, ...], reduction: int, val: Any, weights: str = "") -> Packed:
+def _reduced(
+    e: Emitter, name: str, shape: tuple[Any, ...], reduction: int, val: Any, weights: str = ""
+) -> Packed:
     """Elements summed or averaged over an instance; weights: what a mean is divided by the sum of."""
     if reduction == 0:
         return e.made(name, val)
@@ -140,7 +144,9 @@ def _nll(e: Emitter, node: fx.Node) -> Any:
     logp, t = x.name, target.name
     if x.layout == DENSE and x.rank == 2:
         logp, t = e.line(f"{logp}.flatten(0, 1)"), e.line(f"{t}.flatten()")
-    name = e.line(f"torch.nn.functional.nll_loss({logp}, {t}, {given}, reduction='none', ignore_index={e.source(a['ignore_index'])})")  # fmt: skip
+    ignored = e.source(a["ignore_index"])
+    call = f"torch.nn.functional.nll_loss({logp}, {t}, {given}, reduction='none', ignore_index={ignored})"
+    name = e.line(call)
     weights = e.line(f"z.class_weights({t}, {given}, {e.source(a['ignore_index'])}, {e.const(x.dtype)})")
     if x.layout == DENSE and x.rank == 2:
         name, weights = (e.line(f"{v}.reshape(n, {x.shape[0]})") for v in (name, weights))
@@ -152,4 +158,3 @@ def _nll(e: Emitter, node: fx.Node) -> Any:
     if any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule("the total weight of a loss")
     return (made, None)
-

@@ -103,7 +103,9 @@ class SizedGraph:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
         if a == b:
             return True
-        example = iter(d for t, dims in zip(self.tensors, self.dynamic, strict=True) for d in (t.shape[i] for i in dims))
+        example = iter(
+            d for t, dims in zip(self.tensors, self.dynamic, strict=True) for d in (t.shape[i] for i in dims)
+        )
         values = dict(zip(self.symbols, example, strict=True))
         same = sympy.sympify(a).subs(values) == sympy.sympify(b).subs(values)
         if same:
@@ -145,6 +147,7 @@ def _trace(
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made
     _without_writes(module.graph)
+    _without_whole_slices(module.graph)
     module.graph.eliminate_dead_code(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
@@ -223,6 +226,16 @@ def _is_view(node: fx.Node) -> bool:
 def _after(graph: fx.Graph, node: fx.Node) -> frozenset[fx.Node]:
     nodes = list(graph.nodes)
     return frozenset(nodes[nodes.index(node) + 1 :])
+
+
+def _without_whole_slices(graph: fx.Graph) -> None:
+    """x[:] => x: torch leaves them out where sizes are numbers."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.slice.Tensor:
+            x, _, start, end, step = (*node.args, *(None, None, 1)[len(node.args) - 2 :])[:5]
+            if start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1:
+                node.replace_all_uses_with(x)
+                graph.erase_node(node)
 
 
 # -- two graphs -----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from fxbatch.torch_private import (
 )
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.fake import BodyError, run_on_fakes
-from fxbatch.trace.keys import ATOMS, OpaqueArgumentError, static_key
+from fxbatch.trace.keys import ATOMS, static_key
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.reached import BodyRoots
@@ -88,6 +88,25 @@ class Family:
     alone: int = 0  # instances that ran by themselves, as no graph was theirs
     built: int = 0
 
+    @property
+    def dynamic(self) -> tuple[tuple[int, ...], ...]:
+        """Per tensor its own dimensions, in order."""
+        return tuple(tuple(sorted(own)) for own in self.own)
+
+    def note(self, shapes: Sequence[set[torch.Size]], differ: Sequence[set[int]]) -> None:
+        """Take in the shapes of a minibatch; where another dimension differs, graphs are built anew."""
+        changed = False
+        for own, new, met, seen in zip(self.own, differ, shapes, self.shapes, strict=True):
+            shape = next(iter(met))
+            more = new | {d for d in range(len(shape)) if shape[d] != seen[d]}
+            if not more <= own:
+                own |= more
+                changed = True
+        if changed:
+            self.variants, self.reason, self.built = [], "", 0
+        if sum(map(len, self.own)) > MOST_SIZES or any(len(own) > 2 for own in self.own):
+            self.reason = "too many sizes of its own"
+
 
 class PackedForward:
     """The packed forms of one decorated forward on one module."""
@@ -106,60 +125,46 @@ class PackedForward:
             return None
         if torch.is_inference_mode_enabled() or current_recorder() is not None:
             return None
-        found = _columns(instances)
-        if found is None:
+        columns = _columns(instances)
+        if columns is None:
             return None
-        kind, plain, columns = found
         with self._lock:
-            family = self._family(fn, kind, columns)
+            family = self._family(fn, columns)
             if family is None or family.reason:
                 return None
             before = self.examined
-            work = self._work(fn, family, kind, plain, columns)
+            sizes = columns.sizes(family.dynamic)
+            work = self._work(fn, family, columns, sizes)
             if self.examined is not before:  # building it has found more code
                 self.families = {key: f for key, f in self.families.items() if f is not family}
-                self.families[self._key(kind)] = family
+                self.families[self._key(columns.kind)] = family
         if work is None:
             return None
-        return (self._run(fn, family, work, instances, columns, out),)
+        return (self._run(fn, family, work, instances, columns, sizes, out),)
 
     # -- which functions ------------------------------------------------------------------------------
 
-    def _family(self, fn: Any, kind: _Kind, columns: Sequence[Sequence[torch.Tensor]]) -> Family | None:
+    def _family(self, fn: Any, columns: _Columns) -> Family | None:
         """The family of these instances, with the dimensions that have differed; None where none has."""
-        shapes = [{t.shape for t in column} for column in columns]
+        shapes = [set(met) for met in columns.shapes]
         differ = [
             {d for d in range(len(next(iter(s)))) if len({shape[d] for shape in s}) > 1}
             if len(s) > 1
             else set()
             for s in shapes
         ]
-        if not any(differ) and not self.families:
+        if (not any(differ) and not self.families) or self._look(fn) is None:
             return None
-        examined = self._look(fn)
-        if examined is None:
-            return None
-        key = self._key(kind)
+        key = self._key(columns.kind)
         family = self.families.get(key)
         if family is None:
             if not any(differ):
                 return None
             if len(self.families) >= MOST_FAMILIES:
                 self.families.clear()
-            family = self.families[key] = Family(
-                [set() for _ in columns], [tuple(c[0].shape) for c in columns]
-            )
-        changed = False
-        for own, new, met, seen in zip(family.own, differ, shapes, family.shapes, strict=True):
-            shape = next(iter(met))
-            more = new | {d for d in range(len(shape)) if shape[d] != seen[d]}
-            if not more <= own:
-                own |= more
-                changed = True
-        if changed:
-            family.variants, family.reason = [], ""
-        if sum(map(len, family.own)) > MOST_SIZES or any(len(own) > 2 for own in family.own):
-            family.reason = "too many sizes of its own"
+            family = Family([set() for _ in shapes], [tuple(met[0]) for met in columns.shapes])
+            self.families[key] = family
+        family.note(shapes, differ)
         return family if any(family.own) else None
 
     def _key(self, kind: _Kind) -> Any:
@@ -181,21 +186,10 @@ class PackedForward:
         return None if self.reason else found
 
     def _work(
-        self,
-        fn: Any,
-        family: Family,
-        kind: _Kind,
-        plain: tuple[Any, ...],
-        columns: Sequence[Sequence[torch.Tensor]],
+        self, fn: Any, family: Family, columns: _Columns, sizes: Sequence[np.ndarray]
     ) -> list[tuple[Variant | None, np.ndarray]] | None:
         """Which variant runs which instances, and None for those that run by themselves."""
-        dynamic = tuple(tuple(sorted(own)) for own in family.own)
-        sizes = [
-            np.array([t.shape[d] for t in column], dtype=np.int64)
-            for column, dims in zip(columns, dynamic, strict=True)
-            for d in dims
-        ]
-        left = np.ones(len(columns[0]), dtype=bool)
+        left = np.ones(columns.n, dtype=bool)
         work: list[tuple[Variant | None, np.ndarray]] = []
         for variant in family.variants:
             fits = variant.function.graph.fitting([s[left] for s in sizes])
@@ -210,28 +204,19 @@ class PackedForward:
             smallest = np.min([s[places] for s in sizes], axis=0)
             if smallest.max() > 1 and (len(places) > 1 or not family.variants):
                 family.built += 1
-                example = int(places[int(smallest.argmax())])
-                made = self._build(fn, kind, plain, dynamic, [c[example] for c in columns], family)
+                made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
                 if made is None:
                     return None
                 family.variants.append(made)
-                return self._work(fn, family, kind, plain, columns)
+                return self._work(fn, family, columns, sizes)
         if not family.variants:
             return None
         work.append((None, np.flatnonzero(left)))
         return work
 
-    def _build(
-        self,
-        fn: Any,
-        kind: _Kind,
-        plain: tuple[Any, ...],
-        dynamic: tuple[tuple[int, ...], ...],
-        tensors: list[torch.Tensor],
-        family: Family,
-    ) -> Variant | None:
+    def _build(self, fn: Any, columns: _Columns, example: int, family: Family) -> Variant | None:
         try:
-            return self._built(fn, kind, plain, dynamic, tensors)
+            return self._built(fn, columns, example, family.dynamic)
         except (NoPackedForm, BodyError) as error:
             family.reason = str(error)
         except FxbatchError:
@@ -244,17 +229,13 @@ class PackedForward:
         return None
 
     def _built(
-        self,
-        fn: Any,
-        kind: _Kind,
-        plain: tuple[Any, ...],
-        dynamic: tuple[tuple[int, ...], ...],
-        tensors: list[torch.Tensor],
+        self, fn: Any, columns: _Columns, example: int, dynamic: tuple[tuple[int, ...], ...]
     ) -> Variant:
+        tensors = [c[example] for c in columns.tensors]
         assert self.root is not None and self.examined is not None
         examined = self.examined
         for _ in range(4):
-            body = _Body(fn, self.root, examined.names, kind, plain, len(tensors))
+            body = _Body(fn, self.root, examined.names, columns.kind, columns.plain, len(tensors))
             shared = [s.resolve() for s in examined.shared]
             types = [TensorType.of(t) for t in tensors]
             outcome, effects = examined.reads.run(
@@ -270,9 +251,8 @@ class PackedForward:
             raise BodyError(
                 f"changes {changed}" if changed else effects.effect or "writes to what it was given"
             )
-        example = [t.detach() for t in tensors]
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
-        function = PackedFunction.of(body, example, dynamic, operands)
+        function = PackedFunction.of(body, [t.detach() for t in tensors], dynamic, operands)
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         return Variant(function, body.spec, examined.names)
@@ -285,14 +265,15 @@ class PackedForward:
         family: Family,
         work: list[tuple[Variant | None, np.ndarray]],
         instances: Sequence[Instance],
-        columns: Sequence[Sequence[torch.Tensor]],
+        columns: _Columns,
+        sizes: Sequence[np.ndarray],
         out: str,
     ) -> Any:
         assert self.examined is not None
         shared = [s.resolve() for s in self.examined.shared]
         if len(work) == 1 and work[0][0] is not None:
             variant = work[0][0]
-            outputs, z = self._packed(variant, columns, shared)
+            outputs, z = self._packed(variant, columns.tensors, sizes, shared)
             if out == "stack":
                 stacked = _stacked(variant, outputs, z)
                 if stacked is not None:
@@ -306,8 +287,9 @@ class PackedForward:
                     family.alone += len(chosen)
                     made = [_alone(fn, *instances[i]) for i in chosen]
                 else:
-                    some = [[column[i] for i in chosen] for column in columns]
-                    made = _separate(variant_or_none, *self._packed(variant_or_none, some, shared))
+                    some = [[column[i] for i in chosen] for column in columns.tensors]
+                    theirs = [s[places] for s in sizes]
+                    made = _separate(variant_or_none, *self._packed(variant_or_none, some, theirs, shared))
                 for i, result in zip(chosen, made, strict=True):
                     results[i] = result
         if out == "stack":
@@ -315,9 +297,12 @@ class PackedForward:
         return nest(results) if out == "nested" else results
 
     def _packed(
-        self, variant: Variant, columns: Sequence[Sequence[torch.Tensor]], shared: list[torch.Tensor]
+        self,
+        variant: Variant,
+        columns: Sequence[Sequence[torch.Tensor]],
+        sizes: Sequence[np.ndarray],
+        shared: list[torch.Tensor],
     ) -> tuple[list[torch.Tensor], Minibatch]:
-        sizes = variant.function.columns_of(columns)
         outputs, z = variant.function(columns, shared, sizes, columns[0][0].device)
         variant.calls += 1
         variant.instances += z.n
@@ -380,44 +365,66 @@ class _Body:
 _TENSOR = object()
 
 
-def _columns(instances: Sequence[Instance]) -> tuple[_Kind, tuple[Any, ...], list[list[torch.Tensor]]] | None:
+@dataclass
+class _Columns:
+    """The instances of a minibatch as columns."""
+
+    kind: _Kind
+    plain: tuple[Any, ...]  # the leaves of an instance, _TENSOR for each tensor
+    tensors: list[list[torch.Tensor]]  # per tensor leaf, those of all instances
+    shapes: list[list[torch.Size]]
+
+    @property
+    def n(self) -> int:
+        return len(self.tensors[0])
+
+    def sizes(self, dynamic: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """int64 [n] for each of these dimensions."""
+        return [
+            np.array([s[d] for s in shapes], dtype=np.int64)
+            for shapes, dims in zip(self.shapes, dynamic, strict=True)
+            for d in dims
+        ]
+
+
+def _columns(instances: Sequence[Instance]) -> _Columns | None:
     """The instances as columns of tensors; None where they are not alike or hold something else than plain data."""
     args, kwargs = instances[0]
     leaves, spec = tree_flatten((args[1:], kwargs))
     plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
     places = [i for i, x in enumerate(plain) if x is _TENSOR]
-    simple = len(places) == len(leaves) == len(args) - 1 and not kwargs
-    try:
-        keys = tuple(static_key(x) for x in plain if x is not _TENSOR and type(x) in ATOMS)
-    except OpaqueArgumentError:
+    if not places or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
         return None
-    if len(keys) + len(places) != len(plain):
-        return None
-    rows: list[Sequence[Any]] = []
-    for args, kwargs in instances:
-        if simple:
-            if len(args) - 1 != len(places) or kwargs:
-                return None
-            rows.append(args[1:])
-            continue
-        found, other = tree_flatten((args[1:], kwargs))
-        if other != spec or not _equal_plain(found, plain):
+    if len(places) == len(args) - 1 and not kwargs:
+        count = len(args)
+        if not all(len(a) == count and not k for a, k in instances):
             return None
-        rows.append([found[i] for i in places])
-    columns = [list(c) for c in zip(*rows, strict=True)]
-    tensors = []
+        columns = [[a[i] for a, _ in instances] for i in range(1, count)]
+    else:
+        rows = []
+        for args, kwargs in instances:
+            found, other = tree_flatten((args[1:], kwargs))
+            if other != spec or not _equal_plain(found, plain):
+                return None
+            rows.append(found)
+        columns = [[row[i] for row in rows] for i in places]
+    kinds, shapes = [], []
     for column in columns:
-        first = column[0]
-        rank, dtype, device = first.dim(), first.dtype, first.device
-        for t in column:
-            if type(t) is not torch.Tensor or t.dtype is not dtype or t.dim() != rank:
-                return None
-        if first.layout is not torch.strided or any(t.device != device for t in column) or first.is_conj():
+        if set(map(type, column)) != {torch.Tensor}:
             return None
-        tensors.append((rank, dtype, device))
-    if len({device for _, _, device in tensors}) != 1:
+        first = column[0]
+        met = [t.shape for t in column]
+        alike = {(t.dtype, t.device, t.layout) for t in column}
+        if len(alike) != 1 or len(set(map(len, met))) != 1:
+            return None
+        if first.layout is not torch.strided or any(t.is_conj() or t.is_neg() for t in column):
+            return None
+        kinds.append((first.dim(), first.dtype, first.device))
+        shapes.append(met)
+    if len({device for _, _, device in kinds}) != 1:
         return None
-    return _Kind(spec, keys, tuple(tensors)), plain, columns
+    keys = tuple(static_key(x) for x in plain if x is not _TENSOR)
+    return _Columns(_Kind(spec, keys, tuple(kinds)), plain, columns, shapes)
 
 
 def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxbatch.runtime.options import Options
+from fxbatch.torch_private import tree_leaves
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.runtime.packed_forward import PackedForward
@@ -43,10 +44,18 @@ class PackedRoute:
 
 
 def _tensors_first(instance: Any) -> bool:
+    """Whether an instance is a tensor, or a container of tensors: a look at one, which costs nothing for trees."""
     args = instance[0]
-    return len(args) > 1 and type(args[1]) is torch.Tensor
+    if len(args) < 2:
+        return False
+    first = args[1]
+    if type(first) in (tuple, list):
+        return bool(first) and type(first[0]) is torch.Tensor
+    if type(first) is dict:
+        return any(type(x) is torch.Tensor for x in first.values())
+    return type(first) is torch.Tensor
 
 
 def _sizes_differ(instances: Sequence[Any]) -> bool:
-    shapes = [[x.shape if type(x) is torch.Tensor else None for x in args[1:]] for args, _ in instances]
+    shapes = [[x.shape for x in tree_leaves(args[1:]) if type(x) is torch.Tensor] for args, _ in instances]
     return any(s != shapes[0] for s in shapes)

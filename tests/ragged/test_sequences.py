@@ -1,0 +1,109 @@
+"""Recurrent layers, convolutions, attention layers and losses of torch, against the loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ragged.against_loop import check_packed
+from tests.ragged.test_rules import ALL, PAIRS, SOME, B, rows, two
+
+LONG = [(3,), (5,), (9,)]
+torch.manual_seed(2)
+
+
+def of_module(module: nn.Module, call: Callable[..., Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """`call(module, *tensors)` as a body with the module's parameters last, and these."""
+    module.double()
+    names = [name for name, _ in module.named_parameters()]
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return call(self.inner, *tensors)
+
+    bound = Bound()
+
+    def body(*tensors: torch.Tensor) -> Any:
+        count = len(tensors) - len(names)
+        state = {f"inner.{name}": t for name, t in zip(names, tensors[count:], strict=True)}
+        return torch.func.functional_call(bound, state, tensors[:count])
+
+    return body, [p.detach() for p in module.parameters()]
+
+
+def layers() -> dict[str, tuple[nn.Module, Callable[..., Any], Any]]:
+    plain = lambda m, x: m(x)  # noqa: E731
+    columns = lambda m, x: m(x.t())  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are not used here
+        stack = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, norm_first=True, activation="gelu"), 2
+        )
+    causal = lambda m, x: m(x, nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype))  # noqa: E731
+    return {
+        "LSTM": (nn.LSTM(6, 4, 2, bidirectional=True), plain, SOME),
+        "GRU": (nn.GRU(6, 4), plain, SOME),
+        "RNN": (nn.RNN(6, 4, nonlinearity="relu"), plain, SOME),
+        "LSTM with a projection": (nn.LSTM(6, 4, proj_size=2), plain, SOME),
+        "LSTM batch first": (nn.LSTM(6, 4, batch_first=True), lambda m, x: m(x[None])[0][0], SOME),
+        "LSTM with states": (nn.LSTM(6, 4), lambda m, x: m(x, (x.sum(0)[None, :4], x.sum(0)[None, :4])), SOME),
+        "convolution": (nn.Conv1d(6, 4, 3, padding=1), columns, SOME),
+        "convolution without padding": (nn.Conv1d(6, 4, 3), columns, LONG),
+        "strided, dilated convolution": (nn.Conv1d(6, 4, 3, stride=2, padding=2, dilation=2), columns, LONG),
+        "convolution of the same size": (nn.Conv1d(6, 4, 5, padding="same"), columns, SOME),
+        "convolution in groups": (nn.Conv1d(6, 6, 3, padding=1, groups=3), columns, SOME),
+        "convolution and maximum": (
+            nn.Conv1d(6, 4, 3, padding=1), lambda m, x: torch.relu(m(x.t()[None])).amax(2)[0], SOME
+        ),
+        "encoder layer": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), plain, ALL),
+        "encoder, norm first": (stack, plain, ALL),
+        "encoder with a causal mask": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0), causal, SOME),
+        "attention with its weights": (nn.MultiheadAttention(6, 2), lambda m, x: m(x, x, x), SOME),
+    }  # fmt: skip
+
+
+LAYERS = layers()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    module, call, sizes = LAYERS[name]
+    body, parameters = of_module(module, call)
+    function = check_packed(body, rows, sizes, ((0,),), parameters)
+    assert not function.lowered.alone, function.lowered.source
+
+
+def test_decoder_layer() -> None:
+    body, parameters = of_module(nn.TransformerDecoderLayer(6, 2, 12, dropout=0.0), lambda m, a, b: m(a, b))
+    assert not check_packed(body, two, PAIRS, ((0,), (0,)), parameters).lowered.alone
+
+
+def tagged(t: int) -> list[torch.Tensor]:
+    return [torch.randn(t, 6), torch.randint(6, (t,))]
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "cross entropy": (F.cross_entropy, SOME),
+    "summed, some ignored": (lambda x, t: F.cross_entropy(x, t, reduction="sum", ignore_index=2), ALL),
+    "smoothed": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), SOME),
+    "weighted": (lambda x, t: F.cross_entropy(x, t, B[:6].abs().double()), SOME),
+    "squares": (lambda x, t: F.mse_loss(x, x * 2), SOME),
+    "binary": (lambda x, t: F.binary_cross_entropy_with_logits(x, (x > 0).to(x.dtype)), SOME),
+    "smooth": (lambda x, t: F.smooth_l1_loss(x, x * 3, reduction="sum"), ALL),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    body, sizes = LOSSES[name]
+    assert not check_packed(body, tagged, sizes, ((0,), (0,))).lowered.alone
