@@ -1,8 +1,8 @@
 """Rules for look-ups and scatters: an instance's own indices mean its own rows.
 
 In: index, index_select, gather, index_add, scatter and their kin. Out: the same on the rows of all instances, each
-index moved by the first row of its instance. An index out of the instance's range stays an error: it never reads or writes
-another instance's rows.
+index moved by the first row of its instance. An index out of the instance's range stays an error: it never reads or
+writes another instance's rows.
 """
 
 from __future__ import annotations
