@@ -22,6 +22,7 @@ from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.torch_private import inside_functorch, memory_is_real
+from fxbatch.trace.left_behind import handing_over
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -130,14 +131,15 @@ class Engine(Planner):
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
         """The result of the decorated call from the values of a finished run."""
-        take = lambda requests: take_results(run, requests)  # noqa: E731
         left = found.left
+        holder = found.all_values()[:1] or ([] if left is None else left.values)
+        take = handing_over(found.values, holder, lambda requests: take_results(run, requests), renumber)
         if left is not None:
             take = left.together(take, renumber)
         try:
             if out == "stack":
                 return stack(found, renumber, take)
-            results = separate(found, renumber, take)
+            results = separate(found, renumber, take, run.value_needs if isinstance(run, Run) else None)
             return nest(results) if out == "nested" else results
         finally:
             if left is not None:

@@ -156,16 +156,23 @@ def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> Any:
     return torch.stack(tensors)
 
 
-def separate(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take) -> list[Any]:
-    """A list of per-instance results with real tensors in place of values."""
-    flat = found.all_values()
-    by_type: dict[Any, dict[int, int]] = {}
-    for x in flat:
-        by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(x.id, 0)
+def separate(
+    found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take, needs: np.ndarray | None = None
+) -> list[Any]:
+    """A list of per-instance results with real tensors in place of values. needs: whether gradients go through each
+    value of the program, where the run knows."""
+    by_type: dict[Any, dict[int, Value]] = {}
+    for x in found.all_values():
+        by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(x.id, x)
     requests = [renumber(np.array(list(ids), dtype=np.int64)) for ids in by_type.values()]
     tensors: dict[int, torch.Tensor] = {}
-    for ids, rows in zip(by_type.values(), take(requests), strict=True):
-        tensors.update(zip(ids, rows.unbind(0), strict=True))
+    for values, request, rows in zip(by_type.values(), requests, take(requests), strict=True):
+        parts = rows.unbind(0)
+        if rows.requires_grad:
+            flags = [x.requires_grad for x in values.values()] if needs is None else needs[request].tolist()
+            if not all(flags):  # one tensor for all: what is detached was taken along
+                parts = tuple(t if flag else t.detach() for t, flag in zip(parts, flags, strict=True))
+        tensors.update(zip(values, parts, strict=True))
     out = []
     for leaves, spec in zip(found.leaves, found.specs, strict=True):
         real = [tensors[x.id] if type(x) is Value else x for x in leaves]

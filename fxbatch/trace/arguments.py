@@ -76,7 +76,8 @@ class Arguments:
         """The key of one argument; raises keys.OpaqueArgumentError for a leaf that is no plain data."""
         kind = type(x)
         if kind is Value:
-            return self._input(x, x)
+            real = None if x._recorder is self.recorder else x._recorder.tensor(x)
+            return self._input(x, x) if real is None else self._real(real)
         if kind is tuple or kind is list:
             return (kind, *[self.key(y) for y in x])
         if kind is WrittenTensor:

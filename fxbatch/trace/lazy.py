@@ -58,7 +58,7 @@ class LazyBatch:
         if error is None:
             self.run()
         self.recorder.finish()
-        left = LeftBehind.of(self.recorder)
+        left = LeftBehind.of(self.recorder, held=False)
         if left is not None and error is not None:
             left.abandon()
         elif left is not None:

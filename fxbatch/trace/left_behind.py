@@ -10,59 +10,68 @@ the run it becomes real tensors.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from fxbatch.torch_private import tree_leaves
+from fxbatch.trace.aliases import alias_of
+from fxbatch.trace.objects import has_attributes, values_in
+from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.values import Value
 from fxbatch.trace.written import Written
 
-if TYPE_CHECKING:
-    from fxbatch.trace.record import Recorder
-
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
+Renumber = Callable[[np.ndarray], np.ndarray]  # ids as recorded -> ids in the program that ran
 
 # References to a tensor that was written to which are ours: its record's, and the argument of `getrefcount`.
 _OURS = 2
+# References to a recorder that is done: from two frames, its run, its method, and the argument of `getrefcount`.
+_ITS_OWN = 5
+_DEEPEST = 4  # containers within containers that are looked into, on modules and beside their hooks
 
 
 class LeftBehind:
     """What outlives a call beside its results."""
 
-    def __init__(self, recorder: Recorder, written: Sequence[Written]) -> None:
+    def __init__(self, recorder: RecordedCalls, written: Sequence[Written], held: Sequence[Value]) -> None:
         self.recorder = recorder
         self.written = list(written)
+        self.held = list(held)  # values in attributes, lists, and whatever else
 
     @staticmethod
-    def of(recorder: Recorder) -> LeftBehind | None:
-        """What the user still holds; None where there is nothing."""
-        if not recorder.written:
-            return None
+    def of(recorder: RecordedCalls, results: Sequence[Any] = (), *, held: bool = True) -> LeftBehind | None:
+        """What the user still holds; None where there is nothing. held: look for values that no result has."""
         written = list(recorder.written.values())
         recorder.written = {}
-        held = [x for x in written if sys.getrefcount(x.tensor) > _OURS]
-        return LeftBehind(recorder, held) if held else None
+        kept = [x for x in written if sys.getrefcount(x.tensor) > _OURS]
+        values = _held(recorder, results, len(written)) if held else []
+        return LeftBehind(recorder, kept, values) if kept or values else None
 
     @property
     def values(self) -> list[Value]:
         """What has to be computed."""
-        return [x.value for x in self.written]
+        return [x.value for x in self.written] + self.held
 
-    def together(self, take: Take, renumber: Callable[[np.ndarray], np.ndarray]) -> Take:
-        """`take` that asks for these values as well, in the same request, and hands them over."""
+    def together(self, take: Take, renumber: Renumber) -> Take:
+        """`take` that asks for these values as well, in the same request, and fills what was written to."""
 
         def both(requests: list[np.ndarray]) -> list[torch.Tensor]:
-            by_type: dict[int, list[Value]] = {}
+            by_type: dict[tuple[int, bool], list[Value]] = {}
             for v in self.values:
-                by_type.setdefault(v._type, []).append(v)
+                by_type.setdefault((v._type, v.requires_grad), []).append(v)
             own = [renumber(np.array([v.id for v in group], dtype=np.int64)) for group in by_type.values()]
             rows = take([*requests, *own])
             found: dict[int, torch.Tensor] = {}
             for group, tensor in zip(by_type.values(), rows[len(requests) :], strict=True):
-                found.update(zip([v._value for v in group], tensor.unbind(0), strict=True))
+                parts = tensor.unbind(0) if group[0].requires_grad else tensor.detach().unbind(0)
+                found.update(zip([v._value for v in group], parts, strict=True))
             self.give([found[v._value] for v in self.values])
             return rows[: len(requests)]
 
@@ -70,7 +79,7 @@ class LeftBehind:
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
         """The call is done: `tensors` are the contents of `values`."""
-        for x, content in zip(self.written, tensors, strict=True):
+        for x, content in zip(self.written, tensors, strict=False):
             x.give_back(content)
         self.written = []
 
@@ -79,3 +88,120 @@ class LeftBehind:
         for x in self.written:
             x.give_back(None)
         self.written = []
+
+
+def handing_over(values: np.ndarray, holder: Sequence[Value], take: Take, renumber: Renumber) -> Take:
+    """`take` after which the values that somebody still holds are the tensors that were taken.
+
+    values: ids of all that is asked for, as they were recorded; holder: values of the recording.
+    """
+    if not len(holder):
+        return take
+    recorder = holder[0]._recorder
+
+    def taking(requests: list[np.ndarray]) -> list[torch.Tensor]:
+        rows = take(requests)
+        places: dict[int, tuple[int, int]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor_of(v: Value) -> torch.Tensor | None:
+            if not places:
+                at = {n: (k, i) for k, request in enumerate(requests) for i, n in enumerate(request.tolist())}
+                pairs = zip(values.tolist(), renumber(values).tolist(), strict=True)
+                places.update({before: at[n] for before, n in pairs if n in at})
+            if v.id in places and v.id not in tensors:
+                request, i = places[v.id]
+                row = rows[request][i]
+                flag = not row.requires_grad or recorder.would_require_grad(v)
+                tensors[v.id] = row if flag else row.detach()
+            return tensors.get(v.id)
+
+        recorder.is_real(tensor_of)
+        return rows
+
+    return taking
+
+
+def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> list[Value]:
+    """The values of a recording that somebody else than its results holds.
+
+    Each value refers to its recorder, so that counting says whether there are any; then they are looked for where
+    models leave them, and only if some are missing among all objects.
+    """
+    expected = _ITS_OWN + written + (recorder.waiting is not None)
+    known = _known(recorder, results)
+    missing = sys.getrefcount(recorder) - expected - len(known) - _made_again(known)
+    if missing <= recorder.table.unexplained:
+        return []
+    for x in _objects(results):
+        known.setdefault(id(x), x)
+    found: dict[int, Value] = {}
+    for module in dict.fromkeys(m for root in recorder.roots for m in root.modules()):
+        for x in _beside(module):
+            _look_into(x, recorder, known, found, _DEEPEST)
+    if len(found) + _made_again(found) < missing:
+        for x in gc.get_referrers(recorder):
+            if type(x) is Value and id(x) not in known:
+                found[id(x)] = x
+    if not found:
+        recorder.table.unexplained = missing
+    return list({v._value: v for v in found.values()}.values()) if len(found) else []
+
+
+def _known(recorder: RecordedCalls, results: Sequence[Any]) -> dict[int, Value]:
+    """The values of the results and those that the recorder keeps, with what they are views of, by id."""
+    ahead = [x for result in results for x in ((result,) if type(result) is Value else tree_leaves(result))]
+    ahead += [v for v, *_ in recorder.constants.values()]
+    ahead += [v for v, *_ in recorder.foreign.copies.values()]
+    ahead += [v for v, *_ in (recorder.copies or {}).values()]
+    ahead += recorder.numbers.values()
+    found: dict[int, Value] = {}
+    while ahead:
+        v = ahead.pop()
+        if type(v) is not Value or v._recorder is not recorder or id(v) in found:
+            continue
+        found[id(v)] = v
+        alias = alias_of(v)
+        if alias is not None:
+            ahead += [x for x in (alias.source, *tree_leaves(alias.call or ())) if type(x) is Value]
+    return found
+
+
+def _made_again(values: dict[int, Value]) -> int:
+    """How many of the values know how to be recorded again, which refers to the recorder."""
+    aliases = [alias_of(v) for v in values.values()]
+    return sum(alias is not None and alias.again is not None for alias in aliases)
+
+
+def _objects(results: Sequence[Any]) -> list[Value]:
+    """Values in objects of the user's own classes, which results have as leaves."""
+    leaves = [x for result in results for x in tree_leaves(result)]
+    return [v for x in leaves if type(x) is not Value and has_attributes(x) for v in values_in(x)]
+
+
+def _beside(module: torch.nn.Module) -> Iterator[Any]:
+    """What a module holds that is no tensor of its own, and what its hooks' closures hold."""
+    yield from [x for name, x in vars(module).items() if name not in _TENSORS]
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        code = getattr(hook, "__func__", hook)
+        for cell in getattr(code, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                yield cell.cell_contents
+        names = getattr(getattr(code, "__code__", None), "co_names", ())
+        given = getattr(code, "__globals__", {})
+        yield from [given[name] for name in names if name in given]
+        yield getattr(hook, "__self__", None)
+
+
+_TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_fxbatch_engines"})
+
+
+def _look_into(
+    x: Any, recorder: RecordedCalls, known: dict[int, Value], found: dict[int, Value], depth: int
+) -> None:
+    if type(x) is Value:
+        if x._recorder is recorder and id(x) not in known:
+            found[id(x)] = x
+    elif depth and type(x) in (list, tuple, dict, deque):
+        for part in list(x.values()) if type(x) is dict else list(x):
+            _look_into(part, recorder, known, found, depth - 1)

@@ -121,8 +121,9 @@ def record_minibatch(
             quicken(type(root))
         run.all()
     _refuse_foreign_values(recorder, run.results)
+    left = LeftBehind.of(recorder, run.results, held=runs_now)
     recorder.finish()
-    return Recording(recorder, run.results, run.statistics, left=LeftBehind.of(recorder))
+    return Recording(recorder, run.results, run.statistics, left=left)
 
 
 def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:

@@ -63,5 +63,8 @@ class Recorder(RecordedCalls):
         rebind(self, v, new, name)
 
     def laid_out(self, v: Value) -> torch.Tensor:
-        """A fake tensor with the strides that an eager tensor would have here."""
+        """A tensor with the strides that an eager tensor would have here, a fake one while the call goes on."""
+        real = self.tensor(v)
+        if real is not None:
+            return real
         return laid_out(self, v)

@@ -319,9 +319,31 @@ class RecordedCalls(Columns):
             )
         return self.ask(values, plain)
 
+    def is_real(self, tensor_of: Callable[[Value], torch.Tensor | None]) -> None:
+        """The call is over, and its values that somebody holds are these tensors."""
+
+        def give(values: Sequence[Value]) -> list[torch.Tensor]:
+            found = [tensor_of(v) for v in values]
+            if any(t is None for t in found):
+                raise TraceError(
+                    "a value of a finished call was used, which nobody held when the call ended: keep results "
+                    f"instead{at_line()}"
+                )
+            return [t for t in found if t is not None]
+
+        def answer(values: Sequence[Value], plain: bool) -> list[Any]:
+            real = [t.detach() for t in give(values)]
+            return [x.tolist() for x in real] if plain else real
+
+        self.give, self.ask = give, answer
+
+    def tensor(self, v: Value) -> torch.Tensor | None:
+        """The tensor that a value has become, None while its call goes on."""
+        return self.give([v])[0] if self.over and self.give is not None else None
+
     def can_read(self) -> bool:
         """Whether a value can be asked for now, here."""
-        return self.ask is not None and state.recorder is self
+        return self.ask is not None and (state.recorder is self or bool(self.over))
 
     def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]:
         """Real tensors with gradients, where the recording can give them (`lazy`)."""
@@ -331,6 +353,13 @@ class RecordedCalls(Columns):
 
     def requires_grad(self, v: Value) -> bool:
         """Whether an eager tensor would require a gradient here."""
+        real = self.tensor(v)
+        if real is not None:
+            return real.requires_grad
+        return self.would_require_grad(v)
+
+    def would_require_grad(self, v: Value) -> bool:
+        """Whether gradients go through the call that makes this value."""
         number = v._value - self.base
         found = self.gradients.of(number)
         if found is None:

@@ -72,6 +72,8 @@ def _key(
         kind = type(a)
         key.append(kind)
         if kind is Value:
+            if a._recorder is not recorder:
+                return None
             key.append(a._type)
             ids.append(a._value)
         elif kind in _PLAIN:
@@ -92,7 +94,7 @@ def _key(
         elif kind is list or kind is tuple:
             key.append(len(a))
             for v in a:
-                if type(v) is not Value:
+                if type(v) is not Value or v._recorder is not recorder:
                     return None
                 key.append(v._type)
                 ids.append(v._value)

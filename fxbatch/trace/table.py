@@ -95,6 +95,7 @@ class SignatureTable:
     def __init__(
         self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., Any] | None = None
     ) -> None:
+        self.unexplained = 0  # references to recorders that no value explained (trace/left_behind.py)
         self.limit = limit
         self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
         self.lock = threading.RLock()

@@ -11,6 +11,7 @@ once; what needs the content suspends the instance.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any], Callable[[Any, A
         recorder = self._recorder
         if (
             type(other) is Value
+            and other._recorder is recorder
             and _is_grad_enabled() is recorder.grad
             and any_autocast() is recorder.autocast
         ):
@@ -95,6 +97,9 @@ class Records(Protocol):
     def requires_grad(self, v: Value) -> bool: ...
     def type_of(self, v: Value) -> TensorType: ...
     def can_read(self) -> bool: ...
+    def tensor(self, v: Value) -> torch.Tensor | None: ...
+    def would_require_grad(self, v: Value) -> bool: ...
+    def is_real(self, tensor_of: Callable[[Value], torch.Tensor | None]) -> None: ...
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]: ...
     def read_plain(self, v: Value) -> Any: ...
     def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]: ...
@@ -209,11 +214,15 @@ class Value(torch.Tensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
+        real = self._recorder.tensor(self)
+        if real is not None:
+            return real.grad_fn
         return RecordedGradient() if self.requires_grad else None
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
-        return None
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        real = self._recorder.tensor(self)
+        return None if real is None else real.grad
 
     @property
     def data(self) -> Any:
@@ -331,7 +340,8 @@ class Value(torch.Tensor):
         recorder = getattr(self, "_recorder", None)
         if recorder is None or not recorder.can_read():
             return f"Value({recorder.type_of(self)})" if recorder is not None else "Value()"
-        return repr(self._read())
+        real = recorder.tensor(self)
+        return repr(self._read() if real is None else real)
 
     __str__ = __repr__
 
@@ -357,6 +367,9 @@ class Value(torch.Tensor):
         return self.flip(0) if self.dim() else self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        real = self._recorder.tensor(self)
+        if real is not None:
+            return copy.deepcopy(real, memo)
         if self.requires_grad:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol "
@@ -369,6 +382,9 @@ class Value(torch.Tensor):
         return self.detach()  # as torch makes it: the same memory, a leaf
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        real = self._recorder.tensor(self)
+        if real is not None:
+            return real.__reduce_ex__(protocol)
         raise TraceError("a value can't be pickled: it has no content until its minibatch has run")
 
     # What a tensor is beside its numbers
@@ -392,9 +408,15 @@ class Value(torch.Tensor):
         return self
 
     def retain_grad(self) -> None:
+        real = self._recorder.tensor(self)
+        if real is not None:
+            return real.retain_grad()
         raise TraceError("retain_grad() on a value can't be recorded")
 
     def register_hook(self, hook: Any) -> Any:
+        real = self._recorder.tensor(self)
+        if real is not None:
+            return real.register_hook(hook)
         raise TraceError(
             "register_hook() on a value can't be recorded: register it on a result or a parameter"
         )

@@ -27,7 +27,7 @@ class Parts(nn.Module):
         self.register_buffer("zeros", torch.zeros(SIZE))
         self.plain = torch.zeros(SIZE)
         self.code = code
-        self.batched = fxbatch.autobatch(**options)(self.forward)
+        self.batched = fxbatch.autobatch(**{"adaptive": False, **options})(self.forward)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.code(self, x)
