@@ -86,6 +86,8 @@ class SizedGraph:
     def fitting(self, columns: Sequence[np.ndarray]) -> np.ndarray:
         """bool [n]: for which instances the graph is the body; columns: their sizes, one column a symbol."""
         good = np.ones(len(columns[0]), dtype=bool)
+        for column in columns:
+            good &= column > 1  # symbols are taken to be 2 or more: `max(len(x), 1)` leaves no guard
         for answer in self._holds(*columns):
             good &= answer
         for i in np.flatnonzero(~good).tolist():
