@@ -16,7 +16,7 @@ FORWARDS: dict[str, Callable[[Any, Any], Any]] = {
     "at least 1": lambda self, x: self.l(x).sum(0) / max(len(x), 1),
     "at most 1": lambda self, x: self.l(x).sum(0) * min(len(x), 1),
     "none": lambda self, x: self.l(x).amax(0) if len(x) else x.new_zeros(6),
-    "not none": lambda self, x: self.l(x)[-1] if len(x) > 0 else self.l(torch.zeros(6)),
+    "not none": lambda self, x: self.l(x)[-1] if len(x) > 0 else self.l(x.new_zeros(6)),
     "one": lambda self, x: self.l(x).sum(0) * (3 if len(x) == 1 else 1),
     "fewer than two": lambda self, x: x.sum(0) if len(x) < 2 else self.l(x).sum(0),
     "a slice": lambda self, x: self.l(x).reshape(-1)[:1].sum(),
