@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
-from fxbatch.ragged.expressions import columns_function
+from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
 from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
 from fxbatch.ragged.rules import kept_whole, rule_of
@@ -213,6 +213,14 @@ class PackedFunction:
         exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`
         sizes = columns_function([*lowered.lengths, *lowered.columns], graph.symbols)
         return PackedFunction(graph, lowered, space["packed"], sizes, dynamic)
+
+    def output_shapes(self, sizes: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+        """The shape of each output, for one instance of these sizes."""
+        values = dict(zip(self.graph.symbols, (int(s[0]) for s in sizes), strict=True))
+        return [
+            tuple(int(d.subs(values)) if depends(d) else int(d) for d in o.shape)
+            for o in self.lowered.outputs
+        ]
 
     def columns_of(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[np.ndarray]:
         """The sizes of each instance, one column a symbol."""

@@ -16,6 +16,7 @@ from fxbatch.runtime.count_run import count_run
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.function import LazyRun, take_results
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.packed_calls import PackedCalls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
@@ -37,15 +38,20 @@ class Engine(Planner):
         self.root = root
         self.table = SignatureTable(verify=options.verify)
         self.packed = PackedRoute(options, root)
+        off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
+        if not off and options.backward == "compiled":
+            self.table.packed = PackedCalls(verify=options.verify)
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 
     def table_for_recording(self) -> SignatureTable:
         """The table for a new recording: another one where this is full. Recordings under way go on with theirs."""
         if self.table.full:
+            packed = self.table.packed
             self.table = SignatureTable(
                 self.table.limit, verify=self.options.verify, forward=self.table.forward
             )
+            self.table.packed = packed
         return self.table
 
     # -- the call -----------------------------------------------------------------------------------
@@ -110,10 +116,13 @@ class Engine(Planner):
 
         ahead: the last phase runs later, with parameters that may be others by then.
         """
+        table = self.table_for_recording()
+        if isinstance(run, Run) and not run.lasting and not ahead:
+            run.table = table
         return record_minibatch(
             fn,
             instances,
-            self.table_for_recording(),
+            table,
             run,
             return_exceptions=self.options.return_exceptions,
             roots=() if self.root is None else (self.root,),

@@ -35,6 +35,7 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, Operands, Template
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
+from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]
 
@@ -61,6 +62,8 @@ class Run:
 
     def __init__(self, planner: Planner, *, grad: bool) -> None:
         self.planner = planner
+        self.table: SignatureTable | None = None  # of the recording, where packed calls may be resolved
+        self.packed_values: dict[int, torch.Tensor] = {}  # what they gave, by value
         planner.pool.begin()
         self.grad = grad
         self.memory = Memory(planner.pool)
@@ -98,15 +101,23 @@ class Run:
 
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
+        program = self._resolved(program)
         if len(program):
             self.execute(program, self.planner.schedule(program), last=False)
+
+    def _resolved(self, program: Program) -> Program:
+        """The program after its packed calls, which are constants then."""
+        if self.table is None or self.table.packed is None or not len(program):
+            return program
+        found: Program = self.table.packed.resolve(self.table, program, self.packed_values, grad=self.grad)
+        return found
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
         rewritten first. Returns the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        program, schedule = self.planner.prepare(program)
+        program, schedule = self.planner.prepare(self._resolved(program))
         if len(program):
             self.execute(program, schedule)
         return renumbering(values, program.outputs)

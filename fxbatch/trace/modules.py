@@ -352,6 +352,12 @@ def _new_entry(
         entry = entries.get(key)
         if entry is not None:
             return entry
+        packed, first_shared = recorder.table.packed, len(examined.names)
+        if packed is not None:
+            found: Entry | None = packed.entry(recorder, entries, args, kwargs, arguments, first_shared)
+            if found is not None:
+                entries[key] = found
+                return found
         if rule is PLAIN_MODULE and _shapes_met(recorder, record, examined) >= MANY_SHAPES:
             recorder.lasts = False  # its known calls would go on being one operation
             record.through = f"met more than {MANY_SHAPES} signatures: its parts batch better"
@@ -369,6 +375,8 @@ def _new_entry(
             if isinstance(error, BodyError):
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry
+        if packed is not None and type(entry) is Entry:
+            packed.met(recorder, entries, args, kwargs, arguments, first_shared, entry)
         return entry
 
 

@@ -122,6 +122,9 @@ class SignatureTable:
         ] = {}  # lifted signature -> key of the one number met, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
+        self.packed: Any = (
+            None  # what makes entries of calls with sizes of their own (runtime/packed_calls.py)
+        )
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         self._snapshot: tuple[Signature, ...] = ()

@@ -1,0 +1,332 @@
+"""Calls of submodules on tensors of their own sizes, inside a forward that is recorded: a sentence encoder of a parser.
+
+In: while recording, module calls whose shapes were not met before; before a phase runs, its program. Out: entries
+that need no run on fake tensors; a program in which packed calls whose inputs are at hand have run, all of one level
+at once, and are constants, and so are the rows that are read of them (`encoded[3]`).
+
+    entry = packed_calls.entry(recorder, entries, args, kwargs, arguments)    # None: as any other call
+    program = packed_calls.resolve(run, program)
+
+A signature of a packed call is whole: where it is not resolved, it runs as any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxbatch.ir import Program, Signature, Slot, TensorType
+from fxbatch.mistakes import report
+from fxbatch.signature import CONSTANT_KINDS, tensor_type
+from fxbatch.torch_private import any_autocast
+from fxbatch.trace.keys import static_key
+from fxbatch.trace.operations import take_row
+from fxbatch.trace.table import Entry, SignatureTable
+
+if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
+    from fxbatch.ragged.packed_function import PackedFunction
+
+MEMBERS = 3  # calls of different shapes that are met before a family is built
+MOST_SIZES = 4
+
+_GETITEM = torch.Tensor.__getitem__
+
+
+@dataclass(eq=False)
+class CallFamily:
+    """Calls of one module that differ in the sizes of their inputs alone."""
+
+    members: list[Entry] = field(default_factory=list)
+    function: PackedFunction | None = None
+    signature: Signature | None = None  # of a member: its body
+    reason: str = ""
+    calls: int = 0
+    steps: int = 0
+
+
+class PackedCalls:
+    """The families of an engine, and what runs their calls."""
+
+    def __init__(self, *, verify: bool) -> None:
+        self.verify = verify
+        self.families: list[CallFamily] = []
+
+    # -- while recording ------------------------------------------------------------------------------
+
+    def entry(
+        self,
+        recorder: Any,
+        entries: dict[Any, Any],
+        args: Any,
+        kwargs: Any,
+        arguments: Any,
+        first_shared: int,
+    ) -> Entry | None:
+        """An entry for a call of a family whose function is for its sizes; None where there is none."""
+        if not recorder.watches_operands or any_autocast():
+            return None
+        family = self._family(recorder, entries, args, kwargs, arguments, first_shared)
+        if family.reason or len(family.members) < MEMBERS:
+            return None
+        types = tuple(recorder.type_of(v) for v in arguments.values)
+        if family.function is None:
+            self._build(family, types)
+        function = family.function
+        if function is None:
+            return None
+        sizes = _sizes_of(function, types)
+        if sizes is None or not function.graph.fitting(sizes).all():
+            return None
+        member = family.members[0]
+        assert member.outcome is not None
+        outputs = tuple(
+            tensor_type(shape, t.dtype, t.device)
+            for shape, t in zip(function.output_shapes(sizes), member.signature.outputs, strict=True)
+        )
+        signature = dataclasses.replace(
+            member.signature, inputs=types, outputs=outputs, sizes=family,
+        )  # fmt: skip
+        table: SignatureTable = recorder.table
+        return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
+
+    def met(
+        self,
+        recorder: Any,
+        entries: dict[Any, Any],
+        args: Any,
+        kwargs: Any,
+        arguments: Any,
+        first_shared: int,
+        entry: Entry,
+    ) -> None:
+        """A call that was recorded as any other: what its family is made of."""
+        if not recorder.watches_operands:
+            return
+        family = self._family(recorder, entries, args, kwargs, arguments, first_shared)
+        if len(family.members) < MEMBERS:
+            family.members.append(entry)
+        if entry.aliased or not arguments.values:
+            family.reason = "its result shares memory with its input"
+
+    def _family(
+        self,
+        recorder: Any,
+        entries: dict[Any, Any],
+        args: Any,
+        kwargs: Any,
+        arguments: Any,
+        first_shared: int,
+    ) -> CallFamily:
+        template = arguments.template(args, kwargs, first_shared)
+        types = [recorder.type_of(v) for v in arguments.values]
+        key = (
+            "sizes",
+            str(template.spec),
+            tuple(x if type(x) is Slot else static_key(x) for x in template.leaves),
+            tuple((len(t.shape), t.dtype, t.device) for t in types),
+            tuple(s.key for s in arguments.shared),
+        )
+        family: CallFamily | None = entries.get(key)
+        if family is None:
+            family = entries[key] = CallFamily()
+        return family
+
+    def _build(self, family: CallFamily, types: Sequence[TensorType]) -> None:
+        from fxbatch.ragged.packed_function import PackedFunction
+        from fxbatch.ragged.symbolic import NoPackedForm
+
+        every = [entry.signature.inputs for entry in family.members] + [tuple(types)]
+        dynamic = tuple(
+            tuple(d for d in range(len(column[0].shape)) if len({t.shape[d] for t in column}) > 1)
+            for column in zip(*every, strict=True)
+        )
+        if sum(map(len, dynamic)) > MOST_SIZES or any(len(dims) > 2 for dims in dynamic):
+            family.reason = "too many sizes of its own"
+            return
+        entry = max(family.members, key=lambda m: min(_own(m.signature.inputs, dynamic), default=0))
+        signature = entry.signature
+        if min(_own(signature.inputs, dynamic), default=0) < 2:
+            family.members = family.members[:-1]  # sizes 0 and 1 make no example: wait for another
+            return
+        count = len(signature.inputs)
+
+        def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return signature.run(tensors[:count], tensors[count:])
+
+        example = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in signature.inputs]
+        shared = [s.resolve() for s in signature.shared]
+        operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
+        try:
+            with torch.inference_mode(False):
+                family.function = PackedFunction.of(body, example, dynamic, operands)
+            family.signature = signature
+            self.families.append(family)
+        except NoPackedForm as error:
+            family.reason = str(error)
+        except Exception as error:  # noqa: BLE001 - such calls run as any other
+            report(error, "a packed call", verify=self.verify)
+            family.reason = (
+                f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+            )
+
+    # -- before a phase runs ----------------------------------------------------------------------------
+
+    def resolve(
+        self, table: SignatureTable, program: Program, held: dict[int, torch.Tensor], *, grad: bool
+    ) -> Program:
+        """The program with constants in place of packed calls that could run, and of rows that are read of them.
+
+        held: what packed calls of this minibatch gave, by value; it grows.
+        """
+        packed = [s for s, signature in enumerate(program.signatures) if signature.sizes is not None]
+        if not held and (not packed or not np.isin(program.sig, packed).any()):
+            return program
+        work = _Resolution(program, held)
+        self._run_packed(work, packed, grad=grad)
+        if not held:
+            return program
+        work.take_rows()
+        return work.program_with_constants(table)
+
+    def _run_packed(self, work: _Resolution, packed: list[int], *, grad: bool) -> None:
+        program = work.program
+        waiting = np.flatnonzero(np.isin(program.sig, packed)).tolist()
+        while waiting:
+            ready = [c for c in waiting if work.has_inputs(c)]
+            if not ready:
+                return
+            by_family: dict[CallFamily, list[int]] = {}
+            for c in ready:
+                found = program.signatures[program.sig[c]].sizes
+                by_family.setdefault(found, []).append(c)
+            for family, calls in by_family.items():
+                self._step(work, family, calls, grad=grad)
+            done = set(ready)
+            waiting = [c for c in waiting if c not in done]
+
+    def _step(self, work: _Resolution, family: CallFamily, calls: list[int], *, grad: bool) -> None:
+        """All calls of one family at once."""
+        function, program = family.function, work.program
+        assert function is not None
+        signature = program.signatures[program.sig[calls[0]]]
+        columns = list(zip(*[work.inputs_of(c) for c in calls], strict=True))
+        shared = [s.resolve() for s in signature.shared]
+        with torch.set_grad_enabled(grad and signature.modes.grad):
+            outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
+            parts = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+        family.calls += len(calls)
+        family.steps += 1
+        for i, c in enumerate(calls):
+            first = int(program.first_value[c])
+            for k, column in enumerate(parts):
+                work.give(c, first + k, column[i])
+
+
+class _Resolution:
+    """A program of which some calls have run."""
+
+    def __init__(self, program: Program, held: dict[int, torch.Tensor]) -> None:
+        self.program = program
+        self.held = held
+        self.resolved = np.zeros(len(program), dtype=bool)
+        self.constant: dict[int, Any] = {}  # value -> payload
+        for s, payload in program.constants.items():
+            calls = np.flatnonzero(program.sig == s)
+            self.constant.update(zip(program.first_value[calls].tolist(), payload, strict=True))
+
+    def _inputs(self, c: int) -> list[int]:
+        p = self.program
+        found: list[int] = p.inputs[p.input_offsets[c] : p.input_offsets[c + 1]].tolist()
+        return found
+
+    def has_inputs(self, c: int) -> bool:
+        """Whether what a call reads is at hand."""
+        return all(v in self.held or isinstance(self.constant.get(v), torch.Tensor) for v in self._inputs(c))
+
+    def inputs_of(self, c: int) -> list[torch.Tensor]:
+        """What a call reads."""
+        return [self.held[v] if v in self.held else self.constant[v] for v in self._inputs(c)]
+
+    def give(self, c: int, value: int, tensor: torch.Tensor) -> None:
+        """A call has run."""
+        self.held[value] = tensor
+        self.resolved[c] = True
+
+    def take_rows(self) -> None:
+        """Rows of what packed calls gave, where they are read one by one: views."""
+        p = self.program
+        rows: dict[int, Sequence[torch.Tensor]] = {}
+        for s, signature in enumerate(p.signatures):
+            lifted = signature.operation.target is take_row
+            fixed = None if lifted else _fixed_row(signature)
+            if not lifted and fixed is None:
+                continue
+            for c in np.flatnonzero((p.sig == s) & ~self.resolved).tolist():
+                given = self._inputs(c)
+                if given[0] not in self.held:
+                    continue
+                place = self.constant.get(given[1]) if lifted else fixed
+                if not isinstance(place, int):
+                    continue
+                if given[0] not in rows:
+                    with torch.set_grad_enabled(self.held[given[0]].requires_grad):
+                        rows[given[0]] = self.held[given[0]].unbind(0)
+                self.constant[int(p.first_value[c])] = rows[given[0]][place]
+                self.resolved[c] = True
+
+    def program_with_constants(self, table: SignatureTable) -> Program:
+        """The program, with a constant for each value of what has run."""
+        p = self.program
+        if not self.resolved.any():
+            return p
+        values: dict[int, torch.Tensor] = {
+            int(v): self.held[int(v)] if int(v) in self.held else self.constant[int(v)]
+            for c in np.flatnonzero(self.resolved).tolist()
+            for v in range(p.first_value[c], p.first_value[c + 1])
+        }
+        entries = {v: table.constant(TensorType.of(t)).sid for v, t in values.items()}
+        width = p.width[p.sig]
+        times = np.where(self.resolved, width, 1)
+        sig, instance = p.sig.repeat(times), p.instance.repeat(times)
+        first = np.cumsum(times) - times
+        for c in np.flatnonzero(self.resolved).tolist():
+            for k in range(int(width[c])):
+                sig[first[c] + k] = entries[int(p.first_value[c]) + k]
+        kept = ~self.resolved[p.reader]
+        signatures = table.snapshot()
+        made = Program(
+            signatures=signatures, sig=sig, inputs=p.inputs[kept], instance=instance, outputs=p.outputs,
+            known=p.known, known_types=p.known_types, instances=p.instances,
+        )  # fmt: skip
+        constants = {}
+        for s in np.unique(sig).tolist():
+            if signatures[s].operation.kind in CONSTANT_KINDS:
+                at = made.first_value[np.flatnonzero(sig == s)].tolist()
+                constants[s] = [values[v] if v in values else self.constant[v] for v in at]
+        return dataclasses.replace(made, constants=constants)
+
+
+def _fixed_row(signature: Signature) -> int | None:
+    """The index of `x[3]`, whose index was put back as a plain number."""
+    if signature.operation.target is not _GETITEM or signature.arguments is None:
+        return None
+    leaves = signature.arguments.leaves
+    plain = len(leaves) == 2 and type(leaves[0]) is Slot and type(leaves[1]) is int
+    return leaves[1] if plain else None
+
+
+def _own(types: Sequence[TensorType], dynamic: Sequence[Sequence[int]]) -> list[int]:
+    return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
+
+
+def _sizes_of(function: PackedFunction, types: Sequence[TensorType]) -> list[np.ndarray] | None:
+    """The sizes of one call; None where another dimension differs from the family's."""
+    for t, dims, example in zip(types, function.dynamic, function.graph.tensors, strict=False):
+        if any(d not in dims and size != example.shape[d] for d, size in enumerate(t.shape)):
+            return None
+    return [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]

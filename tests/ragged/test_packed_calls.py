@@ -1,0 +1,117 @@
+"""Submodules on tensors of their own sizes in a forward that takes objects: one step a level, rows where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.runtime.packed_calls import CallFamily
+
+
+class Sentence:
+    def __init__(self, n: int) -> None:
+        self.words = torch.randint(50, (n,))
+        self.heads = [(i + 1) // 2 - 1 for i in range(n)]  # a heap: child i hangs on (i + 1) // 2 - 1
+
+
+class Parser(nn.Module):
+    """A Transformer encodes the sentence; a recursive cell goes over its tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.cell = nn.Linear(16, 8)
+        self.out = nn.Linear(8, 3)
+
+    def compose(self, x: torch.Tensor, s: Sentence, i: int) -> torch.Tensor:
+        h = x[i]
+        for child in range(2 * i + 1, min(2 * i + 3, len(s.words))):
+            h = torch.tanh(self.cell(torch.cat([h, self.compose(x, s, child)])))
+        return h
+
+    @fxbatch.autobatch
+    def forward(self, s: Sentence) -> torch.Tensor:
+        return self.out(self.compose(self.encoder(self.embed(s.words)), s, 0))
+
+
+class Greedy(Parser):
+    """Waits for values between its calls: rows are read in later phases."""
+
+    @fxbatch.autobatch
+    def forward(self, s: Sentence) -> torch.Tensor:
+        x = self.encoder(self.embed(s.words))
+        h = x[0]
+        for i in range(1, min(len(s.words), 4)):
+            if (self.out(h)[0] > 0).item():
+                h = torch.tanh(self.cell(torch.cat([h, x[i]])))
+            else:
+                h = h + x[-1]
+        return self.out(h)
+
+
+def families(model: nn.Module) -> list[CallFamily]:
+    engine = next(iter(model.__dict__["_fxbatch_engines"].values()))
+    return [f for f in engine.table.packed.families if f.function is not None]
+
+
+def results(model: nn.Module, batch: Any) -> tuple[torch.Tensor, list[Any]]:
+    model.zero_grad()
+    found = model(batch)
+    found.square().sum().backward()
+    return found.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("cls", [Parser, Greedy])
+def test_encoder_whose_rows_feed_a_tree(cls: Any) -> None:
+    torch.manual_seed(0)
+    model = cls().double()
+    for sizes in ((3, 5, 2, 7), (4, 1, 9, 6, 3), (30, 2, 1, 8)):
+        batch = [Sentence(n) for n in sizes]
+        found = results(model, batch)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, results(model, batch))
+    assert {f.signature.name for f in families(model) if f.signature} == {"embed", "encoder"}
+    last = [f for f in families(model) if f.calls]
+    assert all(f.steps <= 3 for f in last)
+
+
+def test_new_sizes_run_no_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fxbatch.trace.modules as modules
+
+    class Encoder(Parser):
+        @fxbatch.autobatch(out="list")
+        def forward(self, s: Sentence) -> torch.Tensor:
+            return self.encoder(self.embed(s.words))
+
+    model = Encoder()
+    model([Sentence(n) for n in (3, 5, 2, 7)])
+    ran: list[Any] = []
+    real = modules.run_on_fakes
+    monkeypatch.setattr(modules, "run_on_fakes", lambda *a, **k: ran.append(a) or real(*a, **k))
+    model([Sentence(n) for n in range(10, 60)])
+    assert not ran
+    assert len(families(model)) == 2
+
+
+def test_no_grad_calls_stay_without() -> None:
+    class Frozen(Parser):
+        @fxbatch.autobatch
+        def forward(self, s: Sentence) -> torch.Tensor:
+            with torch.no_grad():
+                x = self.encoder(self.embed(s.words))
+            return self.out(x[0])
+
+    torch.manual_seed(0)
+    model = Frozen().double()
+    batch = [Sentence(n) for n in (3, 5, 2, 7, 4)]
+    results(model, batch)
+    found = results(model, batch)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, results(model, batch))
+    assert model.embed.weight.grad is None
+    assert any(f.calls for f in families(model))
