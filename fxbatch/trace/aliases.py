@@ -10,10 +10,10 @@ which `writes` follows when one of them is written to.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from fxbatch.torch_private import tree_leaves
-from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Alias, Value
 
@@ -32,10 +32,10 @@ def link_view(result: Value, source: Value, again: Any, call: Any, output: int) 
     above.views.append(weakref.ref(result))
 
 
-def link_views(entry: Entry, result: Any, arguments: Arguments, again: Any, call: Any) -> None:
+def link_views(entry: Entry, result: Any, inputs: Sequence[Value], again: Any, call: Any) -> None:
     """Note which outputs of a call are views of which inputs."""
     assert entry.outcome is not None
     leaves = result if entry.row else [x for x in tree_leaves(result) if type(x) is Value]
     for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
         if i >= 0:
-            link_view(leaf, arguments.values[i], again, call, output)
+            link_view(leaf, inputs[i], again, call, output)

@@ -78,6 +78,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         func = _examined_custom(recorder, func)
     if func in FUNCTIONS and (instead := on_packed(func, args)) is not None:
         return instead(*args, **kwargs)
+    asked = func
     settled = settled_call(recorder, func, args, kwargs)
     if settled is not None:
         return settled
@@ -133,9 +134,11 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         again = functools.partial(call_function, recorder, func, args, kwargs)
-        link_views(entry, result, arguments, again, (func, args, kwargs))
+        link_views(entry, result, arguments.values, again, (func, args, kwargs))
+        if type(func) is not CustomFunction:
+            remember_call(recorder, asked, args, kwargs, entry)
     elif type(func) is not CustomFunction or func.examined.guards is not None:
-        remember_call(recorder, func, args, kwargs, entry)
+        remember_call(recorder, asked if func is take_at else func, args, kwargs, entry)
     return result
 
 

@@ -86,7 +86,7 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         again = functools.partial(call_marked, recorder, func, args, kwargs)
-        link_views(entry, result, arguments, again, (func, args, kwargs))
+        link_views(entry, result, arguments.values, again, (func, args, kwargs))
     return result
 
 

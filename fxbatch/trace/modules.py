@@ -168,7 +168,11 @@ def _call(
     if entry.aliased:
         again = functools.partial(_call, recorder, module, method, args, kwargs, through)
         link_views(
-            entry, result, arguments, again, None if method or not _whole(entry) else (module, args, kwargs)
+            entry,
+            result,
+            arguments.values,
+            again,
+            None if method or not _whole(entry) else (module, args, kwargs),
         )
     elif examined.guards is None or module is not record.module:
         pass  # what it reads is compared at each call, in Python

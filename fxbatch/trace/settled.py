@@ -10,18 +10,23 @@ Out: the row recorded, or None: then the call goes the long way, which remembers
 
 from __future__ import annotations
 
-from types import NoneType
+import functools
+from collections.abc import Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
 
+from fxbatch.trace.aliases import link_view, link_views
 from fxbatch.trace.columns import Switch, _fast
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
 
 # Equal objects of these types are the same argument; floats are too, but for zeros and nans (see below).
-_PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device})
+_PLAIN = frozenset({NoneType, bool, int, str, torch.dtype, torch.device, EllipsisType})
+_INDICES = frozenset({NoneType, int, EllipsisType})  # parts of an index, or of a shape
+_WHOLE = (int, NoneType)
 
 
 def settled_call(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,15 +41,39 @@ def settled_call(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwar
     entry = recorder.functions.get(found[0])
     if entry is None or not entry.holds():
         return None
+    inputs = found[1]
+    if entry.aliased:
+        result = recorder.emit(entry, [v._value for v in inputs])
+        link_settled(recorder, entry, result, inputs, args, kwargs)
+        return result
     _remember_here(recorder, func, args, kwargs, entry)
-    return recorder.emit(entry, found[1])
+    return recorder.emit(entry, [v._value for v in inputs])
+
+
+def link_settled(
+    recorder: RecordedCalls,
+    entry: Entry,
+    result: Any,
+    inputs: Sequence[Value],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Note which outputs of a call are views of which inputs, as the long way does."""
+    assert entry.outcome is not None
+    func = entry.signature.operation.target
+    again, call = functools.partial(recorder.call, func, args, kwargs), (func, args, kwargs)
+    if entry.alone >= 0:
+        link_view(result, inputs[entry.outcome.aliases[0]], again, call, 0)
+    else:
+        link_views(entry, result, inputs, again, call)
 
 
 def remember_call(
     recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry
 ) -> None:
     """Calls like this one are recorded as `entry` from now on."""
-    _remember_here(recorder, func, args, kwargs, entry)
+    if not entry.aliased:  # the fast paths of a minibatch note no views
+        _remember_here(recorder, func, args, kwargs, entry)
     found = _key(recorder, func, args, kwargs)
     if found is not None:
         recorder.functions[found[0]] = entry
@@ -62,11 +91,11 @@ def _remember_here(
 
 def _key(
     recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], list[int]] | None:
-    """(key, ids of the inputs); None for arguments that need a closer look. Types stand in the key before what
+) -> tuple[tuple[Any, ...], list[Value]] | None:
+    """(key, inputs); None for arguments that need a closer look. Types stand in the key before what
     they are types of, so that 1, 1.0 and True, or a value and a number, never make equal keys."""
     key: list[Any] = [settled_call, func, len(args)]
-    ids: list[int] = []
+    inputs: list[Value] = []
     constants = recorder.constants
     for a in args if not kwargs else (*args, *kwargs.values()):
         kind = type(a)
@@ -75,7 +104,7 @@ def _key(
             if a._recorder is not recorder:
                 return None
             key.append(a._type)
-            ids.append(a._value)
+            inputs.append(a)
         elif kind in _PLAIN:
             key.append(a)
         elif kind is float and a == a:
@@ -90,16 +119,33 @@ def _key(
                     return None
                 v = fresh
             key.append(v._type)
-            ids.append(v._value)
+            inputs.append(v)
+        elif kind is slice:
+            if not _bounds(a):
+                return None
+            key += (a.start, a.stop, a.step)
         elif kind is list or kind is tuple:
             key.append(len(a))
             for v in a:
-                if type(v) is not Value or v._recorder is not recorder:
+                inner = type(v)
+                if inner is Value:
+                    if v._recorder is not recorder:
+                        return None
+                    key.append(v._type)
+                    inputs.append(v)
+                elif inner in _INDICES:
+                    key += (inner, v)
+                elif inner is slice and _bounds(v):
+                    key += (slice, v.start, v.stop, v.step)
+                else:
                     return None
-                key.append(v._type)
-                ids.append(v._value)
         else:
             return None
     if kwargs:
         key.extend(kwargs)
-    return tuple(key), ids
+    return tuple(key), inputs
+
+
+def _bounds(x: slice) -> bool:
+    """Whether a slice is made of whole numbers."""
+    return type(x.start) in _WHOLE and type(x.stop) in _WHOLE and type(x.step) in _WHOLE

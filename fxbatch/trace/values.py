@@ -79,6 +79,9 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
+_POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
+
+
 class Records(Protocol):
     """What a Value asks of the recorder that made it."""
 
@@ -87,6 +90,7 @@ class Records(Protocol):
     grad: bool
     autocast: bool | None
     mode: int
+    watches_operands: bool
     met: Any  # KnownCalls
 
     def emit(self, entry: Entry, ids: Sequence[int]) -> Any: ...
@@ -353,6 +357,12 @@ class Value(torch.Tensor):
         if type(index) is tuple and index and type(index[0]) is int and self.dim() > 1:
             row = self._recorder.row_of(self, index[0])
             return row[index[1:]] if len(index) > 1 else row
+        if type(index) is torch.Tensor and not index.dim() and index.dtype in _POSITIONS and self.dim():
+            recorder = self._recorder
+            if (
+                recorder.watches_operands and recorder.can_read()
+            ):  # a trace that is kept reads it when it runs
+                return recorder.row_of(self, int(index))
         return self._recorder.call(_GETITEM, (self, index), {})
 
     def __setitem__(self, index: Any, new: Any) -> None:
