@@ -1,8 +1,8 @@
 """The memory of a run: arrays [rows, *shape] in few pieces of their device's memory, taken from a pool and given back.
 
 An array is an arena (the values of one tensor type), or rows that an operation keeps or saves for its backward. A run
-of one phase has all of them in one piece a device, laid out once a plan; a run of several phases moves the arrays
-that outgrow theirs, with room for twice as many rows: large ones each to a piece of its own, small ones together.
+of one phase has all of them in one piece a device, laid out once a plan. A run of several phases begins with as many
+rows as the last one came to have, and moves arrays that outgrow theirs to a new piece, with room for twice as many.
 
     arrays = Arrays.of(program.types, compiled)          # which arrays a set of operations needs
     layout = arrays.lay_out(plan)                        # where each begins, how many rows it has
@@ -19,7 +19,7 @@ import functools
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,14 @@ from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.torch_private import storage_uses
 
 _FREE = 64  # free pieces that a pool keeps
-_OWN = 16 << 10  # bytes from which on an array that grows has a piece of its own
 LINE = 64  # bytes: each array begins at a multiple of it
 
 
 class Pool:
     """Free pieces of memory by device, in lines of 64 bytes. A piece is in the pool or in one run, never both.
 
-    They are at most twice the bytes that a minibatch took lately (`least` at any rate); those that were given back
-    first go first, so that sizes that don't come again leave nothing behind.
+    They are at most a quarter more than the bytes that a minibatch took lately (`least` at any rate); those that were
+    given back first go first, so that sizes that don't come again leave nothing behind.
     """
 
     def __init__(self, *, least: int = 64 << 20) -> None:
@@ -53,6 +52,7 @@ class Pool:
         self._lock = threading.Lock()
         # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
         self._given: deque[torch.Tensor] = deque()
+        self.usual: dict[Hashable, int] = {}  # rows of arrays, only a hint
         self.allocated = 0  # fresh allocations so far
         self.reused = 0
 
@@ -66,24 +66,25 @@ class Pool:
         """A tensor float32 [at least lines, 16] with undefined contents."""
         with self._lock:
             self._sort_in()
-            best = -1
-            for i, piece in enumerate(
-                self._free
-            ):  # the smallest; of equal ones the last, which is warm in the cache
-                fits = lines <= len(piece) <= 8 * lines + 64 and piece.device == device
-                if fits and (best < 0 or len(piece) <= len(self._free[best])):
-                    best = i
-            if best >= 0:
-                self.reused += 1
-                found = self._free.pop(best)
-                self._bytes -= found.nbytes
-                self._taken += found.nbytes
-                return found
+            for most in (2 * lines + 64, 8 * lines + 64):
+                for i in range(len(self._free) - 1, -1, -1):  # the last one given is warm in the cache
+                    if lines <= len(self._free[i]) <= most and self._free[i].device == device:
+                        self.reused += 1
+                        found = self._free.pop(i)
+                        self._bytes -= found.nbytes
+                        self._taken += found.nbytes
+                        return found
             self.allocated += 1
             capacity = max(lines + lines // 4, 1)
             self._taken += capacity * LINE
         with torch.inference_mode(False):
             return torch.empty((capacity, LINE // 4), dtype=torch.float32, device=device)
+
+    def note_usual(self, rows: Iterable[tuple[Hashable, int]]) -> None:
+        """How many rows arrays came to have in a run of several phases: as many are taken at once in the next."""
+        if len(self.usual) > 4096:
+            self.usual.clear()
+        self.usual.update(rows)
 
     def give(self, piece: torch.Tensor) -> None:
         """Take a piece back; the caller must not use it any more. Never waits."""
@@ -100,7 +101,7 @@ class Pool:
             piece = self._given.popleft()
             self._free.append(piece)
             self._bytes += piece.nbytes
-        most = max(self.least, 2 * max(self._usual, self._taken))
+        most = max(self.least, max(self._usual, self._taken) * 5 // 4)
         while self._free and (self._bytes > most or len(self._free) > _FREE):
             self._bytes -= self._free.pop(0).nbytes
 
@@ -306,11 +307,9 @@ class Pieces:
         self._typed, self._tensors = {}, {}
         self.places = _NO_PLACES
         for piece in pieces:
-            if piece is not _GIVEN_BACK:
-                self.pool.give(piece)
+            self.pool.give(piece)
 
 
-_GIVEN_BACK = torch.empty(0)
 _NO_PLACES = np.zeros((0, 3), dtype=np.int64)
 
 
@@ -325,8 +324,9 @@ class Memory(Pieces):
         self._arena: list[int] = []  # the array of each type
         self._first: dict[CompiledOperation, int] = {}  # the first array of each
         self._inside: frozenset[int] = frozenset()
-        self._used: list[int] = []  # rows of each array that are in use, where there are several phases
-        self._own: dict[int, int] = {}  # the piece of each array that has one of its own
+        # Of each array, where there are several phases: rows in use, and what the next run knows it by.
+        self._used: list[int] = []
+        self._keys: list[Hashable] = []
         self._numbers: dict[Arrays, np.ndarray] = {}  # of arrays in this memory
         self._types: dict[SignatureColumns, np.ndarray] = {}
 
@@ -376,12 +376,9 @@ class Memory(Pieces):
         for i, n in zip(everything, wanted, strict=True):
             if n > self.rows[i]:
                 moving.append(i)
-                rows.append(max(n, 2 * self.rows[i]))
-        small = [k for k, i in enumerate(moving) if rows[k] * row_bytes(self.kinds[i]) < _OWN]
-        if small:
-            self._move([moving[k] for k in small], [rows[k] for k in small])
-        for k in sorted(set(range(len(moving))).difference(small)):
-            self._move(moving[k : k + 1], rows[k : k + 1])
+                rows.append(max(n, 2 * self.rows[i] or self.pool.usual.get(self._keys[i], 0)))
+        if moving:
+            self._move(moving, rows)
         for i, n in zip(everything, wanted, strict=True):
             self._used[i] = max(n, self._used[i])
 
@@ -400,17 +397,6 @@ class Memory(Pieces):
             self._tensors.pop(i, None)
             if old is not None:
                 self.tensor(i)[: len(old)].copy_(old)
-        if len(moving) == 1:
-            self._give_own(moving[0])
-
-    def _give_own(self, array: int) -> None:
-        """An array has moved to a piece of its own: the one that it had goes back to the pool."""
-        piece, self._own[array] = self._own.get(array, -1), self._where[array][0]
-        if piece >= 0:
-            given, self._pieces[piece] = self._pieces[piece], _GIVEN_BACK
-            for key in [key for key in self._typed if key[0] == piece]:
-                del self._typed[key]
-            self.pool.give(given)
 
     def numbers(self, arrays: Arrays) -> np.ndarray:
         """int64: the numbers that a set's arrays have in this memory; arrays that are new have no rows yet."""
@@ -426,7 +412,7 @@ class Memory(Pieces):
         for kind in arrays.kinds[: arrays.arenas]:
             type_id = self.type_ids[kind]
             if type_id == len(self._arena):
-                self._arena.append(self._new(kind))
+                self._arena.append(self._new(kind, id(kind)))
             found.append(self._arena[type_id])
         for compiled in arrays.compiled:
             if compiled is None:
@@ -434,13 +420,14 @@ class Memory(Pieces):
             kinds = kinds_of_rows(compiled)
             if compiled not in self._first:
                 self._first[compiled], self.calls[compiled] = len(self.kinds), 0
-                for kind in kinds:
-                    self._new(kind)
+                for own, kind in enumerate(kinds):
+                    self._new(kind, (id(compiled), own))
             found += range(self._first[compiled], self._first[compiled] + len(kinds))
         return found
 
-    def _new(self, kind: TensorType) -> int:
+    def _new(self, kind: TensorType, key: Hashable) -> int:
         self.kinds.append(kind)
+        self._keys.append(key)
         self.rows.append(0)
         self._where.append((-1, 0))
         self._used.append(0)
@@ -482,6 +469,8 @@ class Memory(Pieces):
 
     def release(self) -> None:
         super().release()
+        if self._used:
+            self.pool.note_usual(zip(self._keys, self._used, strict=True))
         self._numbers, self._types = {}, {}
 
 
