@@ -14,6 +14,7 @@ from benchmarks.tasks import (
     never_slower,
     peers,
     scale,
+    sizes,
 )
 
 TASKS: tuple[Task, ...] = (
@@ -24,6 +25,7 @@ TASKS: tuple[Task, ...] = (
     neubig_table_1.TASK,
     neubig_figure_3.TASK,
     scale.TASK,
+    sizes.TASK,
     never_slower.TASK,
     ablations.TASK,
     lines_of_code.TASK,

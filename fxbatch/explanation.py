@@ -97,6 +97,7 @@ class Explanation:
     gathers_indexed: int
     gathers_elided: int
     bytes_gathered: int
+    packed: list[str] = field(default_factory=list)  # about packed rows (packed_explanation.py), a line each
     bytes_read: int = 0  # what would be gathered if no gather were read in place
     bytes_held: int = 0  # arenas and kept rows, at the peak
     kept: dict[str, int] = field(default_factory=dict)  # plans and the like that are kept, by kind
@@ -176,6 +177,7 @@ class Explanation:
             f"({self.bytes_gathered / 1e6:.1f} MB, {self.bytes_read / 1e6:.1f} if all were)",
             f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
         ]
+        lines += self.packed
         if self.kept:
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items()))
             lines += [f"kept of structures met: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]

@@ -22,6 +22,7 @@ from fxbatch.decorator import find_autobatched
 from fxbatch.errors import TraceError
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
+from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
@@ -145,7 +146,18 @@ def _record(
     found = Results(recording.results)
     if recording.left is not None:
         recording.left.abandon()
-    return engine, recording, run, recording.pending_program(found.values), found
+    program = recording.pending_program(found.values)
+    return engine, recording, run, run.resolved(program) if live else program, found
+
+
+def _whole(model: Any, args: Sequence[Any]) -> Explanation | None:
+    """The explanation of a minibatch whose whole forward is packed."""
+    autobatched, owner = find_autobatched(model)
+    given = tuple(args)
+    if owner is None:
+        owner, given = autobatched.split_owner(given)
+    instances = autobatched.split(owner, given, {})
+    return explain_packed(autobatched.engine(owner), autobatched.fn, autobatched.name, instances)
 
 
 def _runs_native(phases: Sequence[Phase]) -> bool:
@@ -159,6 +171,9 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
     It is run with what the model has learnt and built in the minibatches before; with other options than the
     decorator's, anew.
     """
+    whole = None if options else _whole(model, args)
+    if whole is not None:
+        return whole
     minibatch = _compiled(model, args, options, live=not options)
     steps = before = after = indexed = elided = bytes_copied = bytes_read = 0
     bound = 0
@@ -201,6 +216,7 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         gathers_elided=elided,
         bytes_gathered=bytes_copied,
         bytes_read=bytes_read,
+        packed=packed_call_lines(minibatch.engine),
         kept=minibatch.engine.structures.counts(),
         kept_bytes=minibatch.engine.structures.bytes,
         bytes_held=minibatch.engine.pool.bytes,  # its only run has given everything back

@@ -39,6 +39,7 @@ LAYERS = {
     "fxbatch.decorator": 7,
     "fxbatch.inspection": 7,
     "fxbatch.explanation": 7,
+    "fxbatch.packed_explanation": 7,
     "fxbatch.traced": 7,
     "fxbatch": 8,
     "fxbatch.blocks": 9,

@@ -42,6 +42,7 @@ class CallFamily:
     """Calls of one module that differ in the sizes of their inputs alone."""
 
     members: list[Entry] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)  # of the members among the entries of their module
     function: PackedFunction | None = None
     signature: Signature | None = None  # of a member: its body
     reason: str = ""
@@ -76,6 +77,10 @@ class PackedCalls:
         types = tuple(recorder.type_of(v) for v in arguments.values)
         if family.function is None:
             self._build(family, types)
+            if family.function is not None:  # from now on its first members are packed as well
+                for key in family.keys:
+                    entries.pop(key, None)
+                recorder.lasts = False
         function = family.function
         if function is None:
             return None
@@ -102,14 +107,16 @@ class PackedCalls:
         kwargs: Any,
         arguments: Any,
         first_shared: int,
-        entry: Entry,
+        made: tuple[Any, Entry],
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not recorder.watches_operands:
             return
         family = self._family(recorder, entries, args, kwargs, arguments, first_shared)
+        key, entry = made
         if len(family.members) < MEMBERS:
             family.members.append(entry)
+            family.keys.append(key)
         if entry.aliased or not arguments.values:
             family.reason = "its result shares memory with its input"
 
@@ -151,7 +158,8 @@ class PackedCalls:
         entry = max(family.members, key=lambda m: min(_own(m.signature.inputs, dynamic), default=0))
         signature = entry.signature
         if min(_own(signature.inputs, dynamic), default=0) < 2:
-            family.members = family.members[:-1]  # sizes 0 and 1 make no example: wait for another
+            family.members.pop()  # sizes 0 and 1 make no example: wait for another
+            family.keys.pop()
             return
         count = len(signature.inputs)
 

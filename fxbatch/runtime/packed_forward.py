@@ -73,8 +73,6 @@ class Variant:
     names: list[str]
     calls: int = 0
     instances: int = 0
-    rows: int = 0
-    padded: int = 0
 
 
 @dataclass
@@ -117,6 +115,7 @@ class PackedForward:
         self.families: dict[Any, Family] = {}
         self.examined: Examined | None = None
         self.reason = ""
+        self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
@@ -304,6 +303,8 @@ class PackedForward:
         shared: list[torch.Tensor],
     ) -> tuple[list[torch.Tensor], Minibatch]:
         outputs, z = variant.function(columns, shared, sizes, columns[0][0].device)
+        if self.watched is not None:
+            self.watched.append((variant, z))
         variant.calls += 1
         variant.instances += z.n
         return outputs, z
@@ -414,10 +415,9 @@ def _columns(instances: Sequence[Instance]) -> _Columns | None:
             return None
         first = column[0]
         met = [t.shape for t in column]
-        alike = {(t.dtype, t.device, t.layout) for t in column}
-        if len(alike) != 1 or len(set(map(len, met))) != 1:
+        if len({t.dtype for t in column}) != 1 or len(set(map(len, met))) != 1:
             return None
-        if first.layout is not torch.strided or any(t.is_conj() or t.is_neg() for t in column):
+        if first.layout is not torch.strided:  # torch.cat refuses other devices and layouts among them
             return None
         kinds.append((first.dim(), first.dtype, first.device))
         shapes.append(met)

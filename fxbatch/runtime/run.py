@@ -101,11 +101,11 @@ class Run:
 
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
-        program = self._resolved(program)
+        program = self.resolved(program)
         if len(program):
             self.execute(program, self.planner.schedule(program), last=False)
 
-    def _resolved(self, program: Program) -> Program:
+    def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
         if self.table is None or self.table.packed is None or not len(program):
             return program
@@ -117,7 +117,7 @@ class Run:
         rewritten first. Returns the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        program, schedule = self.planner.prepare(self._resolved(program))
+        program, schedule = self.planner.prepare(self.resolved(program))
         if len(program):
             self.execute(program, schedule)
         return renumbering(values, program.outputs)

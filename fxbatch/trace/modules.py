@@ -380,7 +380,7 @@ def _new_entry(
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry
         if packed is not None and type(entry) is Entry:
-            packed.met(recorder, entries, args, kwargs, arguments, first_shared, entry)
+            packed.met(recorder, entries, args, kwargs, arguments, first_shared, (key, entry))
         return entry
 
 

@@ -115,3 +115,22 @@ def test_no_grad_calls_stay_without() -> None:
         torch.testing.assert_close(found, results(model, batch))
     assert model.embed.weight.grad is None
     assert any(f.calls for f in families(model))
+
+
+def test_first_members_are_packed_once_the_family_is_built() -> None:
+    model = Parser()
+    batch = [Sentence(n) for n in (3, 5, 2, 7)]
+    for _ in range(2):
+        model(batch)
+    before = [f.calls for f in families(model)]
+    model(batch)
+    assert [f.calls - b for f, b in zip(families(model), before, strict=True)] == [4, 4]
+
+
+def test_explain_tells_of_packed_calls() -> None:
+    model = Parser()
+    batch = [Sentence(n) for n in (3, 5, 2, 7)]
+    for _ in range(2):
+        model(batch)
+    text = str(fxbatch.explain(model, batch))
+    assert "packed: encoder(f32[*,8]) -> (f32[*,8])" in text

@@ -173,3 +173,20 @@ def test_two_arguments_of_own_sizes() -> None:
     with fxbatch.disabled():
         torch.testing.assert_close(found, model(first, second))
     assert len(variants_of(model)) == 1
+
+
+def test_explain_shows_sizes_rows_and_padding() -> None:
+    text = str(fxbatch.explain(Tagger(), words(3, 5, 2, 10)))
+    assert "Tagger.forward(i64[*]) -> (f32[*,3])" in text
+    assert "20 rows of 2 to 10, 50% padding where it is padded" in text
+
+
+def test_explain_tells_what_runs_instance_by_instance() -> None:
+    class Distances(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.embed(words)
+            return torch.cdist(x, x).sum()
+
+    found = fxbatch.explain(Distances(), words(3, 5, 2))
+    assert [(row.signature, row.calls) for row in found.unbatched] == [("aten._cdist_forward.default", 3)]
