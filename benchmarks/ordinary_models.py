@@ -179,7 +179,7 @@ class BeamSearch(nn.Module):
                     (score + s, h, self.embed.weight[w])
                     for s, w in zip(best.values, best.indices.tolist(), strict=True)
                 ]
-            grown.sort(key=lambda b: -float(b[0]))
+            grown.sort(key=lambda b: -b[0].item())
             beams = grown[:3]
         return beams[0][0]
 

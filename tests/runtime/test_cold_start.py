@@ -23,8 +23,8 @@ class Model(torch.nn.Module):
         return torch.tanh(self.linear(x)).sum(0)
 
 model = Model()
-for round in range(3):
-    model([torch.randn(2 + i + 9 * round, 3) for i in range(9)]).sum().backward()
+for _ in range(3):
+    model([torch.randn(3) for _ in range(2)]).sum().backward()
 assert not {"networkx", "rich", "torch._dynamo", "sympy"} & (set(sys.modules) - before), "by running the loop"
 print("fine")
 """
