@@ -40,6 +40,7 @@ from fxbatch.torch_private import (
     hide_from_dynamo,
     inside_functorch,
     memory_is_real,
+    saved_tensors_are_packed,
 )
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import RecordedUnder, ThreadModes, current_recorder
@@ -212,7 +213,7 @@ class Autobatched:
         if packed is not NOT_PACKED:
             return packed
         strategy = engine.strategy
-        if strategy is None or inside_functorch():
+        if strategy is None or inside_functorch() or saved_tensors_are_packed():  # run twice, and compared
             return engine.call(self.fn, instances, self.options.out)
         return self._chosen(engine, strategy, instances)
 

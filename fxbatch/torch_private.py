@@ -64,9 +64,10 @@ from torch.overrides import handle_torch_function
 
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 
 def backward_keeps_graph() -> bool:
@@ -512,6 +513,7 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
+    "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",
@@ -575,6 +577,31 @@ def mode_addresses() -> tuple[int, int, int, int]:
         return excluded, _autocast_keys(), grad, dtype
     except (OSError, AttributeError):
         return 0, 0, 0, 0
+
+
+def forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open. Checked: 2.11.0, 2.13.0."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether hooks on saved tensors are on, as in torch.utils.checkpoint. Checked: 2.11.0, 2.13.0."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Within it tensors are saved as they are: what is built meanwhile is no part of the user's graph, which
+    torch.utils.checkpoint counts. Checked: 2.11.0, 2.13.0."""
+    hooks = []
+    while saved_tensors_are_packed():
+        hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hook in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hook)
 
 
 def storage_users(t: torch.Tensor) -> int:

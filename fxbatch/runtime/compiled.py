@@ -31,6 +31,7 @@ from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step
 from fxbatch.codegen.step_functions import emit_backward_step, emit_forward_step
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.runtime.postponed import REASON
+from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.patch import patched, patching
 
 Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
@@ -284,7 +285,8 @@ class OperationCache:
             )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
-        made = compile_operation(signature, needs, shared, **options)
+        with without_saved_tensor_hooks():
+            made = compile_operation(signature, needs, shared, **options)
         self._entries[key] = made
         while len(self._entries) > self.size:
             self._entries.popitem(last=False)

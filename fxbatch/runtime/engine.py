@@ -22,7 +22,7 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run
 from fxbatch.runtime.unrolled_run import UnrolledRun
-from fxbatch.torch_private import inside_functorch, memory_is_real
+from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real
 from fxbatch.trace.left_behind import handing_over
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.table import SignatureTable
@@ -70,7 +70,7 @@ class Engine(Planner):
             )
         if self.options.mode == "unrolled":
             return UnrolledRun(self)
-        if self.options.backward == "autograd" and grad:
+        if (self.options.backward == "autograd" and grad) or forward_mode():
             return DifferentiableRun(self)
         return Run(self, grad=grad)
 

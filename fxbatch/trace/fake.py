@@ -28,6 +28,7 @@ from fxbatch.torch_private import (
     QuietDispatchMode,
     UnsupportedOperatorException,
     tree_flatten,
+    without_saved_tensor_hooks,
 )
 from fxbatch.trace.operations import on_views
 
@@ -123,11 +124,12 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
-    try:
-        return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
-    except RuntimeError as error:
-        if _NOT_DIFFERENTIABLE not in str(error):
-            raise
+    with without_saved_tensor_hooks():
+        try:
+            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
+        except RuntimeError as error:
+            if _NOT_DIFFERENTIABLE not in str(error):
+                raise
         # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
         outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False)
         return replace(outcome, gradients=tuple(t.differentiable for t in outcome.outputs))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation, Signature
@@ -384,6 +385,18 @@ def _new_entry(
         return entry
 
 
+def _why_coupled(module: torch.nn.Module) -> str:
+    """What writes to a parameter or buffer, and what to write instead."""
+    bounded = next((m for m in module.modules() if getattr(m, "max_norm", None) is not None), None)
+    if bounded is not None:
+        return (
+            f"max_norm={bounded.max_norm} rewrites rows of the table at each look-up, which all instances share: leave "
+            "it out, and after each step of the optimizer call torch.embedding_renorm_(weight, words, max_norm, 2.0) "
+            "under torch.no_grad()"
+        )
+    return "writes to a parameter or buffer, which all instances share"
+
+
 def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
     """How many different arguments a module was recorded with, whatever its code read meanwhile."""
     met: set[Any] = set()  # only counted
@@ -438,9 +451,11 @@ def _signature(
     if changed or effects.effect:
         raise BodyError(f"changes {changed}" if changed else effects.effect)
     if outcome.written_shared:
-        raise BatchCoupledError(
-            f"{type(module).__name__}: writes to a parameter or buffer, which all instances share{at_line()}"
-        )
+        if is_parametrized(module):
+            raise BodyError(
+                "a parametrization of it writes to its buffers: they run for each call, as in a loop"
+            )
+        raise BatchCoupledError(f"{type(module).__name__}: {_why_coupled(module)}{at_line()}")
     if outcome.written:
         raise BodyError("writes to its inputs")
     if not outcome.outputs:

@@ -17,6 +17,7 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
 from fxbatch.torch_private import (
+    CheckpointFunction,
     dynamo_questions,
     let_dynamo_read_torch,
     memory_is_real,
@@ -126,8 +127,17 @@ _RECORDED = (Value, WrittenTensor)
 def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder = state.recorder
     if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
+        if cls is CheckpointFunction:
+            return _not_checkpointed(*args)
         return recorder.call(CustomFunction(cls), args, kwargs)
     return _apply.__get__(None, cls)(*args, **kwargs)
+
+
+def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """`checkpoint(function, *args, use_reentrant=True)`: what is saved is fxbatch's choice, the result is the same."""
+    wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        return function(*args)
 
 
 def _with_real_tensors(func: Any) -> Any:
