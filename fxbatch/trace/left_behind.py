@@ -27,6 +27,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.values import Value
 from fxbatch.trace.written import Written
 
+Place = tuple[Any, Any]  # a container, and an index or key of it
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
 Renumber = Callable[[np.ndarray], np.ndarray]  # ids as recorded -> ids in the program that ran
 
@@ -40,10 +41,17 @@ _DEEPEST = 4  # containers within containers that are looked into, on modules an
 class LeftBehind:
     """What outlives a call beside its results."""
 
-    def __init__(self, recorder: RecordedCalls, written: Sequence[Written], held: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        recorder: RecordedCalls,
+        written: Sequence[Written],
+        held: Sequence[Value],
+        places: Sequence[Place] = (),
+    ) -> None:
         self.recorder = recorder
         self.written = list(written)
         self.held = list(held)  # values in attributes, lists, and whatever else
+        self.places = list(places)  # lists and dictionaries that hold some, each with the index or key
 
     @staticmethod
     def of(recorder: RecordedCalls, results: Sequence[Any] = (), *, held: bool = True) -> LeftBehind | None:
@@ -51,8 +59,8 @@ class LeftBehind:
         written = list(recorder.written.values())
         recorder.written = {}
         kept = [x for x in written if sys.getrefcount(x.tensor) > _OURS]
-        values = _held(recorder, results, len(written)) if held else []
-        return LeftBehind(recorder, kept, values) if kept or values else None
+        values, places = _held(recorder, results, len(written)) if held else ([], [])
+        return LeftBehind(recorder, kept, values, places) if kept or values else None
 
     @property
     def values(self) -> list[Value]:
@@ -73,6 +81,9 @@ class LeftBehind:
                 parts = tensor.unbind(0) if group[0].requires_grad else tensor.detach().unbind(0)
                 found.update(zip([v._value for v in group], parts, strict=True))
             self.give([found[v._value] for v in self.values])
+            for container, key in self.places:
+                v = container[key]
+                container[key] = self.recorder.tensor(v) if type(v) is Value else v
             return rows[: len(requests)]
 
         return both
@@ -122,7 +133,7 @@ def handing_over(values: np.ndarray, holder: Sequence[Value], take: Take, renumb
     return taking
 
 
-def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> list[Value]:
+def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tuple[list[Value], list[Place]]:
     """The values of a recording that somebody else than its results holds.
 
     Each value refers to its recorder, so that counting says whether there are any; then they are looked for where
@@ -132,20 +143,22 @@ def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> list
     known = _known(recorder, results)
     missing = sys.getrefcount(recorder) - expected - len(known) - _made_again(known)
     if missing <= recorder.table.unexplained:
-        return []
+        return [], []
     for x in _objects(results):
         known.setdefault(id(x), x)
     found: dict[int, Value] = {}
+    places: list[Place] = []
     for module in dict.fromkeys(m for root in recorder.roots for m in root.modules()):
-        for x in _beside(module):
-            _look_into(x, recorder, known, found, _DEEPEST)
+        for holder in _beside(module):
+            _look_into(holder, recorder, found, places, _DEEPEST)
+    found = {number: v for number, v in found.items() if number not in known}
     if len(found) + _made_again(found) < missing:
         for x in gc.get_referrers(recorder):
             if type(x) is Value and id(x) not in known:
                 found[id(x)] = x
     if not found:
         recorder.table.unexplained = missing
-    return list({v._value: v for v in found.values()}.values()) if len(found) else []
+    return list({v._value: v for v in found.values()}.values()), places if found else []
 
 
 def _known(recorder: RecordedCalls, results: Sequence[Any]) -> dict[int, Value]:
@@ -179,29 +192,34 @@ def _objects(results: Sequence[Any]) -> list[Value]:
     return [v for x in leaves if type(x) is not Value and has_attributes(x) for v in values_in(x)]
 
 
-def _beside(module: torch.nn.Module) -> Iterator[Any]:
-    """What a module holds that is no tensor of its own, and what its hooks' closures hold."""
-    yield from [x for name, x in vars(module).items() if name not in _TENSORS]
+def _beside(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The containers that a module holds, its attributes first, and those that its hooks' closures hold."""
+    yield {name: x for name, x in vars(module).items() if name not in _TENSORS}, vars(module)
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         code = getattr(hook, "__func__", hook)
         for cell in getattr(code, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # an empty one
-                yield cell.cell_contents
+                yield cell.cell_contents, cell.cell_contents
         names = getattr(getattr(code, "__code__", None), "co_names", ())
         given = getattr(code, "__globals__", {})
-        yield from [given[name] for name in names if name in given]
-        yield getattr(hook, "__self__", None)
+        yield {name: given[name] for name in names if name in given}, given
+        yield getattr(hook, "__self__", None), getattr(hook, "__self__", None)
 
 
 _TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_fxbatch_engines"})
 
 
 def _look_into(
-    x: Any, recorder: RecordedCalls, known: dict[int, Value], found: dict[int, Value], depth: int
+    x: tuple[Any, Any], recorder: RecordedCalls, found: dict[int, Value], places: list[Place], depth: int
 ) -> None:
-    if type(x) is Value:
-        if x._recorder is recorder and id(x) not in known:
-            found[id(x)] = x
-    elif depth and type(x) in (list, tuple, dict, deque):
-        for part in list(x.values()) if type(x) is dict else list(x):
-            _look_into(part, recorder, known, found, depth - 1)
+    """Note the values in a container and in those in it. x: a container, and where its items are to be written."""
+    parts, written = x
+    if not depth or type(parts) not in (list, tuple, dict, deque):
+        return
+    for key, part in list(parts.items() if type(parts) is dict else enumerate(parts)):
+        if type(part) is Value and part._recorder is recorder:
+            found[id(part)] = part
+            if written is not None:
+                places.append((written, key))
+        else:
+            _look_into((part, None if type(part) is tuple else part), recorder, found, places, depth - 1)

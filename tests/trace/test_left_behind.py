@@ -82,6 +82,9 @@ def test_they_are_as_the_loop_leaves_them(options: dict[str, Any], waits: bool) 
         with fxbatch.disabled():
             expected = [*model.batched(xs), *model.everything()]
         torch.testing.assert_close([t.clone() for t in found], expected)
+        assert (
+            type(found[3]) is type(found[4]) is torch.Tensor
+        )  # in an attribute, and in a list of the module
         assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
         torch.testing.assert_close(gradients(model, found), gradients(model, expected))
 
