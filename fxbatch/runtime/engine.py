@@ -14,7 +14,7 @@ import torch
 from fxbatch.errors import GradientError, TraceError
 from fxbatch.runtime.count_run import count_run
 from fxbatch.runtime.differentiable import DifferentiableRun
-from fxbatch.runtime.function import LazyRun, take_results
+from fxbatch.runtime.function import LazyRun, mixes_constants, take_results
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls
 from fxbatch.runtime.packed_route import PackedRoute
@@ -142,7 +142,13 @@ class Engine(Planner):
         """The result of the decorated call from the values of a finished run."""
         left = found.left
         holder = found.all_values()[:1] or ([] if left is None else left.values)
-        take = handing_over(found.values, holder, lambda requests: take_results(run, requests), renumber)
+        take = handing_over(
+            found.values,
+            holder,
+            lambda requests: take_results(run, requests),
+            renumber,
+            lambda: isinstance(run, Run) and mixes_constants(run),
+        )
         if left is not None:
             take = left.together(take, renumber)
         try:

@@ -67,6 +67,15 @@ class LazyRun(Run):
         return [t for t in out if t is not None]
 
 
+def mixes_constants(run: Run) -> bool:
+    """Whether some constants of a type require gradients and others don't."""
+    return any(
+        0 < len(differentiable_constants(phase.program, s)) < len(phase.program.constants[s])
+        for phase in run.phases
+        for s in phase.program.constants
+    )
+
+
 def differentiable_inputs(run: Run) -> list[torch.Tensor]:
     """The tensors that gradients of a run go to: shared operands and constants that require them."""
     found: dict[int, torch.Tensor] = {}

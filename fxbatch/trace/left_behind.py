@@ -101,10 +101,13 @@ class LeftBehind:
         self.written = []
 
 
-def handing_over(values: np.ndarray, holder: Sequence[Value], take: Take, renumber: Renumber) -> Take:
+def handing_over(
+    values: np.ndarray, holder: Sequence[Value], take: Take, renumber: Renumber, mixed: Callable[[], bool]
+) -> Take:
     """`take` after which the values that somebody still holds are the tensors that were taken.
 
-    values: ids of all that is asked for, as they were recorded; holder: values of the recording.
+    values: ids of all that is asked for, as they were recorded; holder: values of the recording; mixed: whether some
+    constants of a type require gradients and others don't, which the run takes for one.
     """
     if not len(holder):
         return take
@@ -112,6 +115,10 @@ def handing_over(values: np.ndarray, holder: Sequence[Value], take: Take, renumb
 
     def taking(requests: list[np.ndarray]) -> list[torch.Tensor]:
         rows = take(requests)
+        if any(t.requires_grad for t in rows) and mixed():
+            before = dict(zip(renumber(values).tolist(), values.tolist(), strict=True))
+            wanted = [any(recorder.hands_on(before[n]) for n in request.tolist()) for request in requests]
+            rows = [t if flag else t.detach() for t, flag in zip(rows, wanted, strict=True)]
         places: dict[int, tuple[int, int]] = {}
         tensors: dict[int, torch.Tensor] = {}
 

@@ -360,7 +360,10 @@ class RecordedCalls(Columns):
 
     def would_require_grad(self, v: Value) -> bool:
         """Whether gradients go through the call that makes this value."""
-        number = v._value - self.base
+        return self.hands_on(v._value - self.base)
+
+    def hands_on(self, number: int) -> bool:
+        """`would_require_grad` of the value with this number."""
         found = self.gradients.of(number)
         if found is None:
             self.gradients.extend(self.constants, self.sigs, self.inputs, self.base)
