@@ -209,31 +209,37 @@ class Autobatched:
         engine = self.engine(owner)
         if self._is_checked(engine):
             return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
-        packed = engine.packed.call(self.fn, instances, self.options.out)
-        if packed is not NOT_PACKED:
-            return packed
         strategy = engine.strategy
-        if strategy is None or inside_functorch() or saved_tensors_are_packed():  # run twice, and compared
-            return engine.call(self.fn, instances, self.options.out)
-        return self._chosen(engine, strategy, instances)
+        once = not inside_functorch() and not saved_tensors_are_packed()  # a checkpoint runs it twice, and compares
+        if strategy is not None and once:
+            return self._chosen(engine, strategy, instances)
+        packed = engine.packed.call(self.fn, instances, self.options.out)
+        return engine.call(self.fn, instances, self.options.out) if packed is NOT_PACKED else packed
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
-        """A minibatch as the strategy says: batched, by the plain loop, or its first instances so and the others so."""
-        grad = torch.is_grad_enabled()
-        choice = strategy.choose(len(instances), grad=grad)
-        if choice.batched:
-            return engine.call_counted(self.fn, instances, self.options.out)
+        """A minibatch as the strategy says: batched, packed, by the plain loop, or its first instances by the loop and
+        the others otherwise."""
+        grad, count, packs = torch.is_grad_enabled(), len(instances), engine.packed.may_pack(instances)
+        choice = strategy.choose(count, grad=grad, packs=packs)
+        how, rest, first, out = choice.how, instances, choice.scouts, self.options.out
         results: list[Any] = []
-        if choice.scouts:
-            results = self._loop(instances[: choice.scouts], strategy.watched(grad=grad))
-        if choice.scouts and strategy.decide(len(instances), grad=grad):
-            rest = instances[choice.scouts :]
-            if rest:
-                results += engine.call_counted(self.fn, rest, "list", first=choice.scouts)
-        else:
-            results += self._loop(instances[choice.scouts :], None, first=choice.scouts)
-            if text := strategy.warning(grad=grad):
-                warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=_outside())
+        if first:
+            results = self._loop(instances[:first], strategy.watched(grad=grad))
+            how, rest, out = strategy.decide(count, grad=grad, packs=packs), instances[first:], "list"
+        if not rest and first:
+            return self._put_together(results)
+        if how == "packed":
+            found = engine.packed.call(self.fn, rest, out)
+            if found is not NOT_PACKED:
+                strategy.was_packed(count, *engine.packed.by_instance(), grad=grad)
+                return self._put_together(results + found) if first else found
+            how = strategy.not_packed(count, grad=grad, tried=engine.packed.forward is not None)
+        if how == "batched":
+            found = engine.call_counted(self.fn, rest, out, first=first)
+            return self._put_together(results + found) if first else found
+        results += self._loop(rest, None, first=first)
+        if text := strategy.warning(grad=grad):
+            warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=_outside())
         return self._put_together(results)
 
     def _loop(self, instances: Sequence[Instance], seen: Seen | None, first: int = 0) -> list[Any]:

@@ -16,6 +16,13 @@ from dataclasses import dataclass
 EAGER_CALL, EAGER_INNER = 2.2, 0.5
 EAGER_CALL_GRAD, EAGER_INNER_GRAD = 7.5, 2.5
 
+# Per number that a call gives, the same work however it is launched.
+ELEMENT, ELEMENT_GRAD = 0.001, 0.003
+# Packed (sizes of their own): a minibatch, and a call of one instance, which is one for all; building, per call too.
+PACKED, PACKED_CALL = 400.0, 60.0
+PACKED_GRAD, PACKED_CALL_GRAD = 300.0, 50.0
+PACKED_ALONE, PACKED_ALONE_GRAD = 15.0, 35.0  # an operator without a rule, for each instance
+PACKING, PACKING_CALL = 40_000.0, 12_000.0
 # Batched: a minibatch, a recorded call, one that is recorded in Python, a signature that is new; what backward adds.
 MINIBATCH, CALL, LONG_CALL, NEW_SIGNATURE = 800.0, 1.5, 6.0, 700.0
 MINIBATCH_GRAD, CALL_GRAD = 1000.0, 1.0
@@ -25,11 +32,13 @@ STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 25.0, 60.0, 65.0
 # A phase, and an instance that waits in one; what backward adds.
 PHASE, WAIT = 300.0, 14.0
 PHASE_GRAD = 150.0
-# The graphs of one operation.
-BUILD = 80_000.0
+# The graphs of one operation; importing what builds them (torch._dynamo, sympy), once a process.
+BUILD, IMPORTING = 80_000.0, 1_500_000.0
 
 # Batching is chosen where it is estimated to take at most this share of the loop's time.
 WORTH_IT = 0.8
+# Of the work on numbers, batching saves this share, in larger products.
+SAVED = 0.3
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Eager:
 
     calls: float = 0.0
     inner: float = 0.0
+    elements: float = 0.0  # numbers that they give
 
 
 @dataclass(frozen=True)
@@ -59,9 +69,21 @@ class Counts:
 
 
 def loop_cost(eager: Eager, instances: float, *, grad: bool) -> float:
-    """The plain loop over so many instances, its backward included."""
+    """The plain loop over so many instances, its backward included, without the work on their numbers."""
     call, inner = (EAGER_CALL_GRAD, EAGER_INNER_GRAD) if grad else (EAGER_CALL, EAGER_INNER)
     return instances * (eager.calls * call + eager.inner * inner)
+
+
+def work_cost(eager: Eager, instances: float, *, grad: bool) -> float:
+    """The work on the numbers of so many instances, which no strategy saves."""
+    return instances * eager.elements * (ELEMENT_GRAD if grad else ELEMENT)
+
+
+def packed_cost(eager: Eager, alone: float, *, grad: bool) -> float:
+    """A packed minibatch, its backward included: however many instances it has, as many calls as one of them, and
+    `alone` that are made for each instance."""
+    found = PACKED + PACKED_CALL * eager.calls + PACKED_ALONE * alone
+    return found + PACKED_GRAD + PACKED_CALL_GRAD * eager.calls + PACKED_ALONE_GRAD * alone if grad else found
 
 
 def batched_cost(counts: Counts) -> float:

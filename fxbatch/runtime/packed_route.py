@@ -29,6 +29,16 @@ class PackedRoute:
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold") or bool(options.shared)
 
+    def may_pack(self, instances: Sequence[Any]) -> bool:
+        """Whether it is worth asking: a look at one instance."""
+        return not self.off and bool(instances) and _tensors_first(instances[0])
+
+    def by_instance(self) -> tuple[int, int]:
+        """How many operators of the packed forms run instance by instance, and how many instances ran by themselves."""
+        families = [] if self.forward is None else list(self.forward.families.values())
+        alone = [len(v.function.lowered.alone) for family in families for v in list(family.variants)]
+        return max(alone, default=0), sum(family.alone for family in families)
+
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
         """The results of a minibatch, or NOT_PACKED."""
         if self.off or not instances or not _tensors_first(instances[0]):

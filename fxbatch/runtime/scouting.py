@@ -51,7 +51,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.instances = 0
-        self.calls = self.inner = self.waits = 0
+        self.calls = self.inner = self.waits = self.elements = 0
         self.phases = 0  # the most that one instance waits for
         self.kinds: dict[Any, _Kind] = {}
         self.alone: dict[Any, int] = {}  # calls of kinds that only one instance makes
@@ -79,6 +79,7 @@ class Seen:
         self.instances += 1
         self.calls += watch.calls
         self.inner += watch.inner
+        self.elements += watch.elements
         self.waits += watch.groups
         self.phases = max(self.phases, watch.groups)
 
@@ -86,7 +87,7 @@ class Seen:
     def eager(self) -> Eager:
         """Calls of one instance on average."""
         n = max(1, self.instances)
-        return Eager(self.calls / n, self.inner / n)
+        return Eager(self.calls / n, self.inner / n, self.elements / n)
 
     @property
     def operations(self) -> int:
@@ -128,7 +129,7 @@ class _Watch(QuietDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = self.inner = self.groups = 0
+        self.calls = self.inner = self.groups = self.elements = 0
         self.kinds: dict[Any, tuple[int, set[int]]] = {}
         self._depths: dict[int, int] = {}  # by id; one that is used again is only counted wrongly
         self._pending = 0  # calls since the last time that a value was asked for
@@ -170,5 +171,6 @@ class _Watch(QuietDispatchMode):
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, torch.Tensor):
                 self._depths[id(t)] = self._depth
+                self.elements += 0 if func.is_view else t.numel()
                 self._mine.add(id(t))
         return out

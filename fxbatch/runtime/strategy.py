@@ -1,7 +1,7 @@
 """Which minibatches are batched, and which run the plain loop: chosen from counts, never from the clock.
 
     strategy = Strategy()
-    choice = strategy.choose(64, grad=True)         # batched, or the loop; how many instances are watched first
+    choice = strategy.choose(64, grad=True)         # batched, packed, or the loop; how many instances are watched first
     strategy.ran(counts)                            # what a batched minibatch was made of
     strategy.describe(64, grad=True)                # what is chosen, and what would change it
 
@@ -15,17 +15,31 @@ estimated time, so that building never takes long beside the work that it is for
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fxbatch.ir import CONSTANT_KINDS, Signature
-from fxbatch.runtime.costs import BUILD, WORTH_IT, Counts, batched_cost, loop_cost
+from fxbatch.runtime.costs import (
+    BUILD,
+    IMPORTING,
+    PACKING,
+    PACKING_CALL,
+    SAVED,
+    WORTH_IT,
+    Counts,
+    batched_cost,
+    loop_cost,
+    packed_cost,
+    work_cost,
+)
 from fxbatch.runtime.scouting import Seen
 
 SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch
-FIRST_CREDIT = 40.0  # minibatches of the loop whose time may go into building at once
+FIRST_CREDIT = 50.0  # minibatches of the loop whose time may go into building at once
 LATER_CREDIT = 0.25  # and of each later one
 SETTLED = 10  # batched minibatches that are all judged; then one in SELDOM
 SELDOM = 16
@@ -41,11 +55,19 @@ class Switch:
     on = os.environ.get("FXBATCH_ADAPTIVE", "1") != "0"
 
 
+def importing() -> float:
+    """What importing costs that building needs, 0 where it was imported."""
+    return 0.0 if "torch._dynamo" in sys.modules else IMPORTING
+
+
+How = Literal["batched", "packed", "loop"]
+
+
 @dataclass(frozen=True)
 class Choice:
     """How a minibatch runs. scouts: how many instances run in the loop first, counted, before it is decided."""
 
-    batched: bool
+    how: How
     scouts: int = 0
 
 
@@ -55,12 +77,10 @@ class _Verdict:
 
     counts: Counts
     batched: float
+    packed: float
     loop: float
     building: float  # the graphs that are not built yet
-
-    @property
-    def worth_it(self) -> bool:
-        return self.batched <= WORTH_IT * self.loop
+    packing: float  # the packed form that is not built yet
 
 
 class _Mode:
@@ -79,6 +99,12 @@ class _Mode:
         self.credit = 0.0  # microseconds
         self.largest = 0.0  # the loop's time for the largest minibatch so far
         self.verdicts: dict[int, _Verdict] = {}  # by number of instances, of what is known now
+        self.packs = False  # whether there is a packed form
+        self.packed = 0  # minibatches that were packed
+        self.unpacked = 0  # times that there was none to be had
+        self.alone = 0  # operators in the packed form that run instance by instance
+        self.apart = 0  # instances for which the packed form was not theirs
+        self.packs_again = 0  # the minibatch from which on it may be tried again
 
 
 class Strategy:
@@ -93,29 +119,30 @@ class Strategy:
 
     # -- choices ------------------------------------------------------------------------------------
 
-    def choose(self, instances: int, *, grad: bool) -> Choice:
-        """How the next minibatch runs. With `scouts`, `decide` is asked once these have run."""
+    def choose(self, instances: int, *, grad: bool, packs: bool = False) -> Choice:
+        """How the next minibatch runs. With `scouts`, `decide` is asked once these have run. packs: whether the
+        minibatch may have a packed form."""
         with self._lock:
             mode = self._modes[grad]
             mode.minibatches += 1
+            if not instances:
+                return Choice("batched")
             if mode.seen.instances:
                 self._earn(mode, instances, LATER_CREDIT)
-            if not instances:
-                return Choice(True)
-            if mode.seen.instances and self._pays(mode, instances):
-                self.building = mode
-                return Choice(True)
+                how = self._best(mode, instances, packs)
+                if how != "loop":
+                    return Choice(self._take(mode, instances, how))
             if mode.minibatches < mode.next_scouts:
-                return self._by_loop(mode)
+                return Choice(self._take(mode, instances, "loop"))
             mode.next_scouts += min(mode.minibatches, LONGEST)
-            return Choice(False, min(SCOUTS, (instances + 1) // 2))
+            return Choice("loop", min(SCOUTS, (instances + 1) // 2))
 
     def watched(self, *, grad: bool) -> Seen:
         """Where scouts are counted."""
         return self._modes[grad].seen
 
-    def decide(self, instances: int, *, grad: bool) -> bool:
-        """Whether the rest of a minibatch is batched, now that its scouts were counted."""
+    def decide(self, instances: int, *, grad: bool, packs: bool = False) -> How:
+        """How the rest of a minibatch runs, now that its scouts were counted."""
         with self._lock:
             mode = self._modes[grad]
             mode.verdicts.clear()
@@ -124,20 +151,55 @@ class Strategy:
                 mode.measured.clear()  # tried anew, if what was counted says so
                 mode.verdicts.clear()
                 mode.again_at = 0
-            if self._pays(mode, instances):
-                self.building = mode
-                return True
-            return self._by_loop(mode).batched
+            return self._take(mode, instances, self._best(mode, instances, packs))
+
+    def not_packed(self, instances: int, *, grad: bool, tried: bool) -> How:
+        """How a minibatch runs that was to be packed, and has no packed form after all. tried: it took time."""
+        with self._lock:
+            mode = self._modes[grad]
+            mode.packed -= 1
+            if not tried and not mode.packed:  # paid back
+                mode.packs = False
+                mode.verdicts.clear()
+                mode.credit += self._verdict(mode, instances).packing + importing()
+            self._pack_later(mode)
+            return self._take(mode, instances, self._best(mode, instances, False))
+
+    def was_packed(self, instances: int, alone: int, apart: int, *, grad: bool) -> None:
+        """A minibatch was packed. alone: operators that run instance by instance; apart: instances, so far, that ran by
+        themselves, as their sizes don't fit the packed form."""
+        with self._lock:
+            mode = self._modes[grad]
+            if alone != mode.alone:
+                mode.alone = alone
+                mode.verdicts.clear()
+            if 4 * (apart - mode.apart) > instances:
+                self._pack_later(mode)
+            mode.apart = apart
+
+    def _pack_later(self, mode: _Mode) -> None:
+        mode.unpacked += 1
+        mode.packs_again = mode.minibatches + min(2**mode.unpacked, LONGEST)
+
+    def _take(self, mode: _Mode, instances: int, how: How) -> How:
+        if how == "loop":
+            mode.looped += 1
+        elif how == "packed":
+            if not mode.packs:
+                mode.credit -= self._verdict(mode, instances).packing + importing()
+                mode.packs = True
+                mode.verdicts.clear()
+            mode.packed += 1
+        else:
+            mode.credit -= importing()
+            self.building = mode
+        return how
 
     def _earn(self, mode: _Mode, instances: int, share: float) -> None:
         """Credit for a share of this minibatch, and for many where it is larger than all before."""
         loop = self._verdict(mode, instances).loop
         mode.credit += share * loop + FIRST_CREDIT * max(0.0, loop - mode.largest)
         mode.largest = max(mode.largest, loop)
-
-    def _by_loop(self, mode: _Mode) -> Choice:
-        mode.looped += 1
-        return Choice(False)
 
     def _counts(self, mode: _Mode, instances: int) -> Counts:
         """What a minibatch of this size is made of: as the last one of about this size was, else as is expected."""
@@ -153,18 +215,32 @@ class Strategy:
     def _verdict(self, mode: _Mode, instances: int) -> _Verdict:
         found = mode.verdicts.get(instances)
         if found is None:
-            counts = self._counts(mode, instances)
+            counts, eager = self._counts(mode, instances), mode.seen.eager
             unbuilt = counts.late if mode.measured or self._built else mode.seen.operations
-            loop = loop_cost(mode.seen.eager, instances, grad=mode.grad)
+            work = work_cost(eager, instances, grad=mode.grad)
             if len(mode.verdicts) > MOST_SIZES:
                 mode.verdicts.clear()
-            found = _Verdict(counts, batched_cost(counts), loop, unbuilt * BUILD)
-            mode.verdicts[instances] = found
+            found = mode.verdicts[instances] = _Verdict(
+                counts,
+                batched=batched_cost(counts) + (1.0 - SAVED) * work,
+                packed=packed_cost(eager, mode.alone * instances, grad=mode.grad) + work,
+                loop=loop_cost(eager, instances, grad=mode.grad) + work,
+                building=unbuilt * BUILD,
+                packing=0.0 if mode.packs else PACKING + PACKING_CALL * eager.calls,
+            )
         return found
 
-    def _pays(self, mode: _Mode, instances: int) -> bool:
-        verdict = self._verdict(mode, instances)
-        return verdict.worth_it and verdict.building <= mode.credit
+    def _best(self, mode: _Mode, instances: int, packs: bool) -> How:
+        """The fastest of what is worth it and paid for; packing in doubt, whose estimate is the better one."""
+        found = self._verdict(mode, instances)
+        most = WORTH_IT * found.loop
+        credit = mode.credit - importing()
+        packs = packs and mode.minibatches >= mode.packs_again and found.packing <= credit
+        if packs and found.packed <= most and found.packed <= found.batched:
+            return "packed"
+        if found.batched <= most and found.building <= credit:
+            return "batched"
+        return "packed" if packs and found.packed <= most else "loop"
 
     # -- what was batched ---------------------------------------------------------------------------
 
@@ -184,7 +260,7 @@ class Strategy:
                 counts = replace(counts, new=0, long_calls=0)  # the first one meets everything anew
             mode.measured[size] = counts
             mode.verdicts.clear()
-            if not self._pays(mode, instances) and not mode.again_at:
+            if self._best(mode, instances, False) == "loop" and not mode.again_at:
                 mode.again_at = mode.minibatches + mode.again_after
                 mode.again_after *= 2
 
@@ -224,6 +300,10 @@ class Strategy:
         """How many minibatches ran the plain loop."""
         return self._modes[grad].looped
 
+    def packed(self, *, grad: bool) -> int:
+        """How many minibatches were packed."""
+        return self._modes[grad].packed
+
     # -- what is said -------------------------------------------------------------------------------
 
     def warning(self, *, grad: bool) -> str:
@@ -246,10 +326,13 @@ class Strategy:
             found = self._verdict(mode, instances)
             counts, loop = found.counts, found.loop
             both = f"{found.batched / 1e3:.2g} ms batched, {loop / 1e3:.2g} ms one by one, by counts"
-            if self._pays(mode, instances):
+            how = self._best(mode, instances, mode.packs)
+            if how == "packed":
+                return f"packed rows: {found.packed / 1e3:.2g} ms, {loop / 1e3:.2g} ms one by one, by counts"
+            if how == "batched":
                 return f"a batch: {both}"
-            if found.worth_it:
-                need = (found.building - mode.credit) / max(1.0, LATER_CREDIT * loop)
+            if found.batched <= WORTH_IT * loop:
+                need = (found.building + importing() - mode.credit) / max(1.0, LATER_CREDIT * loop)
                 return (
                     f"the plain loop: {both}, but about {found.building / BUILD:.0f} operations have to be built "
                     f"first, which about {max(1, round(need))} more minibatches earn"

@@ -25,6 +25,7 @@ from tests.oracle import check_equal
 @pytest.fixture(autouse=True)
 def _chooses(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Switch, "on", True)
+    monkeypatch.setattr(module, "importing", lambda: 0.0)  # whatever other tests have imported
 
 
 class Chain(nn.Module):
@@ -93,13 +94,20 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # Choices
 
 
-# Row: operations built in ten minibatches and minibatches of them that ran the loop; training, inference.
-CHOICES: dict[str, tuple[tuple[bool, int], tuple[bool, int]]] = {
-    **dict.fromkeys(ROWS, ((False, 10), (False, 10))),
-    "adaptive computation time": ((True, 0), (False, 10)),
-    "pointer network": ((True, 0), (False, 10)),
-    "greedy autoencoder": ((True, 8), (False, 10)),  # two say that it does not pay
-    "Tree-LSTM": ((True, 0), (True, 0)),
+# Row: how many of ten minibatches ran the loop, and how many were packed; training, inference.
+LOOP, PACKED = (10, 0), (0, 10)
+CHOICES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    **dict.fromkeys(ROWS, (LOOP, LOOP)),
+    "adaptive computation time": ((0, 0), LOOP),
+    "pointer network": ((0, 0), LOOP),
+    "greedy autoencoder": ((0, 0), LOOP),
+    "scatter graph network": (PACKED, LOOP),
+    "MPNN with edge_index": (PACKED, LOOP),
+    "attention, 9 lengths": ((8, 2), LOOP),  # its graph is earned by the eighth
+    "Conv1d": (PACKED, LOOP),
+    "conv2d": ((9, 1), LOOP),  # its convolutions run picture by picture
+    "Transformer layer": (PACKED, LOOP),
+    "Tree-LSTM": ((0, 0), (0, 0)),
 }
 
 
@@ -116,15 +124,18 @@ def test_builds_launches_and_fallbacks_of_each_row(name: str, grad: bool, batche
             if grad:
                 result.sum().backward()
     engine = engine_of(f, model)
+    strategy = engine.strategy
+    assert strategy is not None
     built = [x for x in engine.operations._entries.values() if x.graphs is not None]
-    builds, loops = CHOICES[name][0 if grad else 1]
-    assert (bool(built), rounds - len(batches)) == (builds, loops)
-    if not builds:
+    loops, packed = CHOICES[name][0 if grad else 1]
+    assert (strategy.looped(grad=grad), strategy.packed(grad=grad)) == (loops, packed)
+    assert len(batches) == rounds - loops - packed
+    if not batches:
+        assert not built
         assert not len(engine.table.signatures), "nothing was recorded"
     else:
-        expected = row.instances - SCOUTS
-        assert batches == [expected, *[row.instances] * (rounds - loops - 1)]
-        assert len(built) * BUILD < module.FIRST_CREDIT * loop_cost(Eager(400, 400), row.instances, grad=True)
+        assert batches == [row.instances - SCOUTS, *[row.instances] * (rounds - loops - packed - 1)]
+        assert 0 < len(built) <= 30
 
 
 @pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
@@ -139,7 +150,7 @@ def test_the_same_data_chooses_the_same_way_whatever_the_clock_says(monkeypatch:
                 f(chains(n))
             strategy = engine_of(f, model).strategy
             assert strategy is not None and model.calls == before + n
-            found.append(strategy.choose(n, grad=False).batched)
+            found.append(strategy.choose(n, grad=False).how == "batched")
         return found
 
     first = choices()
@@ -199,7 +210,7 @@ def test_sizes_that_come_again_are_noticed() -> None:
                     x = torch.ones(length(SCOUTS * k + i), 4)
                     for _ in range(30):
                         x = torch.tanh(x) * 2
-            found.append(choice.batched or (choice.scouts > 0 and strategy.decide(256, grad=False)))
+            found.append("batched" in (choice.how, choice.scouts and strategy.decide(256, grad=False)))
         return found
 
     always_new = run(Strategy(), 40, lambda i: 5 + i)
@@ -218,7 +229,7 @@ def test_one_that_did_not_pay_is_tried_again_after_a_while() -> None:
                 x = torch.ones(4)
                 for _ in range(50):
                     x = torch.tanh(x) * 2
-        if choice.batched or (choice.scouts and strategy.decide(64, grad=False)):
+        if "batched" in (choice.how, choice.scouts and strategy.decide(64, grad=False)):
             tried.append(k + 1)
             strategy.ran(Counts(64, calls=6400, phases=200, waits=6400), 64, grad=False)
     assert tried[0] == 1
@@ -253,11 +264,39 @@ def test_what_would_pay_waits_until_its_graphs_are_earned() -> None:
                 x = torch.ones(4)
                 for _ in range(8):
                     x = torch.relu(torch.sigmoid(torch.tanh(x) * 2) + x)
-        found.append(choice.batched or (choice.scouts > 0 and strategy.decide(48, grad=False)))
+        found.append("batched" in (choice.how, choice.scouts and strategy.decide(48, grad=False)))
         if len(found) == 1:
             assert "operations have to be built first" in strategy.describe(48, grad=False)
     first = found.index(True)
     assert 10 < first < 300 and all(found[first:])
+
+
+def test_what_has_to_be_imported_has_to_be_earned_too(
+    monkeypatch: pytest.MonkeyPatch, batches: list[int]
+) -> None:
+    monkeypatch.setattr(module, "importing", lambda: module.IMPORTING)
+    f = decorated(Chain())
+    f(chains(32, length=6))
+    assert not batches
+    monkeypatch.setattr(module, "importing", lambda: 0.0)
+    f(chains(32, length=6))
+    assert batches == [32]
+
+
+def test_operators_that_run_instance_by_instance_make_packing_dearer() -> None:
+    strategy = Strategy()
+    with strategy.watched(grad=True).watch():
+        x = torch.ones(100, 4)
+        for _ in range(5):
+            x = torch.tanh(x) * 2
+    mode = strategy._modes[True]
+    mode.credit = 1e9
+    assert strategy.choose(64, grad=True, packs=True).how == "packed"
+    strategy.was_packed(64, 5, 0, grad=True)
+    assert strategy.choose(64, grad=True, packs=True).how != "packed"
+    strategy.was_packed(64, 0, 60, grad=True)
+    assert strategy.choose(64, grad=True, packs=True).how != "packed", "most sizes did not fit its form"
+    assert "packed" in {strategy.choose(64, grad=True, packs=True).how for _ in range(4)}
 
 
 def test_costs_add_up() -> None:
