@@ -210,7 +210,9 @@ class Autobatched:
         if self._is_checked(engine):
             return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
         strategy = engine.strategy
-        once = not inside_functorch() and not saved_tensors_are_packed()  # a checkpoint runs it twice, and compares
+        once = (
+            not inside_functorch() and not saved_tensors_are_packed()
+        )  # a checkpoint runs it twice, and compares
         if strategy is not None and once:
             return self._chosen(engine, strategy, instances)
         packed = engine.packed.call(self.fn, instances, self.options.out)
