@@ -49,7 +49,12 @@ class Batches(Generic[Instance]):
 
 
 def decorated(model: nn.Module, method: str, **options: Any) -> Callable[[Sequence[Any]], Any]:
-    """A decorated method of the model's class, bound to the model, decorated anew with other options."""
+    """A decorated method of the model's class, bound to the model, decorated anew with other options.
+
+    Batched from the first minibatch on, unless told: with `adaptive` the first dozens may run the plain loop, until
+    building the graphs is earned, and few rounds would time that.
+    """
+    options.setdefault("adaptive", False)
     fn = undecorated(model, method)
     options.setdefault("out", getattr(type(model), method).__fxbatch__.options.out)
     batched = fxbatch.autobatch(**options)(fn)
