@@ -124,23 +124,34 @@ def cell_cases(cell: Cell, settings: Settings) -> Iterator[Case]:
 
 
 def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
-    rows: list[list[str | int | float | None]] = []
+    cells: dict[str, dict[str, list[str | int | float | None]]] = {}
     for case in found:
-        ours = case.entries.get(OURS)
-        if ours is None:
-            continue
-        ratios = [over(case, peer) for peer in (HAND, DYNET)]
-        least = min((r.median for r in ratios if r is not None), default=None)
-        wanted = WANTED_SMALL if case.count <= SMALL else WANTED_LARGE
-        mark = None if least is None else f"{least:.2f} {'+' if least >= wanted else '-'} (>= {wanted:g})"
-        shown = [None if r is None else ratio_text(r) for r in ratios]
-        rows.append([case.name, case.count / ours.cpu.median, *shown, mark])
+        cell, _, kind = case.name.rpartition(" ")
+        if OURS in case.entries:
+            cells.setdefault(cell, {})[kind] = shown(case)
+    missing: list[str | int | float | None] = [None] * 4
+    rows = [
+        [name, *kinds.get("train", missing), *kinds.get("infer", missing)] for name, kinds in cells.items()
+    ]
     note = (
         "Units: trees or sentences a second of CPU time. Ratios: the peer's CPU time over fxbatch's, round by round, "
-        "median (quartiles); below 1 fxbatch loses. Trees: 20 random leaves, embedding 300, loss at the root; SST: a "
+        "median (quartiles); below 1 fxbatch loses. Least: the smallest ratio, `+` as wanted (1 up to batch "
+        f"{SMALL}, {WANTED_LARGE} beyond), `-` not. Trees: 20 random leaves, embedding 300, loss at the root; SST: a "
         "loss at every node in training, root scores in inference; EWT: two layers of 256 a direction, all words."
     )
-    return [Table("Beside the peers", ["cell", "units/s", HAND, DYNET, "least (wanted)"], rows, note)]
+    columns = ["units/s", HAND, DYNET, "least"]
+    header = ["cell", *(f"training: {c}" for c in columns), *(f"inference: {c}" for c in columns)]
+    return [Table("Beside the peers", header, rows, note)]
+
+
+def shown(case: CaseResult) -> list[str | int | float | None]:
+    """Units a second, the ratio to each peer, and the least of those with its mark."""
+    ratios = [over(case, peer) for peer in (HAND, DYNET)]
+    least = min((r.median for r in ratios if r is not None), default=None)
+    wanted = WANTED_SMALL if case.count <= SMALL else WANTED_LARGE
+    mark = None if least is None else f"{least:.2f} {'+' if least >= wanted else '-'}"
+    texts = [None if r is None else ratio_text(r) for r in ratios]
+    return [case.count / case.entries[OURS].cpu.median, *texts, mark]
 
 
 def over(case: CaseResult, peer: str) -> Spread | None:
