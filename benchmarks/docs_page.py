@@ -26,9 +26,9 @@ SHOWN = {
     "looks-table-1": ("State 512, training",),
     "neubig-table-1": ("Sentences a second, training",),
 }
-# Tasks without a section: differences of single options are noise on two cores, lines of code are not speed, and
-# `peers` has the batch sizes of Neubig et al.'s figure 3.
-NOT_ON_THE_PAGE = ("ablations", "lines-of-code", "neubig-figure-3")
+# Tasks without a section: `peers` has the batch sizes of figure 3, `sizes` and `never-slower` are told of on pages of
+# their own, differences of single options are noise on two cores, and lines of code are not speed.
+NOT_ON_THE_PAGE = ("neubig-figure-3", "sizes", "never-slower", "ablations", "lines-of-code")
 
 
 class DocsError(ValueError):
