@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,24 +27,12 @@ import fxbatch
 from benchmarks.contenders import undecorated
 from benchmarks.task import Settings
 from benchmarks.workloads import ewt_tagger, sst_trees
-from fxbatch.inspection import compile_minibatch
-from fxbatch.ir import INDEX, Schedule
-from fxbatch.passes.order_rows import order_rows
-from fxbatch.runtime.memory import Pool
-from fxbatch.runtime.run import Run
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("defaults", {}),
     ("without deduplicate", {"deduplicate": False}),
     ("deduplicate=True", {"deduplicate": True}),
     ("without fuse", {"fuse": False}),
-)
-
-# Ways to order the rows of a step; None is the default, which decides for each family of programs.
-ORDERS: tuple[tuple[str, Callable[..., Schedule] | None], ...] = (
-    ("as scheduled", lambda program, schedule, slots: schedule),
-    ("as readers want them", order_rows),
-    ("default", None),
 )
 
 
@@ -135,35 +122,6 @@ def measure(model: nn.Module, batch_of: Callable[[int], Any], rounds: int) -> li
     return rows
 
 
-def row_orders(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
-    """A row a way of ordering the rows of a step: gathers, those elided, MB copied by the others, MB held at the peak
-    by arenas and kept rows in training, and by arenas in inference, where rows are used again."""
-    found = []
-    for name, order in ORDERS:
-        row: dict[str, Any] = {"order": name}
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                minibatch = compile_minibatch(model.loss, batch)
-                engine = minibatch.engine
-                engine.structures.clear()
-                engine.pool = Pool()
-                if order is not None:
-                    engine.order_rows = order
-                run = Run(engine, grad=grad)
-                run.execute(minibatch.rewritten, minibatch.schedule)
-                plan = run.phases[-1].plan
-                run.release()
-            row["training" if grad else "inference"] = engine.pool.bytes / 1e6
-            size = np.array([t.numel * t.dtype.itemsize for t in plan.arenas])[plan.gather_arena]
-            indexed = plan.gather_kind == INDEX
-            if grad:
-                row["gathers"], row["elided"] = len(indexed), int((~indexed).sum())
-                row["copied"] = float((size * plan.gather_rows)[indexed].sum()) / 1e6
-                row["all"] = float((size * plan.gather_rows).sum()) / 1e6
-        found.append(row)
-    return found
-
-
 def after_the_trace(module: nn.Module, bare: nn.Module, batch_of: Callable[[int], Any], rounds: int) -> str:
     """The bare model's speed over the module's, traces made before, and what the traces cost."""
     seconds: dict[str, list[float]] = {name: [] for name in ("module", "bare", "module trace", "bare trace")}
@@ -206,15 +164,6 @@ def main() -> None:
                 f"{row['ratio']:.2f}", f"{row['MB']:.1f}",
             )  # fmt: skip
         console.print(table)
-        orders = Table(title="rows of a step")
-        for column in ("order", "elided", "MB copied", "MB if none were", "MB, training", "MB, inference"):
-            orders.add_column(column, justify="left" if column == "order" else "right")
-        for row in row_orders(model, batch_of(0)):
-            orders.add_row(
-                row["order"], f"{row['elided']} of {row['gathers']}", f"{row['copied']:.1f}", f"{row['all']:.1f}",
-                f"{row['training']:.1f}", f"{row['inference']:.1f}",
-            )  # fmt: skip
-        console.print(orders)
     (module, batch_of), (bare, _) = list(made.values())[:2]
     if options.only in "after the trace":
         console.print(after_the_trace(module, bare, batch_of, options.rounds))

@@ -220,10 +220,8 @@ def elide_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
 def elide_gathers(batched: BatchedGraph) -> BatchedGraph:
     """The graph without gathers of consecutive rows of one node; the same graph when there are none.
 
-        g.b3.0: input 0 <- b2.0[4:8] at [0:4]         b3: input 0 <- b2.0[4:8] at [0:4]
-        b3: input 0 <- g.b3.0.0[0:4] at [0:4]  ==>
-
-    `order_rows` orders the rows of steps so that more gathers are of this kind.
+    g.b3.0: input 0 <- b2.0[4:8] at [0:4]         b3: input 0 <- b2.0[4:8] at [0:4]
+    b3: input 0 <- g.b3.0.0[0:4] at [0:4]  ==>
     """
     gone = [name for name, _ in batched.nodes("gather") if is_view(batched, name)]
     if not gone:

@@ -102,9 +102,9 @@ class DifferentiableRun:
         whole = not program.known and not used.any()
         operations = self.planner.operation_set(program, tuple(compiled))
         if whole:
-            schedule, plan, _ = self.planner.plan(program, schedule, operations)
+            plan, _ = self.planner.plan(program, schedule, operations)
         else:
-            schedule, plan, _ = self.planner.plan_on(program, schedule, operations, known, used, before)
+            plan, _ = self.planner.plan_on(program, schedule, operations, known, used, before)
         self.phases.append((program, schedule, plan, compiled))
         for k in range(len(plan)):
             s = int(plan.step_signature[k])

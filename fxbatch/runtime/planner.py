@@ -23,7 +23,6 @@ from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
-from fxbatch.passes.order_rows import RowOrderer
 from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan import plan_arenas
 from fxbatch.passes.schedule import make_policy
@@ -37,9 +36,8 @@ from fxbatch.runtime.structure_cache import HELD, BackwardNeeds, Family, Operati
 
 
 class Planned(NamedTuple):
-    """A program's steps, where values live and what steps read, and where all of it lies."""
+    """Where a program's values live and what its steps read, and where all of it lies."""
 
-    schedule: Schedule
     plan: Plan
     layout: Layout | None  # None for one phase of several
 
@@ -60,7 +58,6 @@ class Planner:
         self.operations = OperationCache()
         self.postponed = Postponed()
         self.structures = StructureCache()
-        self.order_rows = RowOrderer()
         chosen = [
             "eliminate_dead",
             "unstack_sums",
@@ -170,13 +167,12 @@ class Planner:
     def plan(
         self, program: Program, schedule: Schedule, operations: OperationSet, *, reuse: bool = False
     ) -> Planned:
-        """Where values live and what steps read, of a minibatch's only phase: rows are put in order where that saves
-        copies, and the plan is found again by content. reuse: rows of values that nobody reads any more."""
+        """Where values live and what steps read, of a minibatch's only phase; found again by content. reuse: rows of
+        values that have no further reader."""
 
         def make() -> Planned:
-            ordered = self.order_rows(program, schedule, operations.slots)
-            plan = plan_arenas(program, ordered, operations.layouts, slots=operations.slots, reuse=reuse)
-            return Planned(ordered, plan, operations.arrays.lay_out(plan))
+            plan = plan_arenas(program, schedule, operations.layouts, slots=operations.slots, reuse=reuse)
+            return Planned(plan, operations.arrays.lay_out(plan))
 
         key = PlanKey.of(program, self.options.schedule)
         size = 3 * key.bytes  # its columns are about as long as those of the program
@@ -199,7 +195,7 @@ class Planner:
             program, schedule, operations.layouts,
             slots=operations.slots, known_rows=known, used=used, run_before=before, into=into,
         )  # fmt: skip
-        return Planned(schedule, plan, None)
+        return Planned(plan, None)
 
     def backward_needs(
         self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray

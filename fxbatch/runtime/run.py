@@ -148,7 +148,7 @@ class Run:
             planned = self.planner.plan_on(
                 program, schedule, operations, known, used, np.array(before, dtype=np.int64), into=into
             )
-        schedule, plan, layout = planned
+        plan, layout = planned
         return Phase(program, schedule, plan, template.needs, operations, layout)
 
     def launch(self, phase: Phase) -> None:

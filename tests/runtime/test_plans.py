@@ -19,9 +19,8 @@ from fxbatch.passes.gradients import (
     PhaseGradients,
     plan_gradients,
 )
-from fxbatch.passes.order_rows import RowOrderer, indexed_rows, order_rows
-from fxbatch.passes.plan import plan_arenas, tabulate_slots
-from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth, batch_by_lookahead
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth
 from fxbatch.passes.signature_graph import find_needs
 from tests import programs as P
 
@@ -313,46 +312,3 @@ def test_needs_follow_the_signature_graph() -> None:
     needs = find_needs(program, shared, {})
     assert needs.inputs == ((), (False,), (True,))
     assert find_needs(program, [False] * 3, {}).inputs == ((), (False,), (False,))
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_ordered_rows_are_the_same_steps_with_fewer_indices(which: int) -> None:
-    program = workloads()[which]
-    schedule = batch_by_agenda(program)
-    layouts: list[Layout | None] = [None] * len(program.signatures)
-    slots = tabulate_slots(program, layouts)
-    ordered = order_rows(program, schedule, slots)
-    for a, b in zip(schedule.steps(), ordered.steps(), strict=True):
-        assert sorted(a.tolist()) == sorted(b.tolist())
-    check_plan(program, ordered, plan_arenas(program, ordered, layouts, slots=slots), layouts)
-    assert indexed_rows(program, ordered, slots) <= indexed_rows(program, schedule, slots)
-    assert order_rows(program, ordered, slots) is ordered
-
-
-def test_rows_are_ordered_only_where_it_saves_copies() -> None:
-    orderer = RowOrderer(again=3)
-    program = P.bilstm_program([3 + 7 * k % 37 for k in range(40)], layers=1)
-    slots = tabulate_slots(program, [None] * len(program.signatures))
-    schedule = batch_by_lookahead(program)
-    saved = [indexed_rows(program, orderer(program, schedule, slots), slots) for _ in range(4)]
-    assert max(saved) * 3 <= indexed_rows(program, schedule, slots) * 2
-    build = P.ProgramBuilder(3)
-    plain = build.program(*[build.call("f", build.constant(float(i)), instance=i) for i in range(3)])
-    slots = tabulate_slots(plain, [None] * len(plain.signatures))
-    schedule = batch_by_lookahead(plain)
-    assert orderer(plain, schedule, slots) is schedule
-
-
-def test_rows_of_a_small_program_are_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = P.bilstm_program([3, 7, 5, 2, 9], layers=1)
-    slots = tabulate_slots(program, [None] * len(program.signatures))
-    schedule = batch_by_lookahead(program)
-    assert order_rows(program, schedule, slots) is not schedule  # it would save some rows
-    tried: list[Program] = []
-    monkeypatch.setattr(
-        "fxbatch.passes.order_rows.order_rows", lambda program, *_: tried.append(program) or schedule
-    )
-    assert RowOrderer()(program, schedule, slots) is schedule
-    assert not tried
-    RowOrderer(fewest=0)(program, schedule, slots)
-    assert tried == [program]
