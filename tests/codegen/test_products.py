@@ -68,6 +68,23 @@ def test_products_are_as_exact_as_sums_in_float32_can_be(layout: int, level: str
         assert room[:16].eq(7).all() and room[-16:].eq(7).all(), (rows, width, depth)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", ((1500, 70, 300), (50, 65, 9001), (803, 5, 520)))
+def test_large_products_are_done_in_blocks(layout: int, sizes: tuple[int, int, int], level: str) -> None:
+    rows, width, depth = sizes
+    torch.manual_seed(layout)
+    a, b = torch.randn(rows, depth), torch.randn(depth, width)
+    places = stored(a, turned=layout >= 2), stored(b, turned=layout % 2 == 1)
+    out, few = torch.empty(rows, width), torch.empty(49, width)
+    products.multiply(*places, out, sizes, layout, 0)
+    wanted = a.double() @ b.double()
+    bound = (a.double().abs() @ b.double().abs()) * (depth + 2) * 2.0**-24
+    assert bool(((out.double() - wanted).abs() <= bound).all())
+    part = stored(a[:49], turned=layout >= 2)
+    products.multiply(part, places[1], few, (49, width, depth), layout, 0)
+    assert torch.equal(few, out[:49])  # no number depends on how many rows there are, or how they are cut
+
+
 def at_the_end(x: torch.Tensor, pages: list[mmap.mmap]) -> torch.Tensor:
     """A copy whose last element is the last before memory that must not be touched."""
     size, page = x.numel() * 4, mmap.PAGESIZE
