@@ -184,8 +184,9 @@ def separate(
 
 def stack_real(results: Sequence[Any]) -> Any:
     """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
-    if results and _are_alike(results):
-        return torch.stack(list(results))
+    alike = _stack_alike(results)
+    if alike is not None:
+        return alike
     found = Results(results)
     if len(found.values):  # inside a recording: stacking is recorded too
         found = found.made_alike()
@@ -195,16 +196,14 @@ def stack_real(results: Sequence[Any]) -> Any:
     return stack(found, lambda ids: ids, lambda requests: [])
 
 
-def _are_alike(results: Sequence[Any]) -> bool:
-    """Whether all results are plain tensors of one type."""
-    first = results[0]
-    if type(first) is not torch.Tensor:
-        return False
-    shape, dtype, device = first.shape, first.dtype, first.device
-    return all(
-        type(x) is torch.Tensor and x.dtype is dtype and x.shape == shape and x.device == device
-        for x in results
-    )
+def _stack_alike(results: Sequence[Any]) -> torch.Tensor | None:
+    """The short way for plain tensors of one type; None for others, and where they can't be stacked."""
+    if set(map(type, results)) != {torch.Tensor} or len({x.dtype for x in results}) != 1:
+        return None
+    try:
+        return torch.stack(list(results))
+    except RuntimeError:  # the long way says which differs
+        return None
 
 
 def _stack_recorded(column: Sequence[Any]) -> Any:

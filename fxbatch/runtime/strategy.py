@@ -83,6 +83,9 @@ class _Verdict:
     packing: float  # the packed form that is not built yet
 
 
+_LOOP = Choice("loop")
+
+
 class _Mode:
     """What is known of the minibatches with gradients, or of those without."""
 
@@ -99,6 +102,9 @@ class _Mode:
         self.credit = 0.0  # microseconds
         self.largest = 0.0  # the loop's time for the largest minibatch so far
         self.verdicts: dict[int, _Verdict] = {}  # by number of instances, of what is known now
+        self.quiet: tuple[int, bool] = (-1, False)  # minibatches like these run the loop, until a minibatch
+        self.quiet_until = 0
+        self.quiet_earns = 0.0
         self.packs = False  # whether there is a packed form
         self.packed = 0  # minibatches that were packed
         self.unpacked = 0  # times that there was none to be had
@@ -122,8 +128,13 @@ class Strategy:
     def choose(self, instances: int, *, grad: bool, packs: bool = False) -> Choice:
         """How the next minibatch runs. With `scouts`, `decide` is asked once these have run. packs: whether the
         minibatch may have a packed form."""
+        mode = self._modes[grad]
+        if mode.quiet == (instances, packs) and mode.minibatches < mode.quiet_until:
+            mode.minibatches += 1
+            mode.looped += 1
+            mode.credit += mode.quiet_earns
+            return _LOOP
         with self._lock:
-            mode = self._modes[grad]
             mode.minibatches += 1
             if not instances:
                 return Choice("batched")
@@ -133,9 +144,26 @@ class Strategy:
                 if how != "loop":
                     return Choice(self._take(mode, instances, how))
             if mode.minibatches < mode.next_scouts:
+                self._be_quiet(mode, instances, packs)
                 return Choice(self._take(mode, instances, "loop"))
             mode.next_scouts += min(mode.minibatches, LONGEST)
             return Choice("loop", min(SCOUTS, (instances + 1) // 2))
+
+    def _be_quiet(self, mode: _Mode, instances: int, packs: bool) -> None:
+        """Note until when nothing but credit can change: the next count of scouts, or when graphs are earned."""
+        found = self._verdict(mode, instances)
+        mode.quiet, mode.quiet_earns = (instances, packs), LATER_CREDIT * found.loop
+        until, most = mode.next_scouts - 1, WORTH_IT * found.loop
+        if packs and found.packed <= most:
+            until = min(until, max(mode.packs_again - 1, self._earned(mode, found.packing)))
+        if found.batched <= most:
+            until = min(until, self._earned(mode, found.building))
+        mode.quiet_until = until
+
+    def _earned(self, mode: _Mode, cost: float) -> int:
+        """The minibatch before the one by which this will be paid."""
+        missing = cost + importing() - mode.credit
+        return mode.minibatches + max(0, int(missing / max(1.0, mode.quiet_earns)) - 1)
 
     def watched(self, *, grad: bool) -> Seen:
         """Where scouts are counted."""
