@@ -30,6 +30,12 @@ WHOLE, DENSE, PACKED, PADDED = "whole", "dense", "packed", "padded"
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
 
 
+_OF_MEMORY = frozenset(
+    f"aten::{name}"
+    for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "new_empty_strided", "set_")
+)
+
+
 class NoRule(Exception):
     """No rule fits a node; the message is the reason."""
 
@@ -349,6 +355,8 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None]
     if not isinstance(node.target, torch._ops.OpOverload):
         e.lines.append(f"{e.const(node.target)}({', '.join(map(e.const, node.args))})")
         return
+    if node.target._schema.name in _OF_MEMORY:
+        raise NoPackedForm(f"{node.target} asks for the memory of a tensor")
     before = len(e.lines)
     rule = rule_of(node.target)
     try:

@@ -216,6 +216,18 @@ def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[Any, ...]) -> 
     return e.aligned(Packed(name, DENSE, (), dtype), shape)
 
 
+@rule("masked_fill")
+def _masked_fill(e: Emitter, node: fx.Node) -> Any:
+    """A value that is a tensor may be another one in each instance."""
+    a = e.bound(node)
+    value = a["value"]
+    if not isinstance(value, Packed) or value.layout == WHOLE:
+        return point(e, node)
+    shape = shape_of(node.meta["val"])
+    x, mask, fill = (e.aligned(a[name], shape) for name in ("self", "mask", "value"))
+    return e.made(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", node.meta["val"])
+
+
 # -- rows by themselves, or over rows ---------------------------------------------------------------------
 
 
@@ -268,7 +280,7 @@ _ALONG = (
     "softmax", "log_softmax", "_softmax", "_log_softmax", "sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum",
     "cumprod", "logsumexp", "sort", "argsort", "topk", "argmax", "argmin", "norm", "linalg_vector_norm", "var", "std",
     "all", "any", "flip", "roll", "median", "logcumsumexp", "cummax", "cummin", "aminmax", "nansum", "count_nonzero",
-    "kthvalue", "mode", "glu", "var_mean", "std_mean", "diff", "unfold", "renorm",
+    "kthvalue", "mode", "glu", "var_mean", "std_mean", "unfold",
 )  # fmt: skip
 _DIMS_ARGUMENT = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
 
@@ -286,6 +298,8 @@ def _along_rule(name: str) -> Rule:
         arguments = e.bound(node)
         over = OVER.get(name)
         given = arguments.get(where)
+        if where == "dims" and not given:
+            raise NoRule("no dimensions are named")
         x, dims = crosses(e, node, given)
         if any(d in x.axes for d in dims) or where not in arguments:
             if over is None:
@@ -474,7 +488,7 @@ def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(
         f"{size}.sum({square}) / z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})"
     )
-    return _kept(e, node, name if how == "var" else f"{name}.sqrt()")
+    return _kept(e, node, name if how == "var" else f"z.root({name})")
 
 
 @over("norm", "linalg_vector_norm")

@@ -186,7 +186,7 @@ def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
     if index.layout == PACKED:
         return rows
     name = rows if d == 0 else e.line(f"{rows}.movedim({d + 1}, 1)")
-    return e.line(f"{name}.reshape(-1, *{name}.shape[2:])")
+    return e.line(f"{name}.flatten(0, 1)")
 
 
 def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:

@@ -12,19 +12,23 @@ plain numbers, and is the graph where the two have the same nodes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import UnknownExpressionError, columns_function, depends, expression
 from fxbatch.ragged.recurrent import recurrent_as_nodes
-from fxbatch.torch_private import composite_operators, trace_with_sizes, tree_flatten
+from fxbatch.torch_private import FakeTensor, composite_operators, trace_with_sizes, tree_flatten, tree_leaves
 
 TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
 MOST_SIZES = 4  # sizes of one instance that may differ
@@ -143,8 +147,8 @@ def _trace(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with recurrent_as_nodes(), IndexByTensor():
-            made = trace_with_sizes(body, tensors, dynamic, _decompositions(kept))
+        with recurrent_as_nodes(), IndexByTensor(), own_derivatives_refused():
+            made = trace_with_sizes(_watched(body), tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made
@@ -154,6 +158,55 @@ def _trace(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
     return module, env
+
+
+# What a graph of operators does not hold: it would be lost, and gradients would be others.
+_LOST = frozenset(
+    {
+        torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_, torch.Tensor.backward,
+        torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward,
+        *[getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "data")],
+    }
+)  # fmt: skip
+
+
+class _Refused(TorchFunctionMode):
+    """Refuses what hooks into autograd or reads its state."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        if func in _LOST and asking != "torch":
+            raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*tensors: torch.Tensor) -> Any:
+        with _Refused():
+            return body(*tensors)
+
+    return run
+
+
+@contextlib.contextmanager
+def own_derivatives_refused() -> Iterator[None]:
+    """A torch.autograd.Function has derivatives of its own, which a graph of operators would lose: NoPackedForm."""
+    plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            raise NoPackedForm(f"{cls.__name__} has derivatives of its own")
+        return plain(cls, *args, **kwargs)
+
+    with _LOCK:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = classmethod(plain)  # type: ignore[assignment,method-assign]
+
+
+_LOCK = threading.RLock()
 
 
 @functools.lru_cache(maxsize=8)

@@ -50,6 +50,7 @@ from fxbatch.trace.reached import BodyRoots
 from fxbatch.trace.state import current_recorder
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
+MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
 MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
@@ -85,6 +86,7 @@ class Family:
     reason: str = ""  # why it is not packed
     alone: int = 0  # instances that ran by themselves, as no graph was theirs
     built: int = 0
+    failed: int = 0  # minibatches in which it raised something
 
     @property
     def dynamic(self) -> tuple[tuple[int, ...], ...]:
@@ -139,7 +141,16 @@ class PackedForward:
                 self.families[self._key(columns.kind)] = family
         if work is None:
             return None
-        return (self._run(fn, family, work, instances, columns, sizes, out),)
+        try:
+            return (self._run(fn, family, work, instances, columns, sizes, out),)
+        except (FxbatchError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded or one by one, it raises again what is the user's own mistake
+            report(error, "a packed forward", verify=self.options.verify)
+            family.failed += 1
+            if family.failed > MOST_FAILURES:
+                family.reason = f"it raised {type(error).__name__}"
+            return None
 
     # -- which functions ------------------------------------------------------------------------------
 

@@ -164,3 +164,73 @@ def test_one_index_out_of_range_does_not_read_the_next_instance() -> None:
 
     with pytest.raises(IndexError):
         check_packed(body, rows, [(6,), (3,), (5,)], ((0,),))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda g: g * 0)
+    return y.sum(0)
+
+
+def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y[0] = 0.0
+    return y.sum(0)
+
+
+LOST: dict[str, tuple[Callable[..., Any], str]] = {
+    "own derivatives": (lambda x: Straight.apply(x).sum(0) * x.sum(0), "derivatives of its own"),
+    "hook": (hooked, "register_hook"),
+    "data": (lambda x: (x.data * x).sum(0), "calls"),
+    "write through a view": (written_through_a_view, "writes to a tensor"),
+    "mask": (lambda x: x[x > 0].sum(), "a size"),
+    "value as a number": (lambda x: x * x.sum().item(), "a size"),
+    "memory": (lambda x: x.as_strided((2, 2), (1, 1)), "memory"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_graph_would_lose_is_refused(name: str) -> None:
+    body, reason = LOST[name]
+    with pytest.raises(NoPackedForm, match=reason):
+        check_packed(lambda x: body(x + 0.0), rows, [(3,), (5,)], ((0,),))
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * 2
+    return (y * x).sum(0)
+
+
+KEPT: dict[str, Callable[..., Any]] = {
+    "no_grad": without_gradient,
+    "detach": lambda x: (x.detach() * x).sum(0),
+    "repeat": lambda x: x.repeat(2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+    "roll": lambda x: x.roll(1, 0),
+    "mean of scores": lambda x: (x @ x.t()).mean(1),
+    "diagonal of scores": lambda x: (x @ x.t()).diagonal(),
+    "scores without themselves": lambda x: (
+        (x @ x.t()).masked_fill(torch.eye(len(x), dtype=torch.bool), 0).sum(1)
+    ),
+    "distances in scores": lambda x: (
+        (x @ x.t() - (torch.arange(len(x))[:, None] - torch.arange(len(x))[None]).abs()).softmax(1) @ x
+    ),
+    "std of equal rows": lambda x: (x * 0).std(0, correction=0),
+    "no dimension flipped": lambda x: x.flip(()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_further_bodies(name: str) -> None:
+    check_packed(KEPT[name], rows, [(3,), (5,), (4,)], ((0,),))
