@@ -165,9 +165,11 @@ _LOST = frozenset(
     {
         torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_, torch.Tensor.backward,
         torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward,
-        *[getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "data")],
     }
 )  # fmt: skip
+
+
+_READ = frozenset(getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "data"))
 
 
 class _Refused(TorchFunctionMode):
@@ -175,7 +177,7 @@ class _Refused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        if func in _LOST and asking != "torch":
+        if func in _LOST or (func in _READ and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return func(*args, **(kwargs or {}))
 
