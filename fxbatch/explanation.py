@@ -173,14 +173,14 @@ class Explanation:
             why.setdefault(row.rule, []).append(row.operation)
         lines = [
             f"steps {self.steps}, lower bound {self.lower_bound} ({self.ratio:.2f}), phases {self.phases}",
-            f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} indexed "
-            f"({self.bytes_gathered / 1e6:.1f} MB, {self.bytes_read / 1e6:.1f} if all were)",
+            f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} copied "
+            f"({self.bytes_gathered / 1e6:.1f} MB; {self.bytes_read / 1e6:.1f} if none were read in place)",
             f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
         ]
         lines += self.packed
         if self.kept:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items()))
-            lines += [f"kept of structures met: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
+            kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(self.kept.items()))
+            lines += [f"kept for structures that come again: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
         if narrow:
             lines += [
                 f"why an operation: {', '.join(dict.fromkeys(names))}: {rule}" for rule, names in why.items()

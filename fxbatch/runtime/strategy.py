@@ -350,7 +350,7 @@ class Strategy:
         with self._lock:
             mode = self._modes[grad]
             if not mode.seen.instances:
-                return "the first of them will choose, which counts the calls of a few instances"
+                return "the first of them will choose: batched, or one by one where counts say that this is faster"
             found = self._verdict(mode, instances)
             counts, loop = found.counts, found.loop
             both = f"{found.batched / 1e3:.2g} ms batched, {loop / 1e3:.2g} ms one by one, by counts"

@@ -87,4 +87,4 @@ def minibatch():
 def test_what_is_kept_of_structures_is_shown() -> None:
     found = fxbatch.explain(*target_model.minibatch())
     assert min(found.kept["plan"], found.kept["schedule"]) >= 1 and found.kept_bytes > 0
-    assert "kept of structures met: " in str(found) and " plan," in str(found)
+    assert "kept for structures that come again: " in str(found) and " plan 1," in str(found)
