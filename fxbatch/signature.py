@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from fxbatch.torch_private import TreeSpec, reparametrized, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
+Body = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of one instance: inputs to outputs
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -102,6 +103,28 @@ class Template:
         """The pytree with each Slot replaced: `fill(input=[...], shared=[...])`."""
         leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]
         return tree_unflatten(leaves, self.spec)
+
+    def filler(self, shared: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """`fill` for many inputs, of a template of `(args, kwargs)`: without pytrees where these hold no containers."""
+        args, kwargs = tree_unflatten(list(range(len(self.leaves))), self.spec)
+        if type(args) is not tuple or type(kwargs) is not dict:
+            return lambda inputs: self.fill(input=inputs, shared=shared)
+        if any(type(x) is not int for x in (*args, *kwargs.values())):
+            return lambda inputs: self.fill(input=inputs, shared=shared)
+        flat: list[Any] = [shared[x.index] if _is_slot(x, "shared") else x for x in self.leaves]
+        places = [(k, x.index) for k, x in enumerate(self.leaves) if _is_slot(x, "input")]
+
+        def fill(inputs: Sequence[torch.Tensor]) -> Any:
+            leaves = flat.copy()
+            for k, i in places:
+                leaves[k] = inputs[i]
+            return tuple([leaves[k] for k in args]), {name: leaves[k] for name, k in kwargs.items()}
+
+        return fill
+
+
+def _is_slot(x: Any, kind: str) -> bool:
+    return type(x) is Slot and x.kind == kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,23 +233,41 @@ class Signature:
 
     def run(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The per-instance body: tensors of `self.inputs` and `self.shared` to those of `self.outputs`."""
+        with self.prepared(shared) as body:
+            return body(inputs)
+
+    @contextmanager
+    def prepared(self, shared: Sequence[torch.Tensor]) -> Iterator[Body]:
+        """The per-instance body with its shared operands, for many calls: `run` of the inputs alone."""
         op = self.operation
         if op.kind == "graph":
-            return list(op.target(*inputs, *shared))
+            yield lambda inputs: list(op.target(*inputs, *shared))
+            return
         assert self.arguments is not None, f"{op.name} has no body"
-        args, kwargs = self.arguments.fill(input=inputs, shared=shared)
+        fill = self.arguments.filler(shared)
         bodies.running += 1
         try:
-            with self.frozen.reads.reinstated() if self.frozen is not None else nullcontext():
+            with ExitStack() as stack:
+                target = op.target
+                if self.frozen is not None:
+                    stack.enter_context(self.frozen.reads.reinstated())
                 if op.kind == "module":
                     state = dict(zip(self.shared_names, shared, strict=False))
                     module = op.target if self.frozen is None else self.frozen.module or op.target
-                    result = _functional(module, op.method, state, args, kwargs)
-                else:
-                    result = op.target(*args, **kwargs)
+                    twin = structural_twin(module, {})
+                    stack.enter_context(reparametrized(twin, state))
+                    target = twin if op.method is None else getattr(twin, op.method)
+
+                def body(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                    args, kwargs = fill(inputs)
+                    result = target(*args, **kwargs)
+                    if type(result) is torch.Tensor:
+                        return [result]
+                    return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+                yield body
         finally:
             bodies.running -= 1
-        return [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
 
 
 def kept_by_signatures(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -269,14 +310,6 @@ class _Bodies(threading.local):
 
 
 bodies = _Bodies()
-
-
-def _functional(
-    module: torch.nn.Module, method: str | None, state: dict[str, torch.Tensor], args: Any, kwargs: Any
-) -> Any:
-    twin = structural_twin(module, {})
-    with reparametrized(twin, state):
-        return (twin if method is None else getattr(twin, method))(*args, **kwargs)
 
 
 def structural_twin(

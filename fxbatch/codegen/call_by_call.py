@@ -88,12 +88,19 @@ class UnbatchedKernel:
             tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
         weights = tape.shared if grad else list(shared)
         modes = self.signature.modes
-        with entered_modes(modes, devices_of(self.signature)), torch.set_grad_enabled(grad):
+        with (
+            entered_modes(modes, devices_of(self.signature)),
+            torch.set_grad_enabled(grad),
+            self.signature.prepared(weights) as body,
+        ):
+            columns = [x.unbind(0) for x in groups]
             for row in range(n):
-                inputs = [_leaf(x[row], need and grad) for x, need in zip(groups, input_needs, strict=True)]
-                tape.inputs.append(inputs)
+                inputs = [column[row] for column in columns]
+                if grad:
+                    inputs = [_leaf(x, need) for x, need in zip(inputs, input_needs, strict=True)]
+                    tape.inputs.append(inputs)
                 # copies, so that an operation that writes to its inputs reaches neither arenas nor leaves
-                tape.outputs.append(self.signature.run([x.clone() for x in inputs], weights))
+                tape.outputs.append(body([x.clone() for x in inputs]))
         return self._stack(tape), tape if grad else None
 
     def _stack(self, tape: Tape) -> Tensors:
