@@ -375,3 +375,51 @@ def test_traces_ahead_and_lazy() -> None:
             total += layer(x)
     assert type(total) is torch.Tensor
     torch.testing.assert_close(total, copy.deepcopy(layer)(torch.stack(xs)).sum(0))
+
+
+class Chain(nn.Module):
+    """Scores of a linear chain, written as the package torchcrf writes them: in place, on parameters' items."""
+
+    def __init__(self, tags: int = 3) -> None:
+        super().__init__()
+        self.embed, self.begin, self.end = (
+            nn.Embedding(9, tags),
+            nn.Parameter(torch.randn(tags)),
+            nn.Parameter(torch.randn(tags)),
+        )
+        self.step = nn.Parameter(torch.randn(tags, tags))
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, words: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+        emissions, tags, one = self.embed(words).unsqueeze(1), tags.unsqueeze(1), torch.arange(1)
+        mask = torch.ones(len(words), 1, dtype=torch.bool)
+        score = self.begin[tags[0]]
+        score += emissions[0, one, tags[0]]
+        whole = self.begin + emissions[0]
+        for i in range(1, len(words)):
+            score += self.step[tags[i - 1], tags[i]] * mask[i].to(score.dtype)
+            score += emissions[i, one, tags[i]]
+            following = torch.logsumexp(whole.unsqueeze(2) + self.step + emissions[i].unsqueeze(1), dim=1)
+            whole = torch.where(mask[i].unsqueeze(1), following, whole)
+        score += self.end[tags[-1]]
+        whole += self.end
+        return (torch.logsumexp(whole, dim=1) - score).sum()
+
+
+def test_a_chain_as_torchcrf_writes_it() -> None:
+    torch.manual_seed(0)
+    model = Chain().double()
+    words = [torch.randint(9, (n,)) for n in (3, 1, 4)]
+    tags = [torch.randint(3, (len(w),)) for w in words]
+    found = []
+    for batched in (True, False):
+        model.zero_grad()
+        if batched:
+            losses = model(words, tags)
+        else:
+            with fxbatch.disabled():
+                losses = model(words, tags)
+        losses.sum().backward()
+        found.append([losses.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]])
+    assert len(found[0]) == 5
+    torch.testing.assert_close(found[0], found[1])
