@@ -37,6 +37,8 @@ def instances_of(value: Any, where: str, name: str) -> Sequence[Any]:
     if type(value) in (list, tuple):
         items: Sequence[Any] = value
         return items
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        return torch.nn.utils.rnn.unpack_sequence(value)
     if not is_minibatch(value):
         raise MinibatchError(f"{where} {_what_is_wrong(value, name)}")
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -77,8 +79,6 @@ def _what_is_wrong(value: Any, name: str) -> str:
     )
     if isinstance(value, (set, frozenset)):
         return f"{what}, which has no order: list({name})"
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return f"{what}: torch.nn.utils.rnn.unpack_sequence({name})"
     if isinstance(value, torch.fx.Proxy):
         return (
             f"{what}: torch.fx.symbolic_trace can't look into a decorated forward; "

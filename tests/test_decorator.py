@@ -249,7 +249,6 @@ class ListTree(list):
         (ListTree(["a"]), r"got ListTree: did you mean \[x\], list\(x\) for its items\?"),
         ({1, 2}, r"which has no order: list\(x\)"),
         (torch.tensor(1.0), "has no dimensions"),
-        (nn.utils.rnn.pack_sequence([XS[0], XS[1]]), r"unpack_sequence\(x\)"),
     ],
 )
 def test_one_instance_is_no_minibatch(instance: Any, message: str) -> None:

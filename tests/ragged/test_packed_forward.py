@@ -190,3 +190,44 @@ def test_explain_tells_what_runs_instance_by_instance() -> None:
 
     found = fxbatch.explain(Distances(), words(3, 5, 2))
     assert [(row.signature, row.calls) for row in found.unbatched] == [("aten._cdist_forward.default", 3)]
+
+
+@pytest.mark.parametrize("container", ["jagged", "packed sequence"])
+def test_minibatches_of_own_sizes(container: str) -> None:
+    model, batch = Tagger(), words(3, 5, 2)
+    if container == "jagged":
+        given: Any = torch.nested.nested_tensor(batch, layout=torch.jagged)
+    else:
+        given = nn.utils.rnn.pack_sequence(batch, enforce_sorted=False)
+    torch.testing.assert_close(model(given), model(batch))
+
+
+def test_nested_results() -> None:
+    class Nested(Mean):
+        @fxbatch.autobatch(out="nested")
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.embed(words)
+
+    model, batch = Nested(), words(3, 5, 2)
+    found = model(batch)
+    assert found.layout == torch.jagged
+    torch.testing.assert_close(list(found.unbind()), [model.embed(w) for w in batch])
+    found.values().sum().backward()
+    assert model.embed.weight.grad is not None
+    assert model.embed.weight.grad.sum() == 10 * 8
+
+
+def test_instances_as_dictionaries() -> None:
+    class Graph(Mean):
+        @fxbatch.autobatch
+        def forward(self, g: dict[str, torch.Tensor]) -> torch.Tensor:
+            h = self.embed(g["x"])
+            return h.index_add(0, g["edges"][1], h[g["edges"][0]]).sum(0)
+
+    torch.manual_seed(0)
+    model = Graph().double()
+    batch = [{"x": torch.randint(50, (n,)), "edges": torch.randint(n, (2, 2 * n))} for n in (3, 5, 4)]
+    found = model(batch)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, model(batch))
+    assert len(variants_of(model)) == 1
