@@ -508,6 +508,7 @@ def autobatch(
     check: int = 0,
     check_gradients: bool = False,
     adaptive: bool = True,
+    batch_norm: Literal["refuse", "minibatch"] = "refuse",
 ) -> Callable[[F], F]: ...
 
 
@@ -529,6 +530,7 @@ def autobatch(
     check: int = 0,
     check_gradients: bool = False,
     adaptive: bool = True,
+    batch_norm: str = "refuse",
     **unknown: Any,
 ) -> Any:
     """Make a callable that is written for ONE instance take a minibatch of instances.
@@ -571,6 +573,8 @@ def autobatch(
         check: N: the first minibatch, and then one in N, is also run undecorated, on copies, and compared; a difference
             is an error. check_gradients: compare gradients too.
         verify: check every form after every rewrite (slow, for debugging).
+        batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, and update
+            their running statistics once a minibatch; "refuse": an error, as instances would be mixed.
 
     Raises OptionError, MinibatchError, ResultError, TraceError.
     Source: Looks et al. 2017 section 2; Neubig et al. 2017 section 3.
@@ -591,6 +595,7 @@ def autobatch(
         check=check,
         check_gradients=check_gradients,
         adaptive=adaptive,
+        batch_norm=batch_norm,
         **unknown,
     )
     return (lambda function: decorate(function, options)) if fn is None else decorate(fn, options)

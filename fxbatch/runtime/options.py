@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": ("looped", "unrolled"),
     "backward": ("compiled", "autograd"),
     "out": ("stack", "list", "nested"),
+    "batch_norm": ("refuse", "minibatch"),
 }
 
 _BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")  # known without importing torch's registry
@@ -41,6 +42,8 @@ class Options:
     check: 0, or N: the first minibatch and then one in N is also run undecorated, on copies of module and instances,
     and compared; a difference is an error (fxbatch/checking.py). check_gradients: compare gradients too, by an extra
     backward pass of each.
+    batch_norm: `minibatch`: BatchNorm layers in training go over the rows of all instances, where the whole forward is
+    packed (docs/sizes.md); `refuse`: an error.
     adaptive: minibatches that batching would make slower, by counts of their calls, run the undecorated forward
     (runtime/strategy.py).
     native: on the CPU, run the steps of operations whose kernels have native programs in C
@@ -62,12 +65,14 @@ class Options:
     check: int = 0
     check_gradients: bool = False
     adaptive: bool = True
+    batch_norm: str = "refuse"
 
     @property
     def chooses(self) -> bool:
         """Whether the plain loop is one of the strategies: not where options say how batching is to be done."""
         usual = self.mode == "looped" and self.backward == "compiled" and self.schedule == "lookahead"
-        return self.adaptive and usual and self.compile is False and not self.verify
+        own = self.compile is False and not self.verify and self.batch_norm == "refuse"
+        return self.adaptive and usual and own
 
     @staticmethod
     def of(**given: Any) -> Options:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from fxbatch.errors import FxbatchError
+from fxbatch.errors import BatchCoupledError, FxbatchError
 from fxbatch.mistakes import report
+from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
@@ -72,6 +74,7 @@ class Variant:
     function: PackedFunction
     spec: TreeSpec
     names: list[str]
+    trackers: dict[str, torch.Tensor] | None = None  # counters of BatchNorm layers that go over the minibatch
     calls: int = 0
     instances: int = 0
 
@@ -192,7 +195,8 @@ class PackedForward:
         elif not found.unchanged():
             found = Examined(self.root, found.reads.again())
         self.examined = found
-        self.reason = found.reason or found.coupled
+        mixes = found.coupled and self.options.batch_norm != "minibatch"
+        self.reason = found.reason or (found.coupled if mixes else "")
         return None if self.reason else found
 
     def _work(
@@ -246,6 +250,8 @@ class PackedForward:
         examined = self.examined
         for _ in range(4):
             body = _Body(fn, self.root, examined.names, columns.kind, columns.plain, len(tensors))
+            if examined.coupled:
+                body.trackers = trackers(self.root)
             shared = [s.resolve() for s in examined.shared]
             types = [TensorType.of(t) for t in tensors]
             outcome, effects = examined.reads.run(
@@ -265,7 +271,7 @@ class PackedForward:
         function = PackedFunction.of(body, [t.detach() for t in tensors], dynamic, operands)
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
-        return Variant(function, body.spec, examined.names)
+        return Variant(function, body.spec, examined.names, body.trackers)
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -281,6 +287,11 @@ class PackedForward:
     ) -> Any:
         assert self.examined is not None
         shared = [s.resolve() for s in self.examined.shared]
+        if self.examined.coupled and len(work) != 1:
+            raise BatchCoupledError(
+                f'{self.examined.coupled} in training with batch_norm="minibatch": its code does something else for '
+                "some sizes of this minibatch, so that there is no one set of rows to normalise over"
+            )
         if len(work) == 1 and work[0][0] is not None:
             variant = work[0][0]
             outputs, z = self._packed(variant, columns.tensors, sizes, shared)
@@ -314,6 +325,8 @@ class PackedForward:
         shared: list[torch.Tensor],
     ) -> tuple[list[torch.Tensor], Minibatch]:
         outputs, z = variant.function(columns, shared, sizes, columns[0][0].device)
+        for counter in (variant.trackers or {}).values():
+            counter.add_(1)
         if self.watched is not None:
             self.watched.append((variant, z))
         variant.calls += 1
@@ -341,6 +354,9 @@ class _Body:
         self.twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
         self.twin = structural_twin(root, self.twins)
         self.spec: TreeSpec | None = None
+        self.trackers: dict[str, torch.Tensor] | None = (
+            None  # counters of BatchNorm layers that are in training
+        )
 
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
         """The forward's own result."""
@@ -350,13 +366,20 @@ class _Body:
         )
         now = dict(zip(self.names, shared, strict=True))
         before = dict(now)
+        for name in self.trackers or ():  # they count minibatches, when one has run
+            owner, _, attribute = name.rpartition(".")
+            self.twin.get_submodule(owner)._buffers[attribute] = None
+            del now[name]
         bodies.running += 1
         try:
-            with reparametrized(self.twin, now):
+            with (
+                nullcontext() if self.trackers is None else batch_norm_as_nodes(),
+                reparametrized(self.twin, now),
+            ):
                 result = self.fn(self.twin, *args, **kwargs)
         finally:
             bodies.running -= 1
-        if any(now[name] is not before[name] for name in self.names):
+        if any(now[name] is not before[name] for name in now):
             raise BodyError("changes one of its tensors")
         return result
 
