@@ -34,7 +34,7 @@ from benchmarks.registry import TASKS
 from benchmarks.report import number_text, read_run, seconds_text, tables_of, write_report, write_results
 from benchmarks.results import CaseResult, ResultsError, RunResult, Table
 from benchmarks.task import Settings, Task
-from fxbatch.runtime.strategy import Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 EXAMPLES = """\
 examples:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, *, command: str) -> int:
     """Do what the options say. UsageError, DataError; 1 where a competitor failed, else 0."""
-    Switch.on = False  # batching itself is measured, but where a task says otherwise
+    AdaptiveSwitch.on = False  # batching itself is measured, but where a task says otherwise
     output = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False)
     if options.list:
         _list(output)

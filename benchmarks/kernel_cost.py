@@ -22,7 +22,7 @@ from fxbatch import ir
 from fxbatch.codegen.build_operation import build_operation
 from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.native_steps import make_step
+from fxbatch.codegen.native_programs import make_step
 from fxbatch.codegen.operation_graphs import OperationGraphs
 
 

@@ -34,7 +34,7 @@ from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.engine import Engine, Instance
-from fxbatch.runtime.ready import ReadyMinibatch
+from fxbatch.runtime.planned_minibatch import ReadyMinibatch
 from fxbatch.runtime.results import Results
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.signature import Signature

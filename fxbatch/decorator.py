@@ -27,7 +27,7 @@ from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
-from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance, is_traced, traced_items
+from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.scouting import Seen
 from fxbatch.runtime.strategy import Strategy

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.trace.statistics import Statistics
 

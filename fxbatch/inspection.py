@@ -26,9 +26,9 @@ from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.function import take_results
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack

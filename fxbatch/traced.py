@@ -22,7 +22,7 @@ from fxbatch.decorator import Autobatched, find_autobatched
 from fxbatch.errors import MinibatchError, OptionError
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.ready import ReadyMinibatch, TracedInstance
+from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance
 from fxbatch.trace.lazy import LazyBatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import RecordedUnder

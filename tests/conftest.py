@@ -15,7 +15,7 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from hypothesis import HealthCheck, settings
 
-from fxbatch.runtime.strategy import Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 # Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
 os.environ.pop("COLUMNS", None)
@@ -75,7 +75,7 @@ def _same_start() -> None:
 @pytest.fixture(autouse=True)
 def _always_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look at batching, on minibatches too small to gain by it; test_strategy.py at the choice."""
-    monkeypatch.setattr(Switch, "on", False)
+    monkeypatch.setattr(AdaptiveSwitch, "on", False)
 
 
 _UNPATCHED = torch.nn.Module.__call__, torch.tensor, torch.nn.functional.handle_torch_function

@@ -26,7 +26,7 @@ from rich.syntax import Syntax
 from rich.theme import Theme
 
 from fxbatch.ir import Plan, Schedule
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.text import print_plan, print_schedule
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_form
 from fxbatch.viz.describe_operation import describe_operation, operation_text, operation_to_dot

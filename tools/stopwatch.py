@@ -24,9 +24,9 @@ from torch.profiler import record_function
 
 from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime.backward import Backward
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.native_steps import NativeKernels, NativeSteps
+from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 

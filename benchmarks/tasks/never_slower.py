@@ -20,7 +20,7 @@ from benchmarks.ordinary_models import ROWS, Row
 from benchmarks.results import CaseResult, Table
 from benchmarks.task import Case, Settings, Task
 from fxbatch import LoopWarning
-from fxbatch.runtime.strategy import Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 FIRST = 10  # minibatches after which a row must not be slower
 MOST_AFTER, MOST_IN_ALL = 1.1, 2.0
@@ -52,7 +52,7 @@ def beside_the_loop(row: Row, settings: Settings, *, grad: bool) -> dict[str, fl
     decorated, alone = row.decorate(model), row.alone(other)
     loop = lambda *columns: torch.stack([alone(*one) for one in zip(*columns, strict=True)])  # noqa: E731
     ours, theirs = [], []
-    before, Switch.on = Switch.on, True
+    before, AdaptiveSwitch.on = AdaptiveSwitch.on, True
     try:
         for round in range(rounds):
             batch = row.batch(round, instances)
@@ -64,7 +64,7 @@ def beside_the_loop(row: Row, settings: Settings, *, grad: bool) -> dict[str, fl
         engine = decorated.__fxbatch__.engine(model)  # type: ignore[attr-defined]
         loops = engine.strategy.looped(grad=grad)
     finally:
-        Switch.on = before
+        AdaptiveSwitch.on = before
     built = sum(x.graphs is not None for x in engine.operations._entries.values())
     late = min(FIRST, rounds // 2)
     usual = statistics.median(theirs)

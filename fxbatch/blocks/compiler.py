@@ -34,9 +34,9 @@ from fxbatch.blocks.record_builder import RecordBuilder, Tape
 from fxbatch.blocks.typed import complain
 from fxbatch.blocks.types import ResultType, TensorType, TupleType, VoidType
 from fxbatch.decorator import autobatch
-from fxbatch.runtime.function import take_results
+from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.ready import is_traced
+from fxbatch.runtime.planned_minibatch import is_traced
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import current_recorder

@@ -25,11 +25,11 @@ from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.shapes import Shape, is_tensor, is_view, shape
 from fxbatch.errors import CompileWarning
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
-from fxbatch.trace.patch import patching
+from fxbatch.trace.torch_patches import patching
 
 aten = torch.ops.aten
 Backend = str | Callable[..., Any]
-Run = Callable[[list[Any]], Any]  # on (n, *outs, *ins), or (n, *ins) where results are returned
+GraphRun = Callable[[list[Any]], Any]  # on (n, *outs, *ins), or (n, *ins) where results are returned
 RECOMPILE_LIMIT = 8
 _OURS = ("recompile_limit", "dynamic", "fullgraph")  # options that are not handed on
 _ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
@@ -77,7 +77,7 @@ class CompileOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class InputForm:
     """Shape for any number of rows, dtype and device of an input or result."""
 
     sizes: Shape
@@ -85,13 +85,13 @@ class Form:
     device: torch.device
 
     @staticmethod
-    def of(node: fx.Node) -> Form:
+    def of(node: fx.Node) -> InputForm:
         value = node.meta["values"][0]
         if not is_tensor(node) or value.layout is not torch.strided:
             raise NotCompilable(f"{node.name} is no dense tensor")
         if any(a not in (0, 1) or (a and b) for a, b in shape(node)):
             raise NotCompilable(f"{node.name} has a size that is neither fixed nor the number of rows")
-        return Form(shape(node), value.dtype, value.device)
+        return InputForm(shape(node), value.dtype, value.device)
 
     def empty(self, n: int) -> torch.Tensor:
         return torch.empty([n if a else b for a, b in self.sizes], dtype=self.dtype, device=self.device)
@@ -116,15 +116,15 @@ class CompiledGraph:
     kernel: Kernel  # the uncompiled one: the fallback, and the reference of the check
     module: fx.GraphModule  # (n, *outs, *ins) -> (), results written to outs; or (n, *ins) -> results
     options: CompileOptions
-    ins: tuple[Form, ...]  # of those with rows: shared operands come behind them
-    outs: tuple[Form, ...]
+    ins: tuple[InputForm, ...]  # of those with rows: shared operands come behind them
+    outs: tuple[InputForm, ...]
     random: bool = False
     returning: bool = False
     compilations: int = 0
     seconds: float = 0.0
     gave_up: bool = False
-    _entries: list[tuple[Run, Callable[[int], bool]]] = field(default_factory=list)
-    _by_rows: dict[int, Run] = field(default_factory=dict)
+    _entries: list[tuple[GraphRun, Callable[[int], bool]]] = field(default_factory=list)
+    _by_rows: dict[int, GraphRun] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -158,7 +158,7 @@ class CompiledGraph:
         run([n, *made, *own, *ins[rows:]])
         return made
 
-    def _find(self, n: int, shared: Sequence[torch.Tensor]) -> Run | None:
+    def _find(self, n: int, shared: Sequence[torch.Tensor]) -> GraphRun | None:
         """The compiled code that fits n rows; compiles again while the limit allows, else None."""
         found = next((run for run, fits in self._entries if fits(n)), None)
         if found is None and not self.gave_up:
@@ -179,7 +179,7 @@ class CompiledGraph:
         self.gave_up = True
         warn_uncompiled(self.name, reason)
 
-    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> Run:
+    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> GraphRun:
         """Compile for n rows and all numbers of rows that are like it. Raises what the backend raises."""
         start = time.perf_counter()
         with patching, torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
@@ -193,7 +193,9 @@ class CompiledGraph:
         self.seconds += time.perf_counter() - start
         return run
 
-    def _through_inductor(self, n: int, shared: Sequence[torch.Tensor]) -> tuple[Run, Callable[[int], bool]]:
+    def _through_inductor(
+        self, n: int, shared: Sequence[torch.Tensor]
+    ) -> tuple[GraphRun, Callable[[int], bool]]:
         given = self.ins if self.returning else (*self.outs, *self.ins)
         samples = [form.filled(n, seed) for seed, form in enumerate(given)]
         dynamic = [[bool(a) for a, _ in form.sizes] for form in given] + [[False] * t.dim() for t in shared]
@@ -206,7 +208,7 @@ class CompiledGraph:
         reads_n = any(map(any, dynamic)) or next(iter(self.module.graph.nodes)).users
         return run, fits if reads_n else lambda count: True
 
-    def _through_dynamo(self) -> Run:
+    def _through_dynamo(self) -> GraphRun:
         """torch.compile with the backend that was asked for; each of its compilations is counted."""
         name = self.options.backend
         backend = find_backend(name) if isinstance(name, str) else name
@@ -244,8 +246,8 @@ def compile_graph(
     """Compile a graph whose last inputs are `shared`. Raises NotCompilable or the backend's error."""
     places = [x for x in module.graph.nodes if x.op == "placeholder"][1:]
     results = list(module.graph.output_node().args[0])
-    ins = tuple(map(Form.of, places[: len(places) - len(shared)]))
-    outs = tuple(map(Form.of, results))
+    ins = tuple(map(InputForm.of, places[: len(places) - len(shared)]))
+    outs = tuple(map(InputForm.of, results))
     ends = with_ends(module, writing=not returning)
     compiled = CompiledGraph(name, kernel, ends, options, ins, outs, random, returning)
     start = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from fxbatch.torch_private import product_address, storage_of, thread_addresses
 from fxbatch.trace.integers import PLAIN_TENSORS
 
-Place = tuple[int, int]  # pointer and bytes
+Span = tuple[int, int]  # pointer and bytes
 
 extension: Any
 try:
@@ -49,7 +49,7 @@ def address(tensor: torch.Tensor, size: int) -> int | None:
     return start if start and start + size <= storage.data_ptr() + storage.nbytes() else None
 
 
-def place_of(tensor: torch.Tensor) -> Place | None:
+def place_of(tensor: torch.Tensor) -> Span | None:
     """Where a tensor is, and its bytes from the first element to the end of the last; None where C must not look."""
     if tensor.layout is not torch.strided:
         return None

@@ -62,7 +62,7 @@ class OperationGraphs:
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
 
     @property
-    def hands_on(self) -> bool:
+    def passes_gradient_through(self) -> bool:
         """Whether backward gives the gradient of one output, as it is, to each group, and nothing else."""
         if self.backward is None or self.parameters is not None or self.extra_types:
             return False

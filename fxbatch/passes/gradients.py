@@ -46,7 +46,7 @@ class PhaseGradients:
     grad_groups: Sequence[tuple[int, ...]]  # groups whose gradients the operation's backward gives
     grad_outputs: Sequence[tuple[int, ...]]  # outputs whose gradients it takes
     arena_ids: np.ndarray  # int64 [plan.arenas]: number of each arena among the run's types
-    hands_on: Sequence[
+    passes_gradient_through: Sequence[
         bool
     ] = ()  # whether all its grad groups get the gradient of its one grad output as it is
 
@@ -119,7 +119,7 @@ class _Phase:
     group: Written
     first_choice: Written  # of outputs
     choice: Written
-    hands_on: Written
+    passes_gradient_through: Written
     made: Written
     block: Written
     passed: Marks
@@ -160,11 +160,14 @@ class _Phase:
         self.known, self.steps, self.signatures = program.known, len(self.step_signature), len(columns.arity)
         self.arenas, self.passed = len(self.arena_ids), passed
         self.reads = self.writes = 0
-        self.take_choices(phase.grad_groups, phase.grad_outputs, phase.hands_on)
+        self.take_choices(phase.grad_groups, phase.grad_outputs, phase.passes_gradient_through)
 
     @cython.cfunc
     def take_choices(
-        self, groups: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], hands_on: Sequence[bool]
+        self,
+        groups: Sequence[tuple[int, ...]],
+        outputs: Sequence[tuple[int, ...]],
+        passes_gradient_through: Sequence[bool],
     ) -> cython.void:
         """Ragged tables as offsets and one flat column; all columns are pieces of one array."""
         n: Int = self.signatures
@@ -179,14 +182,14 @@ class _Phase:
         for pair in outputs:
             chosen += len(pair)
         scratch: Written = np.zeros(3 * n + 2 + grouped + chosen, dtype=np.int64)
-        self.hands_on, self.first_group, self.first_choice = (
+        self.passes_gradient_through, self.first_group, self.first_choice = (
             scratch[:n],
             scratch[n : 2 * n + 1],
             scratch[2 * n + 1 : 3 * n + 2],
         )
         self.group, self.choice = scratch[3 * n + 2 : 3 * n + 2 + grouped], scratch[3 * n + 2 + grouped :]
-        for s, flag in enumerate(hands_on):
-            self.hands_on[s] = flag
+        for s, flag in enumerate(passes_gradient_through):
+            self.passes_gradient_through[s] = flag
         at = 0
         for s, pair in enumerate(groups):
             for item in pair:
@@ -234,7 +237,7 @@ class _Phase:
             blocks = self.first_block[k + 1] - self.first_block[k]
             if gathers < 0 or blocks != self.first_output[s + 1] - self.first_output[s]:
                 return False
-            if self.hands_on[s] and not blocks:
+            if self.passes_gradient_through[s] and not blocks:
                 return False
             for i in range(self.first_group[s], self.first_group[s + 1]):
                 if self.group[i] < 0 or self.group[i] >= gathers:
@@ -448,7 +451,7 @@ class _Planner:
         some: cython.bint = False
         for p in self.phases:
             for s in range(p.signatures):
-                some |= p.hands_on[s] != 0
+                some |= p.passes_gradient_through[s] != 0
         if not some:
             return
         uses: Written = np.zeros(self.values, dtype=np.int64)
@@ -466,7 +469,7 @@ class _Planner:
                         uses[p.entries[e]] += 1
         for p in self.phases:
             for k in range(p.steps):
-                if p.hands_on[p.step_signature[k]]:
+                if p.passes_gradient_through[p.step_signature[k]]:
                     shared = False
                     for e in range(p.step_rows[k]):
                         shared |= uses[p.made[p.handed_on(k) + e]] > 1

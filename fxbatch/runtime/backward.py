@@ -17,10 +17,10 @@ from fxbatch.ir import TensorType
 from fxbatch.passes.gradients import GRADIENT_VIEW, PhaseGradients, plan_gradients
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.memory import GradientRows
-from fxbatch.runtime.native_steps import NativeKernels, NativeSteps, backward_steps
-from fxbatch.runtime.parameters import Left, parameter_gradients
+from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
+from fxbatch.runtime.operation_cache import CompiledOperation
+from fxbatch.runtime.parameter_gradients import Left, parameter_gradients
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.step_views import GradientViews
@@ -112,7 +112,9 @@ class Backward:
 
     def _describe(self, phase: Phase, needs: BackwardNeeds) -> PhaseGradients:
         ids = self.memory.types_of(phase.program)
-        return PhaseGradients(phase.program, phase.plan, needs.groups, needs.outputs, ids, needs.hands_on)
+        return PhaseGradients(
+            phase.program, phase.plan, needs.groups, needs.outputs, ids, needs.passes_gradient_through
+        )
 
     def _find_given(self) -> dict[CompiledOperation, tuple[int, int, bool]]:
         """Operations whose backward only keeps gradients and has one step for all rows: its phase, its number, and

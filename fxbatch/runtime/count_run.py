@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from fxbatch.ir import CONSTANT_KINDS
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.costs import Counts
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.postponed import REASON
 from fxbatch.runtime.run import Run
 from fxbatch.trace.minibatch import Recording

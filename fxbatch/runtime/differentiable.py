@@ -17,7 +17,7 @@ from fxbatch.codegen.body import devices_of
 from fxbatch.codegen.unrolled import RowByRow, stack_payload
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Renumber, renumbering
 

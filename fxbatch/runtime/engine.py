@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from fxbatch.errors import GradientError, TraceError
+from fxbatch.runtime.autograd import LazyRun, mixes_constants, take_results
 from fxbatch.runtime.count_run import count_run
 from fxbatch.runtime.differentiable import DifferentiableRun
-from fxbatch.runtime.function import LazyRun, mixes_constants, take_results
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls
 from fxbatch.runtime.packed_route import PackedRoute

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.native import Place, address, extension
+from fxbatch.codegen.native import Span, address, extension
 from fxbatch.codegen.step_functions import group_type
 from fxbatch.ir import VIEW, Plan, Program, Signature, SignatureColumns, TensorType
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.torch_private import storage_uses
 
 _FREE = 64  # free pieces that a pool keeps
@@ -121,7 +121,7 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ArrayLayout:
     """Where arrays lie: of each the piece, and in it the offset, the bytes, and whether it is part of an arena."""
 
     lines: tuple[tuple[torch.device, int], ...]  # of each piece
@@ -137,7 +137,7 @@ def lay_out(
     rows: Sequence[int],
     counts: Sequence[int] = (),
     inside: Mapping[int, tuple[int, int]] | None = None,
-) -> Layout:
+) -> ArrayLayout:
     """One array after another, each device's in a piece of its own. inside: array -> (arena, first row).
 
     A plain loop: there are a few dozen arrays, for which each array operation would cost as much as all of them.
@@ -162,7 +162,7 @@ def lay_out(
         ends[mine] += -(-n * width // LINE) * LINE
     lines = tuple((device, ends[p] // LINE) for device, p in pieces.items())
     columns = np.array(places, dtype=np.int64).reshape(-1, 3)
-    return Layout(lines, tuple(piece), columns, tuple(rows), tuple(counts), frozenset(inside or ()))
+    return ArrayLayout(lines, tuple(piece), columns, tuple(rows), tuple(counts), frozenset(inside or ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ class Arrays:
         kept = tuple((s, c.kept_groups) for s, c in enumerate(compiled) if c is not None and c.kept_groups)
         return Arrays(tuple(kinds), len(types), tuple(compiled), tuple(owners), tuple(first), kept)
 
-    def lay_out(self, plan: Plan) -> Layout:
+    def lay_out(self, plan: Plan) -> ArrayLayout:
         """Arenas as large as the plan has them, rows for all calls; rows that lie together in an arena stay there."""
         counts, steps, last = [[0] * len(self.first) for _ in range(3)]
         for k, (s, n) in enumerate(zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True)):
@@ -257,7 +257,7 @@ class Pieces:
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pieces by type
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def add(self, kinds: Sequence[TensorType], layout: Layout) -> None:
+    def add(self, kinds: Sequence[TensorType], layout: ArrayLayout) -> None:
         """Further arrays, in new pieces."""
         places, where = self._lay(layout)
         self.places = places if not self.kinds else np.concatenate((self.places, places))
@@ -265,7 +265,7 @@ class Pieces:
         self.rows += layout.rows
         self._where += where
 
-    def _lay(self, layout: Layout) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _lay(self, layout: ArrayLayout) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """New pieces: where arrays lie in them, for C and for Python."""
         before = len(self._pieces)
         begins = []
@@ -349,7 +349,7 @@ class Memory(Pieces):
 
     # -- room ---------------------------------------------------------------------------------------
 
-    def take(self, arrays: Arrays, layout: Layout) -> None:
+    def take(self, arrays: Arrays, layout: ArrayLayout) -> None:
         """Room for a run's only phase."""
         assert not self.kinds and len(self.type_ids) == arrays.arenas, "the only phase of its run"
         self.add(arrays.kinds, layout)
@@ -462,7 +462,7 @@ class Memory(Pieces):
         """The rows of a saved tensor."""
         return self.tensor(self._first[compiled] + len(compiled.kept_groups) + index)
 
-    def place(self, compiled: CompiledOperation, own: int) -> Place | None:
+    def place(self, compiled: CompiledOperation, own: int) -> Span | None:
         """Pointer and bytes of one of an operation's arrays, kept groups first; None where C can't read it."""
         pointer, size, _ = self.places[self._first[compiled] + own].tolist()
         return (pointer, size) if pointer else None
@@ -528,7 +528,7 @@ class GradientRows(Pieces):
         first = self._first.get(compiled)
         return [] if first is None else [self.tensor(first + i) for i in range(len(compiled.extra_types))]
 
-    def extra_places(self, compiled: CompiledOperation) -> list[Place]:
+    def extra_places(self, compiled: CompiledOperation) -> list[Span]:
         """Pointers and bytes of those rows, nothing of what C can't read."""
         first = self._first.get(compiled)
         if first is None:

@@ -44,7 +44,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.fake import BodyError, run_on_fakes
+from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.keys import ATOMS, static_key
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute

@@ -10,8 +10,8 @@ import torch
 
 from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.signature_graph import Needs
-from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.runtime.memory import Layout
+from fxbatch.runtime.memory import ArrayLayout
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.structure_cache import OperationSet
 
 Source = tuple[int, torch.Tensor, Any]  # kind of gather, arena or rows, indices
@@ -39,7 +39,7 @@ class Phase:
     plan: Plan
     needs: Needs
     operations: OperationSet
-    layout: Layout | None = None  # where its memory is; None where other phases share it
+    layout: ArrayLayout | None = None  # where its memory is; None where other phases share it
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 

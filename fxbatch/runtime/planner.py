@@ -27,11 +27,11 @@ from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan import plan_arenas
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
-from fxbatch.runtime.compiled import CompiledOperation, Needs, OperationCache
-from fxbatch.runtime.memory import GradientMemory, Layout, Pool
+from fxbatch.runtime.memory import ArrayLayout, GradientMemory, Pool
+from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.postponed import Postponed
-from fxbatch.runtime.strategy import Strategy, Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
 from fxbatch.runtime.structure_cache import HELD, BackwardNeeds, Family, OperationSet, PlanKey, StructureCache
 
 
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
     """Where a program's values live and what its steps read, and where all of it lies."""
 
     plan: Plan
-    layout: Layout | None  # None for one phase of several
+    layout: ArrayLayout | None  # None for one phase of several
 
 
 class _PerThread(threading.local):
@@ -84,7 +84,7 @@ class Planner:
     def compiled(
         self,
         signature: Signature,
-        needs: Needs,
+        needs: NeededGradients,
         shared: Sequence[torch.Tensor],
         grad: bool,
         *,
@@ -122,7 +122,7 @@ class Planner:
     @property
     def strategy(self) -> Strategy | None:
         """What chooses between batching and the plain loop; None where all is batched."""
-        return self._strategy if Switch.on else None
+        return self._strategy if AdaptiveSwitch.on else None
 
     def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
         """Positions of the signatures that run call by call for now, their graphs being built later."""

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Place, address, place_of
-from fxbatch.codegen.native_steps import NativeStep
+from fxbatch.codegen.native import Span, address, place_of
+from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.memory import Arrays, GradientRows, row_bytes
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.trace.integers import PLAIN_TENSORS
 
 Programs = tuple[Any, ...]  # a signature; None where Python runs it
@@ -143,9 +143,9 @@ def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: 
     return step if all(row_bytes(k) and k.device.type == "cpu" for k in kinds) else None
 
 
-def places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Place] | None:
+def places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Span] | None:
     """Where the shared operands are; None where C can't read one as it is."""
-    found: list[Place] = []
+    found: list[Span] = []
     for tensor, size in zip(shared, step.shared_bytes, strict=True):
         start = address(tensor, size)
         if start is None:

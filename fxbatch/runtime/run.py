@@ -32,7 +32,7 @@ from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.planner import Planner
-from fxbatch.runtime.structure_cache import Family, Operands, Template
+from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 from fxbatch.trace.table import SignatureTable
@@ -158,7 +158,7 @@ class Run:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         self._remember(phase.program, phase.plan, phase.needs)
 
-    def _template(self, program: Program) -> Template:
+    def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
         family = self.planner.family(program, self.grad)
         tensors = family.resolve(self._operands)
@@ -180,7 +180,7 @@ class Run:
         family: Family,
         constants: tuple[int, ...],
         known_needs: np.ndarray | None,
-    ) -> Template:
+    ) -> FamilyTemplate:
         shared = self.memory.shared
         shared_needs: list[tuple[bool, ...]] = []
         for s, signature in enumerate(program.signatures):
@@ -204,7 +204,7 @@ class Run:
             else None
             for s, signature in enumerate(program.signatures)
         )
-        return Template(needs, self.planner.operation_set(program, compiled))
+        return FamilyTemplate(needs, self.planner.operation_set(program, compiled))
 
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
         types = self.memory.types_of(program)[program.columns.output_types]

@@ -20,9 +20,9 @@ import torch
 
 from fxbatch.ir import BROADCAST, INDEX, Plan
 from fxbatch.passes.gradients import GRADIENT_INDEX, GRADIENT_SUM, GRADIENT_VIEW, NOTHING, GradientPlan
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.memory import GradientRows, Memory
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Kept, Phase, Source, StepViews
 
 _NOTHING = torch.empty(0)

@@ -49,7 +49,7 @@ MOST_SIZES = 256  # numbers of instances that a verdict is kept for
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
-class Switch:
+class AdaptiveSwitch:
     """Whether strategies choose at all in this process: FXBATCH_ADAPTIVE=0 and tests of batching turn it off."""
 
     on = os.environ.get("FXBATCH_ADAPTIVE", "1") != "0"

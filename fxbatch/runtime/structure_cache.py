@@ -31,8 +31,8 @@ from fxbatch.ir import Layout, Program, SharedOperand, Signature
 from fxbatch.passes.plan import SlotTable, is_constant, tabulate_slots
 from fxbatch.passes.select import checksum
 from fxbatch.passes.signature_graph import Needs
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.memory import Arrays
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pointer_table import PointerTable, is_plain
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class OperationSet:
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class FamilyTemplate:
     """What a run of a family does not have to find again."""
 
     needs: Needs
@@ -182,7 +182,7 @@ class Family:
             self.places.append(tuple(places[operand.key] for operand in mine))
         self.operands = [(operand.key, operand) for operand in operands]
         # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
-        self._current: tuple[Any, dict[Hashable, Template]] = (None, {})
+        self._current: tuple[Any, dict[Hashable, FamilyTemplate]] = (None, {})
 
     def resolve(self, known: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
@@ -202,7 +202,7 @@ class Family:
             if called
         }
 
-    def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, Template]:
+    def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, FamilyTemplate]:
         """The templates for operands of these types, to be looked up in and added to."""
         types = [_type_of(t) for t in tensors]
         before, found = self._current
@@ -228,7 +228,7 @@ class BackwardNeeds:
 
     groups: tuple[tuple[int, ...], ...]  # groups whose gradients the operation's backward gives
     outputs: tuple[tuple[int, ...], ...]  # outputs whose gradients it takes
-    hands_on: tuple[bool, ...]
+    passes_gradient_through: tuple[bool, ...]
     running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
     given: tuple[int, ...]  # signatures whose backward only keeps gradients, where they have a single step
     idle: np.ndarray  # bool a signature: backward has nothing to do for it, whatever other phases want
@@ -243,7 +243,7 @@ class BackwardNeeds:
         return BackwardNeeds(
             tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
             outputs,
-            tuple(c is not None and c.hands_on for c in operations),
+            tuple(c is not None and c.passes_gradient_through for c in operations),
             tuple(c for _, c in reversed(batched.items())),
             tuple(s for s, c in batched.items() if c.extra_given),
             np.array(idle, dtype=bool),

@@ -10,8 +10,8 @@ from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
 from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.fold import batch_calls
-from fxbatch.runtime.compiled import CompiledOperation
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.operation_cache import CompiledOperation
 
 
 def graphs_of(compiled: CompiledOperation | None) -> OperationGraphs | Unbatched | None:

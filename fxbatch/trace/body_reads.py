@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fxbatch.trace.fake import BodyError
+from fxbatch.trace.fake_run import BodyError
 from fxbatch.trace.keys import ATOMS, static_key
 from fxbatch.trace.reached import (
     CODELESS,

@@ -24,11 +24,10 @@ from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflat
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.dependent import call_with_values
-from fxbatch.trace.fake import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
+from fxbatch.trace.call_table import remember_call, settled_call
+from fxbatch.trace.data_dependent import call_with_values
+from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
-from fxbatch.trace.lifting import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
-from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.module_state import ExaminedFunction
 from fxbatch.trace.operations import (
     FUNCTION,
@@ -42,11 +41,12 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
-from fxbatch.trace.packed import FUNCTIONS, on_packed
+from fxbatch.trace.packed_sequences import FUNCTIONS, on_packed
+from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.settled import remember_call, settled_call
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value
 from fxbatch.trace.writes import written_call, written_entry
 

@@ -25,7 +25,7 @@ except ImportError:  # installed without a C compiler
 Owner = TypeVar("Owner")
 
 
-class Switch:
+class ExtensionSwitch:
     """Whether new recordings use the C extension: tests turn it off to run the Python twin."""
 
     on = _fast is not None
@@ -33,7 +33,7 @@ class Switch:
 
 def new_column() -> Any:
     """An empty int64 column with append, extend and the buffer protocol."""
-    return _fast.Column() if Switch.on else array("q")
+    return _fast.Column() if ExtensionSwitch.on else array("q")
 
 
 def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -51,7 +51,7 @@ def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarra
 
 def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         found: Owner | None = _fast.written_to(tensors)
         return found
     return next((x for x, t, version in tensors if version is not None and t._version != version), None)
@@ -59,7 +59,7 @@ def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Own
 
 def leaves_of(constants: dict[int, tuple[Any, torch.Tensor, int | None]]) -> list[int]:
     """Numbers of the constants that require gradients."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         return _fast.leaves_of(constants)
     return [v._value for v, t, _ in constants.values() if t.requires_grad]
 

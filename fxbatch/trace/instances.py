@@ -29,8 +29,8 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.trace.lasting import changes_of, holds_what_is_shared
-from fxbatch.trace.location import at_line
 from fxbatch.trace.state import current_recorder
+from fxbatch.trace.user_line import at_line
 
 Settings = tuple[Any, ...]
 _ABSENT: Any = object()  # an attribute that a module does not have

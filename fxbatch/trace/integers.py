@@ -17,7 +17,7 @@ import torch
 
 from fxbatch.ir import TensorType
 from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.foreign import is_foreign
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
@@ -40,7 +40,7 @@ def read_integers(
         return None
     numbers = np.empty(len(tensors), _INTEGERS[dtype])
     try:
-        read = _fast.read_integers if Switch.on else _read_integers
+        read = _fast.read_integers if ExtensionSwitch.on else _read_integers
         return numbers if read(tensors, numbers, versions) else None
     except RuntimeError:
         if versions is None:
@@ -112,7 +112,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
             now = read_integers(self._tensors, self._tensors[0].dtype)
             if now is None or not np.array_equal(now, self.numbers):
                 return True
-        if Switch.on:
+        if ExtensionSwitch.on:
             return not _fast.versions_are(self._tensors, self._versions)
         return [t._version for t in self._tensors or ()] != self._versions.tolist()
 

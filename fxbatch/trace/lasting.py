@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.trace.location import in_users_code
+from fxbatch.trace.user_line import in_users_code
 
 _MUTATORS = frozenset(
     {

@@ -17,10 +17,10 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.ir import CONSTANT_KINDS, Signature
 from fxbatch.torch_private import FakeTensorMode
-from fxbatch.trace.location import at_line
 from fxbatch.trace.operations import Attribute, on_views, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 
 

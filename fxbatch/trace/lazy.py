@@ -20,13 +20,13 @@ import torch
 
 from fxbatch.torch_private import tree_map
 from fxbatch.trace.left_behind import LeftBehind
-from fxbatch.trace.location import user_place
 from fxbatch.trace.minibatch import LazyExecution
-from fxbatch.trace.patch import patched
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.torch_patches import patched
+from fxbatch.trace.user_line import user_place
 from fxbatch.trace.values import Value
 
 

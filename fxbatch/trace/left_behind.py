@@ -117,7 +117,10 @@ def handing_over(
         rows = take(requests)
         if any(t.requires_grad for t in rows) and mixed():
             before = dict(zip(renumber(values).tolist(), values.tolist(), strict=True))
-            wanted = [any(recorder.hands_on(before[n]) for n in request.tolist()) for request in requests]
+            wanted = [
+                any(recorder.passes_gradient_through(before[n]) for n in request.tolist())
+                for request in requests
+            ]
             rows = [t if flag else t.detach() for t, flag in zip(rows, wanted, strict=True)]
         places: dict[int, tuple[int, int]] = {}
         tensors: dict[int, torch.Tensor] = {}

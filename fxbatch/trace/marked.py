@@ -21,13 +21,13 @@ from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.calls import Dependent, examined_function, function_entry
 from fxbatch.trace.keys import OpaqueArgumentError
-from fxbatch.trace.location import user_line
 from fxbatch.trace.module_state import ExaminedFunction
 from fxbatch.trace.modules import call_method
 from fxbatch.trace.operations import MARKED, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry
+from fxbatch.trace.user_line import user_line
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 

@@ -22,17 +22,17 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves
-from fxbatch.trace.bindings import must_not_switch
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.instances import Instances, settings_now
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
-from fxbatch.trace.location import at_line, user_place
-from fxbatch.trace.patch import attributes_read, patched
+from fxbatch.trace.no_switch import must_not_switch
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.torch_patches import attributes_read, patched
+from fxbatch.trace.user_line import at_line, user_place
 from fxbatch.trace.values import Value
 from fxbatch.trace.writes import finish_written
 from fxbatch.trace.written import result_with_values

@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from fxbatch.ir import SharedOperand
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import Switch, _fast
-from fxbatch.trace.described import fingerprint
+from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.portable_signature import fingerprint
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
@@ -91,7 +91,7 @@ def _hooks(state: dict[str, Any]) -> tuple[bool, ...]:
 
 def as_they_were(parts: list[Part]) -> bool:
     """Whether modules have the classes, attributes, hooks, submodules and tensors that they had."""
-    return _fast.as_they_were(parts) if Switch.on else all(map(_as_it_was, parts))
+    return _fast.as_they_were(parts) if ExtensionSwitch.on else all(map(_as_it_was, parts))
 
 
 def _as_it_was(part: Part) -> bool:

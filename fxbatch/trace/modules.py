@@ -27,16 +27,16 @@ from fxbatch.torch_private import any_autocast, module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import Switch, _fast, quicken
-from fxbatch.trace.fake import BodyError, run_on_fakes
+from fxbatch.trace.columns import ExtensionSwitch, _fast, quicken
+from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.keys import ATOMS, ByIdentity, OpaqueArgumentError, static_key
-from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.module_state import Examined, has_hooks
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
 from fxbatch.trace.reached import is_own
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
@@ -179,7 +179,7 @@ def _call(
         pass  # what it reads is compared at each call, in Python
     elif method is None and not kwargs and len(arguments.values) == len(args):
         recorder.met.add(module, recorder.mode, tuple(v._type for v in arguments.values), entry)
-    elif method is None and Switch.on:
+    elif method is None and ExtensionSwitch.on:
         _fast.remember(recorder, module, args, kwargs, entry)
     return result
 

@@ -17,10 +17,10 @@ from fxbatch.errors import TraceError
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.layout import laid_out
-from fxbatch.trace.lifting import call_row
-from fxbatch.trace.location import at_line
+from fxbatch.trace.python_numbers import call_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 from fxbatch.trace.writes import rebind
 from fxbatch.trace.written import with_values

@@ -19,14 +19,14 @@ import torch
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, has_global_hooks
-from fxbatch.trace.columns import Switch, _fast, columns_of, new_column, written_to
+from fxbatch.trace.columns import ExtensionSwitch, _fast, columns_of, new_column, written_to
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
-from fxbatch.trace.location import at_line
 from fxbatch.trace.module_state import ModulesMet, Owners, as_they_were
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.value_facts import GradientFlags, KnownTypes
 from fxbatch.trace.values import Value, new_value
 from fxbatch.trace.written import Written, value_of
@@ -85,7 +85,7 @@ class Columns:
 
 def new_known_calls() -> Any:
     """Empty KnownCalls, in C or in Python."""
-    return _fast.KnownCalls() if Switch.on else KnownCalls()
+    return _fast.KnownCalls() if ExtensionSwitch.on else KnownCalls()
 
 
 class _Known(NamedTuple):
@@ -112,7 +112,7 @@ class RecordedCalls(Columns):
         self.base = next(_ranges) * _RANGE
         self.count = self.base
         self.sigs, self.inputs = new_column(), new_column()
-        self.in_c = Switch.on
+        self.in_c = ExtensionSwitch.on
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload = {}
@@ -360,9 +360,9 @@ class RecordedCalls(Columns):
 
     def would_require_grad(self, v: Value) -> bool:
         """Whether gradients go through the call that makes this value."""
-        return self.hands_on(v._value - self.base)
+        return self.passes_gradient_through(v._value - self.base)
 
-    def hands_on(self, number: int) -> bool:
+    def passes_gradient_through(self, number: int) -> bool:
         """`would_require_grad` of the value with this number."""
         found = self.gradients.of(number)
         if found is None:
@@ -410,7 +410,7 @@ class RecordedCalls(Columns):
             kept, table.kept = table.kept, None
         if (
             kept is None
-            or kept.with_extension is not Switch.on
+            or kept.with_extension is not ExtensionSwitch.on
             or len(kept.roots) != len(self.roots)
             or any(a is not b for a, b in zip(kept.roots, self.roots, strict=True))
             or not as_they_were(kept.modules.parts)
@@ -439,7 +439,7 @@ class RecordedCalls(Columns):
                 self.met,
                 self._by_mode,
                 self.constant_entries,
-                Switch.on,
+                ExtensionSwitch.on,
             )
 
     def look_at_modules(self) -> Owners:

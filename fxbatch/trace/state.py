@@ -24,8 +24,8 @@ from fxbatch.torch_private import (
     swap_function_modes,
     warning_handler,
 )
-from fxbatch.trace.columns import Switch, _fast, set_current
-from fxbatch.trace.location import at_line
+from fxbatch.trace.columns import ExtensionSwitch, _fast, set_current
+from fxbatch.trace.user_line import at_line
 
 
 class _State(threading.local):
@@ -93,7 +93,7 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
-        if Switch.on:
+        if ExtensionSwitch.on:
             return _fast.modes_are(self)
         return (
             torch.is_grad_enabled() is self.grad

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxbatch.trace.location import Place, line_of
+from fxbatch.trace.user_line import UserPlace, line_of
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseStatistics:
     """One batch that suspended instances waited for."""
 
     calls: int
@@ -25,13 +25,13 @@ class Statistics:
 
     def __init__(self, instances: int) -> None:
         self.instances = instances
-        self.phases: list[Phase] = []
+        self.phases: list[PhaseStatistics] = []
         self.suspensions = 0
-        self._places: dict[Place, int] = {}  # where the user's code asked -> how often
+        self._places: dict[UserPlace, int] = {}  # where the user's code asked -> how often
         self.values_read = 0
         self.stayed = ""  # why an instance that asked was not left, so that others could not run
 
-    def asked(self, place: Place, values: int) -> None:
+    def asked(self, place: UserPlace, values: int) -> None:
         """An instance asked for values at this place of the user's code."""
         self.suspensions += 1
         self.values_read += values
@@ -48,7 +48,7 @@ class Statistics:
 
     def phase(self, calls: int, suspended: Sequence[int]) -> None:
         """A phase ran `calls` calls for these instances."""
-        self.phases.append(Phase(calls, len(suspended)))
+        self.phases.append(PhaseStatistics(calls, len(suspended)))
 
     def hint(self) -> str:
         """Advice when values are asked for in a way that prevents batching, else ""."""

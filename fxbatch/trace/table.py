@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
-from fxbatch.trace.fake import Outcome
+from fxbatch.trace.fake_run import Outcome
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,26 @@ import torch
 from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Program, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
-from fxbatch.trace.columns import Switch, _fast
-from fxbatch.trace.described import Described, as_tree, describe, fingerprint, from_tree, module_names
-from fxbatch.trace.find_again import find_again
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.integers import IntegerColumn, read_payload
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.module_state import KnownModel, known_model
 from fxbatch.trace.objects import has_attributes, values_in
-from fxbatch.trace.patch import patched
+from fxbatch.trace.portable_signature import (
+    Described,
+    as_tree,
+    describe,
+    fingerprint,
+    from_tree,
+    module_names,
+)
 from fxbatch.trace.reached import MISSING
 from fxbatch.trace.record import Recorder
+from fxbatch.trace.restored_signatures import find_again
 from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.values import Value
 
 _KEPT = 256  # digests of traces whose signatures are known
@@ -366,7 +373,7 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
 
 def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Signatures as int32 [calls] and inputs, values counted from 0, of traces one behind the other."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         sigs = np.empty(sum([len(t.sig) for t in traces]), dtype=np.int32)
         inputs = np.empty(sum([len(t.inputs) for t in traces]), dtype=np.int64)
         _fast.join([(t.sig, m, t.inputs, t.values) for t, m in zip(traces, ids, strict=True)], sigs, inputs)

@@ -20,9 +20,9 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import functorch_transforms, functorch_vmap, stateless, tree_leaves
 from fxbatch.trace.calls import examined_function
-from fxbatch.trace.location import at_line
 from fxbatch.trace.operations import Functional
 from fxbatch.trace.state import state
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 
 _functional_call = stateless._functional_call

@@ -22,12 +22,12 @@ from fxbatch.ir import Operation, Signature, Template
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.aliases import alias_of
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.fake import Outcome, run_on_fakes
+from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.foreign import is_foreign
-from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value
 from fxbatch.trace.written import RECORD, Written, WrittenTensor, stored_next
 

@@ -25,7 +25,7 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.instances import Instances
-from fxbatch.trace.location import at_line, user_frame
+from fxbatch.trace.user_line import at_line, user_frame
 from fxbatch.trace.values import Value, set_attribute
 
 RECORD = "_fxbatch_written"

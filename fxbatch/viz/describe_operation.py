@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_signature
 from fxbatch.viz.dot import quote
 

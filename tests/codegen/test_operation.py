@@ -319,7 +319,7 @@ def test_a_gradient_that_is_only_kept_is_not_copied() -> None:
 
 
 def test_additions_hand_their_gradient_on() -> None:
-    for body, hands_on in (
+    for body, passes_gradient_through in (
         (lambda a, b: a + b, True),
         (lambda a, b: a + (b + a), False),
         (lambda a, b: a - b, False),
@@ -327,7 +327,7 @@ def test_additions_hand_their_gradient_on() -> None:
     ):
         graphs, _ = build(body, [r(6)] * 2)
         assert isinstance(graphs, OperationGraphs)
-        assert graphs.hands_on is hands_on
+        assert graphs.passes_gradient_through is passes_gradient_through
 
 
 def test_sparse_embedding_keeps_its_sparse_gradient() -> None:

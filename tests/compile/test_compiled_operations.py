@@ -20,8 +20,8 @@ from fxbatch.codegen import inductor as compiling
 from fxbatch.codegen.inductor import CompileOptions, NotCompilable
 from fxbatch.codegen.native import extension
 from fxbatch.errors import CompileWarning, OptionError
-from fxbatch.runtime.compiled import CompiledOperation
-from fxbatch.trace.patch import patched
+from fxbatch.runtime.operation_cache import CompiledOperation
+from fxbatch.trace.torch_patches import patched
 from tests.models import Tree, TreeLSTM, random_tree
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -89,13 +89,15 @@ def layouts_of(program: Program) -> list[list[Layout | None]]:
     return [[None] * len(program.signatures), wide]
 
 
-def phase_of(program: Program, found: Plan, layouts: list[Layout | None], hands_on: bool) -> Any:
+def phase_of(
+    program: Program, found: Plan, layouts: list[Layout | None], passes_gradient_through: bool
+) -> Any:
     """Everything that has inputs gives gradients of all of them."""
     pairs = list(zip(program.signatures, layouts, strict=True))
     return gradients.PhaseGradients(
         program, found, [tuple(range(len(s.inputs) if x is None else len(x.groups))) for s, x in pairs],
         [tuple(range(len(s.outputs))) for s in program.signatures], np.arange(len(found.arenas)),
-        [hands_on and len(s.outputs) == 1 and x is None for s, x in pairs],
+        [passes_gradient_through and len(s.outputs) == 1 and x is None for s, x in pairs],
     )  # fmt: skip
 
 
@@ -117,8 +119,8 @@ def check(program: Program) -> None:
         for options in ({"reuse": True}, {"used": np.full(len(program.types), 7)}, {}):
             made = both(plan, "plan_arenas", program, steps, layouts, known_rows=known, **options)
             same(*made)
-        for hands_on in (False, True):
-            phase = phase_of(program, made[0], layouts, hands_on)
+        for passes_gradient_through in (False, True):
+            phase = phase_of(program, made[0], layouts, passes_gradient_through)
             same(*both(gradients, "plan_gradients", [phase], requests, len(program.types)))
 
 

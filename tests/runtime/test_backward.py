@@ -13,9 +13,9 @@ from torch import nn
 import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.ir import tensor_type
-from fxbatch.runtime import function
+from fxbatch.runtime import autograd as function
 from fxbatch.runtime.memory import GradientRows, Pool
-from fxbatch.runtime.native_steps import NativeKernels
+from fxbatch.runtime.native_stretches import NativeKernels
 from tests import models as M
 from tests.oracle import check_equal
 from tests.trust.programs import model

@@ -14,7 +14,7 @@ from torch import nn
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
 from fxbatch.ir import VIEW, Plan, tensor_type
-from fxbatch.runtime.memory import LINE, Arrays, Layout, Memory, Pieces, Pool, lay_out, row_bytes
+from fxbatch.runtime.memory import LINE, ArrayLayout, Arrays, Memory, Pieces, Pool, lay_out, row_bytes
 from tests import models as M
 from tests.oracle import check_equal
 from tests.runtime.test_native_steps import CASES
@@ -25,12 +25,12 @@ each = pytest.mark.parametrize(("made", "instances"), [c[1:] for c in CASES], id
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, Layout]]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, ArrayLayout]]:
     """What was laid out."""
-    found: list[tuple[Arrays, Plan, Layout]] = []
+    found: list[tuple[Arrays, Plan, ArrayLayout]] = []
     lay = Arrays.lay_out
 
-    def noting(arrays: Arrays, plan: Plan) -> Layout:
+    def noting(arrays: Arrays, plan: Plan) -> ArrayLayout:
         found.append((arrays, plan, lay(arrays, plan)))
         return found[-1][2]
 
@@ -38,7 +38,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, Layout]
     return found
 
 
-def check_layout(arrays: Arrays, plan: Plan, layout: Layout) -> None:
+def check_layout(arrays: Arrays, plan: Plan, layout: ArrayLayout) -> None:
     """Brute force: each byte belongs to one array, or to rows of an arena that an array reads where they are."""
     owner: dict[int, int] = {}
     ((device, lines),) = layout.lines

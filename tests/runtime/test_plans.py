@@ -187,7 +187,7 @@ def check_gradients(
     for v in results:
         by_type.setdefault(int(program.type_of_value[v]), []).append(v)
     requests = [(t, np.array(v, dtype=np.int64)) for t, v in by_type.items()]
-    hands_on = [
+    passes_gradient_through = [
         hand_on
         and len(signature.outputs) == 1
         and bool(groups[s])
@@ -195,7 +195,7 @@ def check_gradients(
         and all(len(g) == 1 for g in (layouts[s].groups if layouts[s] else ()))
         for s, signature in enumerate(program.signatures)
     ]
-    phase = PhaseGradients(program, plan, groups, grad_outputs, ids, hands_on)
+    phase = PhaseGradients(program, plan, groups, grad_outputs, ids, passes_gradient_through)
     found = plan_gradients([phase], requests, len(plan.arenas))
     arenas = [np.full(int(n), -(10**9), dtype=object) for n in found.capacity]
     for arena in arenas:
@@ -218,7 +218,7 @@ def check_gradients(
     write = sum(len(groups[s]) for s in run)
     for k in range(len(plan) - 1, -1, -1):
         if passed[k]:
-            assert hands_on[int(plan.step_signature[k])]
+            assert passes_gradient_through[int(plan.step_signature[k])]
             continue
         step, calls = plan.steps[k], schedule.steps()[k]
         read -= len(grad_outputs[step.signature])

@@ -9,7 +9,7 @@ from torch import nn
 import fxbatch
 from fxbatch import ir
 from fxbatch.runtime import postponed as module
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.postponed import ENOUGH, MANY, REASON, Postponed
 from tests.oracle import check_equal
 

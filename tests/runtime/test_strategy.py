@@ -18,13 +18,13 @@ from fxbatch.runtime import strategy as module
 from fxbatch.runtime.costs import BUILD, Counts, Eager, batched_cost, loop_cost
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.scouting import STEPS, Seen
-from fxbatch.runtime.strategy import SCOUTS, Strategy, Switch
+from fxbatch.runtime.strategy import SCOUTS, AdaptiveSwitch, Strategy
 from tests.oracle import check_equal
 
 
 @pytest.fixture(autouse=True)
 def _chooses(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Switch, "on", True)
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
     monkeypatch.setattr(module, "importing", lambda: 0.0)  # whatever other tests have imported
 
 

@@ -12,8 +12,8 @@ import torch
 
 import fxbatch
 from fxbatch.trace.columns import columns_of, leaves_of, new_column, written_to
-from fxbatch.trace.location import line_of, user_line, user_place
 from fxbatch.trace.state import ThreadModes
+from fxbatch.trace.user_line import line_of, user_line, user_place
 from tests.trace.oracle import recorded
 from tests.trace.reference import ReferenceExecution
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace import columns, modules, settled
+from fxbatch.trace import call_table as settled
+from fxbatch.trace import columns, modules
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
 

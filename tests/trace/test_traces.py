@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.trace.fast_path import extension_available, use_extension
+from fxbatch.trace.install_c_hooks import extension_available, use_extension
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace, join_columns, merge, trace_instance
 from tests.trace.reference import ReferenceExecution

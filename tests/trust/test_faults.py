@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.trace import patch
+from fxbatch.trace import torch_patches as patch
 from fxbatch.trace.state import current_recorder
 from tests import models as M
 from tests.oracle import check_equal
@@ -32,10 +32,10 @@ POINTS = (
     ("fxbatch.trace.calls", "run_on_fakes", 0),
     ("fxbatch.trace.recorded_calls", "Program", 0),
     ("fxbatch.runtime.planner", "plan_arenas", 0),
-    ("fxbatch.runtime.compiled", "build_operation", 0),
-    ("fxbatch.runtime.compiled", "emit_kernel", 1),
+    ("fxbatch.runtime.operation_cache", "build_operation", 0),
+    ("fxbatch.runtime.operation_cache", "emit_kernel", 1),
     ("fxbatch.runtime.forward", "fill_constants", 0),
-    ("fxbatch.runtime.function", "differentiable_inputs", 0),
+    ("fxbatch.runtime.autograd", "differentiable_inputs", 0),
     ("fxbatch.runtime.memory", "Pool.take", 1),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
     ("fxbatch.runtime.forward", "forward_steps", 0),

@@ -13,9 +13,9 @@ from torch import nn
 import fxbatch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Operation, Signature, TensorType
-from fxbatch.runtime.compiled import OperationCache
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.memory import Pool
+from fxbatch.runtime.operation_cache import OperationCache
 
 WORDS = [[1, 2], [3], [4, 5, 6]]
 

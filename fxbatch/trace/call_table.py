@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxbatch.trace.aliases import link_view, link_views
-from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
 from fxbatch.trace.values import Value
@@ -31,7 +31,7 @@ _WHOLE = (int, NoneType)
 
 def settled_call(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call that was met before; None where it is new."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         result = _fast.settled(recorder, func, args, kwargs)
         if result is not None:
             return result
@@ -85,7 +85,7 @@ def _remember_here(
     """What the fast paths of this minibatch look at: operators of two Values, and functions in C."""
     if len(args) == 2 and type(args[0]) is Value and type(args[1]) is Value and not kwargs:
         recorder.met.add(func, recorder.mode, (args[0]._type, args[1]._type), entry)
-    if Switch.on:
+    if ExtensionSwitch.on:
         _fast.remember(recorder, func, args, kwargs, entry)
 
 

@@ -22,19 +22,19 @@ import torch.nn.functional as F
 
 from fxbatch.ir import Operation, Signature, Slot, Template
 from fxbatch.trace.aliases import link_view
-from fxbatch.trace.fake import run_on_fakes
+from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.keys import static_key
-from fxbatch.trace.location import at_line, user_line
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value
 
 _GETITEM = torch.Tensor.__getitem__
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
-Form = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values and numbers in their place
+LiftedForm = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values and numbers in their place
 
 
 def dropout_at(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -53,29 +53,29 @@ def elu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x)))
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Form | None:
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> LiftedForm | None:
     return (dropout_at, (input, p)) if training is True and not inplace else None
 
 
-def _leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Form | None:
+def _leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> LiftedForm | None:
     return None if inplace else (leaky_relu_at, (input, negative_slope))
 
 
-def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Form | None:
+def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> LiftedForm | None:
     return None if inplace else (elu_at, (input, alpha))
 
 
-def _clamp(input: Any, min: Any = None, max: Any = None) -> Form | None:
+def _clamp(input: Any, min: Any = None, max: Any = None) -> LiftedForm | None:
     return torch.clamp, (input, min, max)
 
 
-_FORMS: dict[Any, Callable[..., Form | None]] = {
+_FORMS: dict[Any, Callable[..., LiftedForm | None]] = {
     F.dropout: _dropout, F.leaky_relu: _leaky_relu, F.elu: _elu,
     **dict.fromkeys((torch.clamp, torch.clip, torch.Tensor.clamp, torch.Tensor.clip), _clamp),
 }  # fmt: skip
 
 
-def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> Form | None:
+def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> LiftedForm | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
     if form is None or recorder.autocast is None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Place, extension, place_of
-from fxbatch.codegen.native_steps import NativeStep
+from fxbatch.codegen.native import Span, extension, place_of
+from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.runtime.memory import GradientMemory, GradientRows, Memory
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.pointer_table import PointerTable, places_of_shared
@@ -124,7 +124,7 @@ class NativeKernels:
         self._failed: list[int] = []
 
     def add(
-        self, step: NativeStep, n: int, inputs: Sequence[Place], shared: Sequence[torch.Tensor]
+        self, step: NativeStep, n: int, inputs: Sequence[Span], shared: Sequence[torch.Tensor]
     ) -> list[torch.Tensor] | None:
         """Its results, to be written; None where it can't read what it is given. inputs: pointers and bytes of
         contiguous rows, which the caller holds until `run`."""

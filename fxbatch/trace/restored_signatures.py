@@ -14,14 +14,13 @@ import torch
 from fxbatch.errors import StaleTraceError
 from fxbatch.ir import Template
 from fxbatch.trace.calls import call_function
-from fxbatch.trace.described import Described
-from fxbatch.trace.location import user_line
 from fxbatch.trace.marked import call_marked
 from fxbatch.trace.modules import call_method, call_module
+from fxbatch.trace.portable_signature import Described, Reference
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.references import Reference
 from fxbatch.trace.state import entered_modes, tracing
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
 
 

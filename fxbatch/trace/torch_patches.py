@@ -24,7 +24,7 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_map,
 )
-from fxbatch.trace.fast_path import (
+from fxbatch.trace.install_c_hooks import (
     Entries,
     handle_torch_function_method,
     module_call_method,
@@ -32,10 +32,10 @@ from fxbatch.trace.fast_path import (
     quicken_modules,
 )
 from fxbatch.trace.instances import traced_getattr
-from fxbatch.trace.location import at_line
 from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.state import state
 from fxbatch.trace.transforms import TRANSFORMS
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 from fxbatch.trace.written import WrittenTensor, with_values
 

@@ -22,7 +22,7 @@ from fxbatch.torch_private import (
     resizable_place,
     warning_handler_address,
 )
-from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.modules import settle_call, traced_call
 from fxbatch.trace.recorded_calls import Columns, RecordedCalls
 from fxbatch.trace.state import ThreadModes
@@ -39,7 +39,7 @@ def use_extension(on: bool) -> None:
     """Record with the C extension, or with Python alone. Not while something is being recorded."""
     if on and not extension_available():
         raise RuntimeError("fxbatch was installed without its C extension")
-    Switch.on = on
+    ExtensionSwitch.on = on
     if extension_available():
         _fast.recycle(on)
     for name, (func, method, slow) in BINARY.items():
@@ -49,12 +49,12 @@ def use_extension(on: bool) -> None:
 
 def module_call_method() -> Any:
     """What `nn.Module.__call__` is while some thread traces."""
-    return _MODULE_CALL if Switch.on else traced_call
+    return _MODULE_CALL if ExtensionSwitch.on else traced_call
 
 
 def handle_torch_function_method() -> Any:
     """What torch's Python functions call, while some thread traces, when they meet a subclass of Tensor."""
-    return _fast.handle_torch_function if Switch.on else handle_torch_function
+    return _fast.handle_torch_function if ExtensionSwitch.on else handle_torch_function
 
 
 def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
@@ -68,7 +68,7 @@ Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (No
 def put_attributes(entries: Entries, saved: list[Entries]) -> None:
     """Set attributes of classes and modules; what was there is appended to `saved` before, last first. In C the
     caches of a class are invalidated once, not once an attribute."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         _fast.swap(entries, saved)
         return
     saved.append(tuple((owner, name, owner.__dict__.get(name)) for owner, name, _ in reversed(entries)))
@@ -83,7 +83,7 @@ def quicken_modules(on: bool) -> None:
     """Whether classes of modules that are met may look up their parameters and submodules in C; off: none does
     any more."""
     if extension_available():
-        _fast.quicken_modules(on and Switch.on and _TORCHS_OWN)
+        _fast.quicken_modules(on and ExtensionSwitch.on and _TORCHS_OWN)
 
 
 _TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.__name__

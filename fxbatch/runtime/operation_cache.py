@@ -27,14 +27,14 @@ from fxbatch.codegen.inductor import (
     warn_uncompiled,
 )
 from fxbatch.codegen.kernel import Kernel, emit_kernel
-from fxbatch.codegen.native_steps import NativeStep, backward_step, forward_step, parameters_step
+from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.step_functions import emit_backward_step, emit_forward_step
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.runtime.postponed import REASON
 from fxbatch.torch_private import without_saved_tensor_hooks
-from fxbatch.trace.patch import patched, patching
+from fxbatch.trace.torch_patches import patched, patching
 
-Needs = tuple[tuple[bool, ...], tuple[bool, ...]]
+NeededGradients = tuple[tuple[bool, ...], tuple[bool, ...]]
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class CompiledOperation:
     """One signature, ready to run, forwards and backwards. `reason` is set where it runs call by call."""
 
     signature: Signature
-    needs: Needs
+    needs: NeededGradients
     graphs: OperationGraphs | None = None  # None: a constant, or it runs call by call
     unbatched: UnbatchedKernel | None = None
     reason: str = ""
@@ -51,7 +51,7 @@ class CompiledOperation:
     parameters: Kernel | CompiledGraph | None = None
     kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
     source: str = ""
-    native_forward: NativeStep | None = None  # see codegen/native_steps.py
+    native_forward: NativeStep | None = None  # see codegen/native_programs.py
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
@@ -90,9 +90,9 @@ class CompiledOperation:
         return tuple(j for j, t in enumerate(outputs) if t.differentiable)
 
     @functools.cached_property
-    def hands_on(self) -> bool:
+    def passes_gradient_through(self) -> bool:
         """Whether each input's gradient is the output's gradient as it is."""
-        return self.graphs is not None and self.graphs.hands_on
+        return self.graphs is not None and self.graphs.passes_gradient_through
 
     @functools.cached_property
     def extra_given(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class CompiledOperation:
 
 def compile_operation(
     signature: Signature,
-    needs: Needs,
+    needs: NeededGradients,
     shared: Sequence[torch.Tensor],
     *,
     compile: CompileOptions | None = None,
@@ -255,7 +255,7 @@ class _KernelMaker:
         return isinstance(_native_step(name, self.graphs, tuple(self.kept), kernel, self.shared), NativeStep)
 
 
-def _call_by_call(signature: Signature, needs: Needs, reason: str) -> CompiledOperation:
+def _call_by_call(signature: Signature, needs: NeededGradients, reason: str) -> CompiledOperation:
     return CompiledOperation(signature, needs, unbatched=UnbatchedKernel(signature), reason=reason)
 
 
@@ -269,7 +269,7 @@ class OperationCache:
         self.misses = 0
 
     def get(
-        self, signature: Signature, needs: Needs, shared: Sequence[torch.Tensor], **options: Any
+        self, signature: Signature, needs: NeededGradients, shared: Sequence[torch.Tensor], **options: Any
     ) -> CompiledOperation:
         """The compiled operation, made now if it is new."""
         state = tuple(

@@ -16,11 +16,11 @@ import torch
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.bindings import inside_binding
-from fxbatch.trace.location import user_line
+from fxbatch.trace.no_switch import inside_binding
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
+from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
 
 _MASKS = (torch.bool, torch.uint8)

@@ -26,7 +26,7 @@ from fxbatch.codegen.shapes import Shape, shape
 from fxbatch.codegen.step_functions import in_parameters
 
 _KINDS = {"group": 0, "output": 1, "saved": 2}
-Source = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members
+InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def make_step(
     module: fx.GraphModule,
     kernel: object,
     shared: Sequence[torch.Tensor],
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
 ) -> NativeStep | str:
     """The step of a kernel whose first inputs come from `sources` and whose last are `shared`."""
     if reason := available():
@@ -125,11 +125,11 @@ def parameters_step(
     return make_step(graphs.signature.name, graphs.parameters, kernel, shared, ())
 
 
-def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> Source:
+def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> InputSource:
     position = kept.index(group) if group in kept else -1
     copied = position >= 0 and in_parameters(graphs, group)
     return 0, group, position, int(copied), len(graphs.layout.groups[group])
 
 
-def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> Source:
+def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> InputSource:
     return _group(graphs, kept, ref.index) if ref.kind == "group" else (_KINDS[ref.kind], ref.index, -1, 0, 1)

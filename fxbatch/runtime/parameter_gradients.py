@@ -18,10 +18,10 @@ import torch
 
 from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Place, place_of
-from fxbatch.runtime.compiled import CompiledOperation
+from fxbatch.codegen.native import Span, place_of
 from fxbatch.runtime.memory import GradientRows, Memory
-from fxbatch.runtime.native_steps import NativeKernels
+from fxbatch.runtime.native_stretches import NativeKernels
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.step_views import rows_of_output
 from fxbatch.runtime.watchers import named_step
@@ -59,7 +59,7 @@ class Left:
             return self.rows.extra(compiled)[ref.index] if kept is None else kept[ref.index]
         return self.memory.saved(compiled, ref.index)[:n]
 
-    def place(self, compiled: CompiledOperation, ref: Ref, held: list[torch.Tensor]) -> Place | None:
+    def place(self, compiled: CompiledOperation, ref: Ref, held: list[torch.Tensor]) -> Span | None:
         """Pointer and bytes of the same; None where they aren't together on the CPU. held: until C has read them."""
         if ref.kind == "extra" and compiled not in self.kept:
             return self.rows.extra_places(compiled)[ref.index]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.trace.columns import Switch, _fast
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -61,18 +61,18 @@ def user_line() -> str:
     return f"{_user_file(frame)}:{frame.f_lineno}"
 
 
-Place = tuple[CodeType, int] | None  # code and the instruction in it; None: no user code
+UserPlace = tuple[CodeType, int] | None  # code and the instruction in it; None: no user code
 
 
-def user_place() -> Place:
+def user_place() -> UserPlace:
     """Where the user's code is, at a cost of well under a microsecond; `line_of` makes text of it."""
-    if Switch.on:
+    if ExtensionSwitch.on:
         return _fast.user_place(_files, _user_file)
     frame = user_frame()
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
-def line_of(place: Place) -> str:
+def line_of(place: UserPlace) -> str:
     """A place as "model.py:31", "" for none."""
     if place is None:
         return ""
