@@ -133,7 +133,8 @@ def handing_over(
             if v.id in places and v.id not in tensors:
                 request, i = places[v.id]
                 row = rows[request][i]
-                flag = not row.requires_grad or recorder.would_require_grad(v)
+                # Asked of the value's recorder: one that is closed over here would be held by what it holds.
+                flag = not row.requires_grad or v._recorder.would_require_grad(v)
                 tensors[v.id] = row if flag else row.detach()
             return tensors.get(v.id)
 
