@@ -48,9 +48,9 @@ class Results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
                 self.specs.append(None)
-            elif type(result) is tuple and all(type(x) is Value for x in result):
+            elif type(result) in (tuple, list) and all(type(x) is Value for x in result):
                 self.leaves.append(list(result))
-                self.specs.append(_row_spec(len(result)))
+                self.specs.append(_row_spec(len(result), type(result) is list))
             else:
                 leaves, spec = tree_flatten(result)
                 self.leaves.append(leaves)
@@ -67,12 +67,14 @@ class Results:
 
     def all_values(self) -> list[Value]:
         """The values of all results, objects' among them, in order of appearance."""
+        if not self.objects:
+            return [x for leaves in self.leaves for x in leaves if type(x) is Value]
         found = []
         for leaves in self.leaves:
             for x in leaves:
                 if type(x) is Value:
                     found.append(x)
-                elif self.objects:
+                else:
                     found += self.objects.get(id(x), [])
         return found
 
@@ -117,10 +119,10 @@ class Results:
         return found
 
 
-@functools.cache
-def _row_spec(n: int) -> TreeSpec:
-    """The structure of a plain tuple of n leaves."""
-    return tree_flatten((0,) * n)[1]
+@functools.lru_cache(maxsize=4096)
+def _row_spec(n: int, is_list: bool) -> TreeSpec:
+    """The structure of a plain tuple or list of n leaves."""
+    return tree_flatten([0] * n if is_list else (0,) * n)[1]
 
 
 def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take) -> Any:
@@ -163,7 +165,11 @@ def separate(
     value of the program, where the run knows."""
     by_type: dict[Any, dict[int, Value]] = {}
     for x in found.all_values():
-        by_type.setdefault((tuple(x.shape), x.dtype, x.device), {}).setdefault(x.id, x)
+        kind = id(x._recorder.table), x._type
+        ids = by_type.get(kind)
+        if ids is None:
+            ids = by_type[kind] = {}
+        ids.setdefault(x.id, x)
     requests = [renumber(np.array(list(ids), dtype=np.int64)) for ids in by_type.values()]
     tensors: dict[int, torch.Tensor] = {}
     for values, request, rows in zip(by_type.values(), requests, take(requests), strict=True):
@@ -178,8 +184,15 @@ def separate(
         real = [tensors[x.id] if type(x) is Value else x for x in leaves]
         if found.objects:
             real = [fill(x, tensors) if id(x) in found.objects else x for x in real]
-        out.append(real[0] if spec is None else put_together(real, spec))
+        out.append(real[0] if spec is None else _as_row(real, spec))
     return out
+
+
+def _as_row(leaves: list[Any], spec: TreeSpec | Structure) -> Any:
+    """`put_together` of these leaves, plain lists and tuples at once."""
+    if spec is _row_spec(len(leaves), True):
+        return leaves
+    return tuple(leaves) if spec is _row_spec(len(leaves), False) else put_together(leaves, spec)
 
 
 def stack_real(results: Sequence[Any]) -> Any:

@@ -174,7 +174,14 @@ def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tupl
 
 def _known(recorder: RecordedCalls, results: Sequence[Any]) -> dict[int, Value]:
     """The values of the results and those that the recorder keeps, with what they are views of, by id."""
-    ahead = [x for result in results for x in ((result,) if type(result) is Value else tree_leaves(result))]
+    ahead: list[Any] = []
+    for result in results:
+        if type(result) is Value:
+            ahead.append(result)
+        elif type(result) in (list, tuple) and all(type(x) is Value for x in result):  # a result a word
+            ahead += result
+        else:
+            ahead += tree_leaves(result)
     ahead += [v for v, *_ in recorder.constants.values()]
     ahead += [v for v, *_ in recorder.foreign.copies.values()]
     ahead += [v for v, *_ in (recorder.copies or {}).values()]
