@@ -8,6 +8,7 @@ minibatch on new data, from the first one of a fresh model on; what was built, a
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import warnings
@@ -82,13 +83,19 @@ def beside_the_loop(row: Row, settings: Settings, *, grad: bool) -> dict[str, fl
 def seconds(run: Callable[..., Any], model: torch.nn.Module, batch: Sequence[Any], *, grad: bool) -> float:
     """CPU time of one minibatch, its backward included."""
     model.zero_grad(set_to_none=True)
-    started = time.process_time()
-    with torch.set_grad_enabled(grad), warnings.catch_warnings():
-        warnings.simplefilter("ignore", LoopWarning)
-        result = run(*batch)
-        if grad:
-            result.sum().backward()
-    return time.process_time() - started
+    collects = gc.isenabled()
+    gc.disable()  # what a collection finds is of all that ran before
+    try:
+        started = time.process_time()
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("ignore", LoopWarning)
+            result = run(*batch)
+            if grad:
+                result.sum().backward()
+        return time.process_time() - started
+    finally:
+        if collects:
+            gc.enable()
 
 
 def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
@@ -96,14 +103,15 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
     for case in found:
         if case.numbers:
             rows.append([case.name, *[case.numbers[key] for key in COLUMNS.values()]])
-    slower = [case.name for case in found if case.numbers and case.numbers["after"] > MOST_AFTER]
-    longer = [case.name for case in found if case.numbers and case.numbers["all"] > MOST_IN_ALL]
-    note = (
-        f"CPU time of the decorated call over the plain loop's, new data in each of {settings.size(100, 4)} "
-        "minibatches. "
-        f"After the first ten more than {MOST_AFTER} times the loop: {', '.join(slower) or 'none'}. "
-        f"In all more than {MOST_IN_ALL} times: {', '.join(longer) or 'none'}."
-    )
+    rounds = settings.size(100, 4)
+    note = f"CPU time of the decorated call over the plain loop's, new data in each of {rounds} minibatches."
+    if not settings.quick:  # few small minibatches, most of them counted, say nothing
+        slower = [case.name for case in found if case.numbers and case.numbers["after"] > MOST_AFTER]
+        longer = [case.name for case in found if case.numbers and case.numbers["all"] > MOST_IN_ALL]
+        note += (
+            f" After the first ten more than {MOST_AFTER} times the loop: {', '.join(slower) or 'none'}."
+            f" In all more than {MOST_IN_ALL} times: {', '.join(longer) or 'none'}."
+        )
     return [Table("Beside the plain loop", ["row", *COLUMNS], rows, note)]
 
 

@@ -27,8 +27,8 @@ PACKING, PACKING_CALL = 40_000.0, 12_000.0
 MINIBATCH, CALL, LONG_CALL, NEW_SIGNATURE = 800.0, 1.5, 6.0, 700.0
 MINIBATCH_GRAD, CALL_GRAD = 1000.0, 1.0
 # A step by its native program, or in Python, or a call that runs by itself; what backward adds.
-STEP, PYTHON_STEP, UNBATCHED_CALL = 18.0, 45.0, 70.0
-STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 25.0, 60.0, 65.0
+STEP, PYTHON_STEP, UNBATCHED_CALL = 18.0, 45.0, 30.0
+STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 25.0, 60.0, 50.0
 # A phase, and an instance that waits in one; what backward adds.
 PHASE, WAIT = 300.0, 14.0
 PHASE_GRAD = 150.0

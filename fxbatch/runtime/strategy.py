@@ -40,6 +40,7 @@ from fxbatch.runtime.scouting import Seen
 
 SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch
 FIRST_CREDIT = 50.0  # minibatches of the loop whose time may go into building at once
+LENT = 80.0  # minibatches whose estimated savings may be spent ahead, once
 LATER_CREDIT = 0.25  # and of each later one
 SETTLED = 10  # batched minibatches that are all judged; then one in SELDOM
 SELDOM = 16
@@ -100,6 +101,7 @@ class _Mode:
         self.again_at = 0
         self.again_after = AGAIN
         self.credit = 0.0  # microseconds
+        self.lent = False  # whether savings were spent ahead
         self.largest = 0.0  # the loop's time for the largest minibatch so far
         self.verdicts: dict[int, _Verdict] = {}  # by number of instances, of what is known now
         self.quiet: tuple[int, bool] = (-1, False)  # minibatches like these run the loop, until a minibatch
@@ -155,14 +157,15 @@ class Strategy:
         mode.quiet, mode.quiet_earns = (instances, packs), LATER_CREDIT * found.loop
         until, most = mode.next_scouts - 1, WORTH_IT * found.loop
         if packs and found.packed <= most:
-            until = min(until, max(mode.packs_again - 1, self._earned(mode, found.packing)))
+            missing = found.packing - self._means(mode, found.loop - found.packed)
+            until = min(until, max(mode.packs_again - 1, self._earned(mode, missing)))
         if found.batched <= most:
-            until = min(until, self._earned(mode, found.building))
+            missing = found.building - self._means(mode, found.loop - found.batched)
+            until = min(until, self._earned(mode, missing))
         mode.quiet_until = until
 
-    def _earned(self, mode: _Mode, cost: float) -> int:
-        """The minibatch before the one by which this will be paid."""
-        missing = cost + importing() - mode.credit
+    def _earned(self, mode: _Mode, missing: float) -> int:
+        """The minibatch before the one by which this will have been earned."""
         return mode.minibatches + max(0, int(missing / max(1.0, mode.quiet_earns)) - 1)
 
     def watched(self, *, grad: bool) -> Seen:
@@ -210,11 +213,17 @@ class Strategy:
         mode.packs_again = mode.minibatches + min(2**mode.unpacked, LONGEST)
 
     def _take(self, mode: _Mode, instances: int, how: How) -> How:
+        found = self._verdict(mode, instances)
         if how == "loop":
             mode.looped += 1
-        elif how == "packed":
+            return how
+        cost = importing() + (found.packing if how == "packed" else found.building)
+        if cost > mode.credit and not mode.lent:
+            mode.credit += LENT * (found.loop - (found.packed if how == "packed" else found.batched))
+            mode.lent = True
+        if how == "packed":
             if not mode.packs:
-                mode.credit -= self._verdict(mode, instances).packing + importing()
+                mode.credit -= cost
                 mode.packs = True
                 mode.verdicts.clear()
             mode.packed += 1
@@ -258,15 +267,19 @@ class Strategy:
             )
         return found
 
+    def _means(self, mode: _Mode, saved: float) -> float:
+        """What may be spent on building that saves so much each minibatch."""
+        return mode.credit - importing() + (0.0 if mode.lent else LENT * max(0.0, saved))
+
     def _best(self, mode: _Mode, instances: int, packs: bool) -> How:
         """The fastest of what is worth it and paid for; packing in doubt, whose estimate is the better one."""
         found = self._verdict(mode, instances)
         most = WORTH_IT * found.loop
-        credit = mode.credit - importing()
-        packs = packs and mode.minibatches >= mode.packs_again and found.packing <= credit
+        packs = packs and mode.minibatches >= mode.packs_again
+        packs = packs and found.packing <= self._means(mode, found.loop - found.packed)
         if packs and found.packed <= most and found.packed <= found.batched:
             return "packed"
-        if found.batched <= most and found.building <= credit:
+        if found.batched <= most and found.building <= self._means(mode, found.loop - found.batched):
             return "batched"
         return "packed" if packs and found.packed <= most else "loop"
 
@@ -360,7 +373,9 @@ class Strategy:
             if how == "batched":
                 return f"a batch: {both}"
             if found.batched <= WORTH_IT * loop:
-                need = (found.building + importing() - mode.credit) / max(1.0, LATER_CREDIT * loop)
+                need = (found.building - self._means(mode, found.loop - found.batched)) / max(
+                    1.0, LATER_CREDIT * loop
+                )
                 return (
                     f"the plain loop: {both}, but about {found.building / BUILD:.0f} operations have to be built "
                     f"first, which about {max(1, round(need))} more minibatches earn"

@@ -101,9 +101,10 @@ CHOICES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "adaptive computation time": ((0, 0), LOOP),
     "pointer network": ((0, 0), LOOP),
     "greedy autoencoder": ((0, 0), LOOP),
-    "scatter graph network": (PACKED, LOOP),
+    "scatter graph network": (PACKED, PACKED),
     "MPNN with edge_index": (PACKED, LOOP),
-    "attention, 9 lengths": ((8, 2), LOOP),  # its graph is earned by the eighth
+    "attention, 9 lengths": (PACKED, LOOP),
+    "embed, MLP, mean": (PACKED, LOOP),
     "Conv1d": (PACKED, LOOP),
     "conv2d": ((9, 1), LOOP),  # its convolutions run picture by picture
     "Transformer layer": (PACKED, LOOP),
@@ -254,7 +255,8 @@ def test_graphs_are_built_from_a_credit() -> None:
     assert strategy.put_off(signatures, [1, 1, 1, 1]) == frozenset(), "nothing is put off where nobody pays"
 
 
-def test_what_would_pay_waits_until_its_graphs_are_earned() -> None:
+def test_what_would_pay_waits_until_its_graphs_are_earned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LENT", 0.0)
     strategy = Strategy()
     found = []
     for _ in range(400):
@@ -274,7 +276,7 @@ def test_what_would_pay_waits_until_its_graphs_are_earned() -> None:
 def test_what_has_to_be_imported_has_to_be_earned_too(
     monkeypatch: pytest.MonkeyPatch, batches: list[int]
 ) -> None:
-    monkeypatch.setattr(module, "importing", lambda: module.IMPORTING)
+    monkeypatch.setattr(module, "importing", lambda: 20 * module.IMPORTING)
     f = decorated(Chain())
     f(chains(32, length=6))
     assert not batches
@@ -297,6 +299,25 @@ def test_operators_that_run_instance_by_instance_make_packing_dearer() -> None:
     strategy.was_packed(64, 0, 60, grad=True)
     assert strategy.choose(64, grad=True, packs=True).how != "packed", "most sizes did not fit its form"
     assert "packed" in {strategy.choose(64, grad=True, packs=True).how for _ in range(4)}
+
+
+def test_savings_are_spent_ahead_once() -> None:
+    def would_batch(strategy: Strategy) -> bool:
+        found = []
+        for _ in range(2):
+            choice = strategy.choose(48, grad=False)
+            for _ in range(choice.scouts):
+                with strategy.watched(grad=False).watch():
+                    x = torch.ones(4)
+                    for _ in range(8):
+                        x = torch.relu(torch.sigmoid(torch.tanh(x) * 2) + x)
+            found.append("batched" in (choice.how, choice.scouts and strategy.decide(48, grad=False)))
+        return found[1]
+
+    assert would_batch(Strategy())
+    spent = Strategy()
+    spent._modes[False].lent = True
+    assert not would_batch(spent)
 
 
 def test_costs_add_up() -> None:
