@@ -60,7 +60,7 @@ POINTWISE_COMPOSITES = frozenset(
 _POINTWISE = POINTWISE_COMPOSITES | {
     "aten::clone", "aten::alias", "aten::_to_copy", "aten::full_like", "aten::zeros_like", "aten::ones_like",
     "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
-    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::copy",
+    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill",
 }  # fmt: skip
 
 
@@ -226,6 +226,16 @@ def _masked_fill(e: Emitter, node: fx.Node) -> Any:
     shape = shape_of(node.meta["val"])
     x, mask, fill = (e.aligned(a[name], shape) for name in ("self", "mask", "value"))
     return e.made(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", node.meta["val"])
+
+
+@rule("copy")
+def _copy(e: Emitter, node: fx.Node) -> Any:
+    """x.copy_(y), of which y is left: torch has no derivative of it as a function."""
+    a = e.bound(node)
+    val = node.meta["val"]
+    shape = shape_of(val)
+    like, source = e.aligned(a["self"], shape), e.aligned(a["src"], shape)
+    return e.made(f"{source}.to({e.const(val.dtype)}).expand_as({like})", val)
 
 
 # -- rows by themselves, or over rows ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from examples import (
     bilstm_tagger,
     char_tagger,
     childsum_tree_lstm,
+    graph_attention,
     language_model,
     lattice_lstm,
     mixture_of_experts,
@@ -28,7 +29,7 @@ from tests.oracle import check_equal
 WITH_LOSS = [bilstm_tagger, char_tagger, childsum_tree_lstm, lattice_lstm, parser]
 WITH_FORWARD = [
     *(bilstm_tagger, char_tagger, childsum_tree_lstm, language_model, lattice_lstm),
-    *(mixture_of_experts, module_networks, molecules, rnng),
+    *(mixture_of_experts, module_networks, molecules, rnng, graph_attention),
 ]
 
 

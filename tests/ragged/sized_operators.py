@@ -104,7 +104,10 @@ def _difference(packed: Any, loop: Any, instances: Any) -> str:
             wanted = torch.autograd.grad(theirs, leaves, allow_unused=True, materialize_grads=True)
         except RuntimeError:  # it has no derivative
             return ""
-        found = torch.autograd.grad(ours, leaves, allow_unused=True, materialize_grads=True)
+        try:
+            found = torch.autograd.grad(ours, leaves, allow_unused=True, materialize_grads=True)
+        except RuntimeError as error:
+            return f"backward: {error}"
         for a, b in zip(found, wanted, strict=True):
             if not torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True):
                 return "gradients"

@@ -213,6 +213,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 KEPT: dict[str, Callable[..., Any]] = {
+    "copied": lambda x: torch.zeros_like(x).copy_(x.flip(0)).sum(0),
     "no_grad": without_gradient,
     "detach": lambda x: (x.detach() * x).sum(0),
     "repeat": lambda x: x.repeat(2, 1),
