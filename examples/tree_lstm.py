@@ -89,10 +89,11 @@ class TreeLSTM(nn.Module):
 
 
 def model_class(schedule: str) -> type[TreeLSTM]:
-    """TreeLSTM with another schedule than the default one."""
+    """TreeLSTM with another schedule than the default one. Always batched: a training that is taken up again repeats
+    itself bit by bit, whatever minibatch it begins with."""
 
     class Scheduled(TreeLSTM):
-        forward = fxbatch.autobatch(schedule=schedule)(TreeLSTM.forward.__wrapped__)  # type: ignore[attr-defined]
+        forward = fxbatch.autobatch(schedule=schedule, adaptive=False)(TreeLSTM.forward.__wrapped__)  # type: ignore[attr-defined]
 
     return Scheduled
 
