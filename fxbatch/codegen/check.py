@@ -323,8 +323,9 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     for draw in (_normal, _positive, _definite):
         gen = torch.Generator().manual_seed(3)
         inputs = [draw(kind, 3, gen) for kind in signature.inputs]
+        given = [_normal(kind, 3, gen) for kind in signature.outputs]
         try:
-            reference = by_rows(graphs, inputs, needs, [x.requires_grad for x in weights], shared, gen, 3)
+            reference = by_rows(graphs, inputs, needs, [x.requires_grad for x in weights], shared, given, 3)
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             continue  # not in this operation's domain: other numbers
         rows = [x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]

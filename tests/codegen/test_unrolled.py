@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import fxbatch
 from fxbatch.codegen.build_operation import build_operation
 from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
 from fxbatch.passes.fold import batch_calls, insert_gathers
 from fxbatch.passes.schedule import batch_by_lookahead
+from tests import models as M
 from tests.passes.reference import results_by_hand
 from tests.programs import F4, ProgramBuilder
 
@@ -104,3 +106,10 @@ def test_export_and_compile() -> None:
     torch.testing.assert_close(exported.module()(*arguments)[0], wanted)
     compiled = torch.compile(module.graph_module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*arguments)[0], wanted)
+
+
+def test_operations_are_batched_under_autograd_too() -> None:
+    minibatch = fxbatch.compile_minibatch(M.TreeLSTM(), M.trees(2, [5, 3]), backward="autograd")
+    assert minibatch.unrolled is not None
+    made = minibatch.engine.operations._entries.values()
+    assert len(made) > 4 and [c.reason for c in made if c.reason] == []
