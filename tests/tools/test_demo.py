@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fxbatch_cli import demo
+from fxbatch_cli import demo, demo_measure
 from fxbatch_cli.main import main
+
+from fxbatch.decorator import Autobatched
+from fxbatch.runtime.strategy import Switch
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--hidden", "8", "--embedding", "8", "--batch-size", "20", "--limit", "60"]
@@ -119,6 +123,28 @@ def test_compare_prints_both_curves(capsys: Captured) -> None:
     assert "agree to float32 rounding" in out
     assert float(rows[0][1]) != float(rows[3][1])
     assert "test  accuracy" not in out
+
+
+@pytest.mark.usefixtures("started")
+def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    looped: list[int] = []
+    by_the_loop, curve = Autobatched._loop, demo_measure._curve
+
+    def counted(self: Autobatched, instances: Any, *args: Any, **kwargs: Any) -> Any:
+        looped.append(len(instances))
+        return by_the_loop(self, instances, *args, **kwargs)
+
+    def watched(*args: Any, batch: bool) -> Any:
+        looped.clear()
+        found = curve(*args, batch=batch)
+        assert looped == [] and Switch.on
+        return found
+
+    monkeypatch.setattr(Switch, "on", True)
+    monkeypatch.setattr(Autobatched, "_loop", counted)
+    monkeypatch.setattr(demo_measure, "_curve", watched)
+    assert main(["demo", "--epochs", "0", "--compare", "2", *SMALL]) == 0
+    assert "batched and one by one by at most" in " ".join(capsys.readouterr().out.split())
 
 
 def test_compare_sees_a_difference(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
