@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxbatch
-from fxbatch.runtime.strategy import Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 REPEATS = 5
 # Two runs in float32 that differ in the order of their sums only. Their distance grows as errors feed back, so
@@ -109,11 +109,11 @@ def _relative(a: float, b: float) -> float:
 @contextmanager
 def _always_batched() -> Iterator[None]:
     """Batch, however few minibatches there are: what is compared must not be the loop with itself."""
-    before, Switch.on = Switch.on, False
+    before, AdaptiveSwitch.on = AdaptiveSwitch.on, False
     try:
         yield
     finally:
-        Switch.on = before
+        AdaptiveSwitch.on = before
 
 
 def _curve(

@@ -17,7 +17,7 @@ from fxbatch_cli import demo, demo_measure
 from fxbatch_cli.main import main
 
 from fxbatch.decorator import Autobatched
-from fxbatch.runtime.strategy import Switch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--hidden", "8", "--embedding", "8", "--batch-size", "20", "--limit", "60"]
@@ -137,10 +137,10 @@ def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: 
     def watched(*args: Any, batch: bool) -> Any:
         looped.clear()
         found = curve(*args, batch=batch)
-        assert looped == [] and Switch.on
+        assert looped == [] and AdaptiveSwitch.on
         return found
 
-    monkeypatch.setattr(Switch, "on", True)
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
     monkeypatch.setattr(Autobatched, "_loop", counted)
     monkeypatch.setattr(demo_measure, "_curve", watched)
     assert main(["demo", "--epochs", "0", "--compare", "2", *SMALL]) == 0
