@@ -64,7 +64,7 @@ class _Kind:
 
     spec: TreeSpec
     plain: tuple[Any, ...]  # keys of leaves that are no tensors
-    tensors: tuple[Any, ...]  # number of dimensions, dtype, device of each
+    tensors: tuple[Any, ...]  # number of dimensions, dtype, device of each; whether it requires gradients
 
 
 @dataclass
@@ -268,7 +268,7 @@ class PackedForward:
                 f"changes {changed}" if changed else effects.effect or "writes to what it was given"
             )
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
-        function = PackedFunction.of(body, [t.detach() for t in tensors], dynamic, operands)
+        function = PackedFunction.of(body, example_of(tensors), dynamic, operands)
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         return Variant(function, body.spec, examined.names, body.trackers)
@@ -332,6 +332,11 @@ class PackedForward:
         variant.calls += 1
         variant.instances += z.n
         return outputs, z
+
+
+def example_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves like these tensors: code may ask whether they require gradients."""
+    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
 
 
 class _Body:
@@ -449,13 +454,13 @@ def _columns(instances: Sequence[Instance]) -> _Columns | None:
             return None
         first = column[0]
         met = [t.shape for t in column]
-        if len({t.dtype for t in column}) != 1 or len(set(map(len, met))) != 1:
+        if len({(t.dtype, t.requires_grad) for t in column}) != 1 or len(set(map(len, met))) != 1:
             return None
         if first.layout is not torch.strided:  # torch.cat refuses other devices and layouts among them
             return None
-        kinds.append((first.dim(), first.dtype, first.device))
+        kinds.append((first.dim(), first.dtype, first.device, first.requires_grad))
         shapes.append(met)
-    if len({device for _, _, device in kinds}) != 1:
+    if len({device for _, _, device, _ in kinds}) != 1:
         return None
     keys = tuple(static_key(x) for x in plain if x is not _TENSOR)
     return _Columns(_Kind(spec, keys, tuple(kinds)), plain, columns, shapes)

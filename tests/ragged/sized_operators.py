@@ -23,7 +23,7 @@ from fxbatch.torch_private import tree_flatten, tree_leaves, tree_unflatten
 SAMPLES = 6  # of an operator
 RANDOM = (
     "dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy", "geometric", "empty",
-    "rrelu", "lowrank",
+    "rrelu", "lowrank", "attention",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def outcome(op: Any, sample: Any) -> str:
     if len(instances) < 2:
         return ""
     try:
-        function = PackedFunction.of(body, [t.detach() for t in instances[0]], own, [])
+        function = PackedFunction.of(body, [_leaf(t) for t in instances[0]], own, [])
     except Exception:  # noqa: BLE001 - such calls are recorded
         return "recorded"
     columns = list(zip(*instances, strict=True))

@@ -231,3 +231,15 @@ def test_instances_as_dictionaries() -> None:
     with fxbatch.disabled():
         torch.testing.assert_close(found, model(batch))
     assert len(variants_of(model)) == 1
+
+
+def test_whether_an_argument_requires_gradients_is_part_of_the_kind() -> None:
+    class Asks(nn.Module):
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(0) * (2 if x.requires_grad else 1)
+
+    model, batch = Asks(), [torch.ones(n, 3) for n in (3, 5)]
+    asking = [x.clone().requires_grad_() for x in batch]
+    for given, factor in ((batch, 1), (asking, 2), (batch, 1)):
+        torch.testing.assert_close(model(given), torch.stack([x.sum(0) * factor for x in batch]))
