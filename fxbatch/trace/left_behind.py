@@ -121,6 +121,8 @@ def handing_over(
                 any(recorder.passes_gradient_through(before[n]) for n in request.tolist())
                 for request in requests
             ]
+            if not recorder.knows_leaves():  # blocks write calls down without them
+                wanted = [True] * len(rows)
             rows = [t if flag else t.detach() for t, flag in zip(rows, wanted, strict=True)]
         places: dict[int, tuple[int, int]] = {}
         tensors: dict[int, torch.Tensor] = {}

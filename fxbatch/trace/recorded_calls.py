@@ -362,6 +362,10 @@ class RecordedCalls(Columns):
         """Whether gradients go through the call that makes this value."""
         return self.passes_gradient_through(v._value - self.base)
 
+    def knows_leaves(self) -> bool:
+        """Whether it was noted that a constant requires gradients."""
+        return bool(self.gradients.leaves)
+
     def passes_gradient_through(self, number: int) -> bool:
         """`would_require_grad` of the value with this number."""
         found = self.gradients.of(number)
