@@ -41,6 +41,31 @@ WORTH_IT = 0.8
 SAVED = 0.3
 
 
+# Multiplications a microsecond: of products of one row, of few, of many, of all instances; what backward adds.
+ONE_ROW, FEW_ROWS, MANY_ROWS, TOGETHER = 8_000.0, 25_000.0, 45_000.0, 60_000.0
+PRODUCTS_GRAD = 3.0
+
+
+@dataclass(frozen=True)
+class Products:
+    """What products of matrices take: as one instance makes them, and together with those of many others."""
+
+    alone: float = 0.0
+    together: float = 0.0
+
+    @staticmethod
+    def of(rows: int, operations: int) -> Products:
+        """A product of so many rows and multiplications."""
+        rate = ONE_ROW if rows == 1 else FEW_ROWS if rows < 16 else MANY_ROWS
+        return Products(operations / rate, operations / TOGETHER)
+
+    def __add__(self, other: Products) -> Products:
+        return Products(self.alone + other.alone, self.together + other.together)
+
+    def __truediv__(self, n: float) -> Products:
+        return Products(self.alone / n, self.together / n)
+
+
 @dataclass(frozen=True)
 class Eager:
     """Calls of torch functions that one instance makes on average, and calls of ATen that these make beyond one."""
@@ -48,6 +73,7 @@ class Eager:
     calls: float = 0.0
     inner: float = 0.0
     elements: float = 0.0  # numbers that they give
+    products: Products = Products()
 
 
 @dataclass(frozen=True)
@@ -74,9 +100,11 @@ def loop_cost(eager: Eager, instances: float, *, grad: bool) -> float:
     return instances * (eager.calls * call + eager.inner * inner)
 
 
-def work_cost(eager: Eager, instances: float, *, grad: bool) -> float:
-    """The work on the numbers of so many instances, which no strategy saves."""
-    return instances * eager.elements * (ELEMENT_GRAD if grad else ELEMENT)
+def work_cost(eager: Eager, instances: float, *, grad: bool, together: float = 0.0) -> float:
+    """The work on the numbers of so many instances. together: the share of its products that run in large ones."""
+    products = eager.products.alone + together * (eager.products.together - eager.products.alone)
+    elements = eager.elements * (ELEMENT_GRAD if grad else ELEMENT)
+    return instances * (elements + products * (PRODUCTS_GRAD if grad else 1.0))
 
 
 def packed_cost(eager: Eager, alone: float, *, grad: bool) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.runtime.costs import Counts, Eager
+from fxbatch.runtime.costs import Counts, Eager, Products
 from fxbatch.torch_private import QuietDispatchMode
 
 MOST = 64  # instances that are remembered; then counting begins anew
@@ -33,6 +33,12 @@ _BY_MASK = (
     torch.ops.aten.index_put.default,
     torch.ops.aten.index_put_.default,
 )
+# Products, and which of their tensors has the terms of a sum along its last dimension.
+_PRODUCTS = {
+    torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.baddbmm.default: 1, torch.ops.aten.mv.default: 0, torch.ops.aten.addmv.default: 1,
+    torch.ops.aten.dot.default: 0,
+}  # fmt: skip
 
 
 class _Kind:
@@ -52,6 +58,7 @@ class Seen:
     def __init__(self) -> None:
         self.instances = 0
         self.calls = self.inner = self.waits = self.elements = 0
+        self.products = Products()
         self.phases = 0  # the most that one instance waits for
         self.kinds: dict[Any, _Kind] = {}
         self.alone: dict[Any, int] = {}  # calls of kinds that only one instance makes
@@ -80,6 +87,7 @@ class Seen:
         self.calls += watch.calls
         self.inner += watch.inner
         self.elements += watch.elements
+        self.products += watch.products
         self.waits += watch.groups
         self.phases = max(self.phases, watch.groups)
 
@@ -87,7 +95,7 @@ class Seen:
     def eager(self) -> Eager:
         """Calls of one instance on average."""
         n = max(1, self.instances)
-        return Eager(self.calls / n, self.inner / n, self.elements / n)
+        return Eager(self.calls / n, self.inner / n, self.elements / n, self.products / n)
 
     @property
     def operations(self) -> int:
@@ -130,6 +138,7 @@ class _Watch(QuietDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls = self.inner = self.groups = self.elements = 0
+        self.products = Products()
         self.kinds: dict[Any, tuple[int, set[int]]] = {}
         self._depths: dict[int, int] = {}  # by id; one that is used again is only counted wrongly
         self._pending = 0  # calls since the last time that a value was asked for
@@ -173,4 +182,7 @@ class _Watch(QuietDispatchMode):
                 self._depths[id(t)] = self._depth
                 self.elements += 0 if func.is_view else t.numel()
                 self._mine.add(id(t))
+                if func in _PRODUCTS and tensors:
+                    rows = t.shape[-2] if t.dim() > 1 else 1
+                    self.products += Products.of(rows, t.numel() * tensors[_PRODUCTS[func]].shape[-1])
         return out

@@ -255,12 +255,13 @@ class Strategy:
             counts, eager = self._counts(mode, instances), mode.seen.eager
             unbuilt = counts.late if mode.measured or self._built else mode.seen.operations
             work = work_cost(eager, instances, grad=mode.grad)
+            shared = work_cost(eager, instances, grad=mode.grad, together=1.0)
             if len(mode.verdicts) > MOST_SIZES:
                 mode.verdicts.clear()
             found = mode.verdicts[instances] = _Verdict(
                 counts,
-                batched=batched_cost(counts) + (1.0 - SAVED) * work,
-                packed=packed_cost(eager, mode.alone * instances, grad=mode.grad) + work,
+                batched=batched_cost(counts) + (1.0 - SAVED) * shared,
+                packed=packed_cost(eager, mode.alone * instances, grad=mode.grad) + shared,
                 loop=loop_cost(eager, instances, grad=mode.grad) + work,
                 building=unbuilt * BUILD,
                 packing=0.0 if mode.packs else PACKING + PACKING_CALL * eager.calls,
