@@ -19,6 +19,8 @@ from fxbatch.runtime.strategy import AdaptiveSwitch
 
 # Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
 os.environ.pop("COLUMNS", None)
+# Which library multiplies is measured once a machine; a test must not depend on how busy that was.
+os.environ.setdefault("FXBATCH_PRODUCTS", "own")
 
 # Random programs take as long as they take; a deadline an example would only test the machine's load.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
