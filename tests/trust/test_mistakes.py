@@ -44,7 +44,7 @@ def model(part: nn.Module, **options: Any) -> nn.Module:
 PLACES = {
     "a rewrite": (build_operation, "rewrite", RuntimeError),
     "a partition": (build_operation, "partition", KeyError),
-    "a module": (modules, "_changed_attribute", KeyError),
+    "a module": (modules, "changed_attribute", KeyError),
 }
 
 
