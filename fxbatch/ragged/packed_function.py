@@ -206,13 +206,15 @@ class PackedFunction:
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
         shared: Sequence[torch.Tensor],
+        *,
+        flags_known: bool = True,
     ) -> PackedFunction:
         """`body(*tensors, *shared)`, which gives a flat list of tensors, as a function of minibatches.
 
-        NoPackedForm says why there is none.
+        NoPackedForm says why there is none. flags_known: whether `requires_grad` of these tensors is that of all.
         """
         every = [*dynamic, *[()] * len(shared)]
-        graph = SizedGraph.of(body, [*tensors, *shared], every, kept_whole())
+        graph = SizedGraph.of(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known)
         lowered = lower(graph, rule_of, alone, len(shared))
         space = dict(lowered.constants)
         exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`

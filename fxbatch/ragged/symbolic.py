@@ -47,12 +47,14 @@ class SizedGraph:
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
         kept: frozenset[str],
+        flags_known: bool = True,
     ) -> None:
         self.body = body
+        self.flags_known = flags_known
         self.tensors = tensors
         self.dynamic = dynamic
         self.kept = kept
-        self.module, env = _trace(body, tensors, dynamic, kept)
+        self.module, env = _trace(body, tensors, dynamic, kept, flags_known)
         places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.inputs = places
         self.symbols: list[Any] = []  # one a dynamic dimension, in order
@@ -77,10 +79,12 @@ class SizedGraph:
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
         kept: frozenset[str] = frozenset(),
+        *,
+        flags_known: bool = True,
     ) -> SizedGraph:
         """The graph of `body(*tensors)`; NoPackedForm where its sizes can't be symbols. kept: composite operators
-        that stay whole."""
-        return SizedGraph(body, tensors, dynamic, kept)
+        that stay whole; flags_known: whether these tensors require gradients where all that are given will."""
+        return SizedGraph(body, tensors, dynamic, kept, flags_known)
 
     def _refuse_specialised(self) -> None:
         for symbol, now in zip(self.symbols, self.free, strict=True):
@@ -134,7 +138,7 @@ class SizedGraph:
             made = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
             given.append(made)
         try:
-            module, _ = _trace(self.body, given, [()] * len(given), self.kept)
+            module, _ = _trace(self.body, given, [()] * len(given), self.kept, self.flags_known)
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
         values = dict(zip(self.symbols, sizes, strict=True))
@@ -142,13 +146,17 @@ class SizedGraph:
 
 
 def _trace(
-    body: Callable[..., Any], tensors: Sequence[torch.Tensor], dynamic: Any, kept: frozenset[str]
+    body: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    dynamic: Any,
+    kept: frozenset[str],
+    flags_known: bool,
 ) -> tuple[fx.GraphModule, Any]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with recurrent_as_nodes(), IndexByTensor(), own_derivatives_refused():
-            made = trace_with_sizes(_watched(body), tensors, dynamic, _decompositions(kept))
+            made = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made
@@ -170,21 +178,26 @@ _LOST = frozenset(
 
 
 _READ = frozenset(getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "data"))
+_FLAGS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf"))
 
 
 class _Refused(TorchFunctionMode):
     """Refuses what hooks into autograd or reads its state."""
 
+    def __init__(self, read: frozenset[Any]) -> None:
+        super().__init__()
+        self.read = read
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        if func in _LOST or (func in _READ and asking != "torch"):
+        if func in _LOST or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return func(*args, **(kwargs or {}))
 
 
-def _watched(body: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
-        with _Refused():
+        with _Refused(_READ if flags_known else _READ | _FLAGS):
             return body(*tensors)
 
     return run

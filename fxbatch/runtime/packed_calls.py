@@ -171,7 +171,7 @@ class PackedCalls:
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
             with torch.inference_mode(False):
-                family.function = PackedFunction.of(body, example, dynamic, operands)
+                family.function = PackedFunction.of(body, example, dynamic, operands, flags_known=False)
             family.signature = signature
             self.families.append(family)
         except NoPackedForm as error:

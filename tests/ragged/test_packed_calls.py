@@ -134,3 +134,35 @@ def test_explain_tells_of_packed_calls() -> None:
         model(batch)
     text = str(fxbatch.explain(model, batch))
     assert "packed: encoder(f32[*,8]) -> (f32[*,8])" in text
+
+
+class Asking(nn.Module):
+    """A layer whose code asks whether gradients go through its input: no graph is for both answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (3.0 if x.requires_grad else 1.0)
+
+
+class Asked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.asking = Asking()
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        return self.asking(self.embed(s.words))[0]
+
+
+def test_code_that_asks_about_gradients_is_not_packed() -> None:
+    model = Asked()
+    for _ in range(3):
+        batch = [Sentence(n) for n in (3, 5, 4, 7, 6)]
+        with fxbatch.disabled():
+            expected = model(batch)
+        torch.testing.assert_close(model(batch), expected)
+    assert "Asking" not in str([f.signature.name for f in families(model)])
