@@ -206,19 +206,19 @@ def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
 @contextlib.contextmanager
 def own_derivatives_refused() -> Iterator[None]:
     """A torch.autograd.Function has derivatives of its own, which a graph of operators would lose: NoPackedForm."""
-    plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain = torch.autograd.Function.__dict__["apply"]  # in Python until torch 2.13, in C from 2.14 on
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
             raise NoPackedForm(f"{cls.__name__} has derivatives of its own")
-        return plain(cls, *args, **kwargs)
+        return plain.__get__(None, cls)(*args, **kwargs)
 
     with _LOCK:
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
-            torch.autograd.Function.apply = classmethod(plain)  # type: ignore[assignment,method-assign]
+            torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
 _LOCK = threading.RLock()
