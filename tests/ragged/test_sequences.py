@@ -18,6 +18,9 @@ LONG = [(3,), (5,), (9,)]
 torch.manual_seed(2)
 
 
+SEVERAL = [s for s in SOME if s[0] > 1 or not torch.__version__.startswith(("2.11", "2.12"))]
+
+
 def of_module(module: nn.Module, call: Callable[..., Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """`call(module, *tensors)` as a body with the module's parameters last, and these."""
     module.double()
@@ -68,7 +71,8 @@ def layers() -> dict[str, tuple[nn.Module, Callable[..., Any], Any]]:
         "encoder layer": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), plain, ALL),
         "encoder, norm first": (stack, plain, ALL),
         "encoder with a causal mask": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0), causal, SOME),
-        "attention with its weights": (nn.MultiheadAttention(6, 2), lambda m, x: m(x, x, x), SOME),
+        # Before torch 2.13 a sentence of one word asks for another graph here, and runs by itself.
+        "attention with its weights": (nn.MultiheadAttention(6, 2), lambda m, x: m(x, x, x), SEVERAL),
     }  # fmt: skip
 
 
