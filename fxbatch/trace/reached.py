@@ -363,7 +363,9 @@ class Walk:
 
     def _code(self, code: CodeType, globals_: dict[str, Any], path: str) -> Any:
         found = names_of(code)
-        if code in self._codes:
+        if (
+            code in self._codes or globals_.get("__name__") == "_distutils_hack"
+        ):  # setuptools' finder of imports
             return ByIdentity(code)
         self._codes.update(found.codes)
         self.names |= found.attributes
