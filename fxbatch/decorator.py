@@ -15,8 +15,8 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -56,16 +56,16 @@ class _Switch(threading.local):
 _switch = _Switch()
 
 
-@contextmanager
-def disabled() -> Iterator[None]:
+class disabled(ContextDecorator):
     """Within it decorated callables run one instance at a time, undecorated: the oracle, for comparisons.
 
     Applies to the current thread; may be nested.
     """
-    _switch.disabled += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _switch.disabled += 1
+
+    def __exit__(self, *_: object) -> None:
         _switch.disabled -= 1
 
 
@@ -93,6 +93,7 @@ class Autobatched:
         self._always_owned = first == "self"
         self._never_owned = not first or first in options.shared
         self._in_a_class = _defined_in_a_class(fn)
+        self._takes_one: dict[bool, bool] = {}  # by whether there is an owner
         self._own = _Engines()
         self._lock = threading.Lock()
 
@@ -118,6 +119,10 @@ class Autobatched:
 
     def engine(self, owner: Any) -> Engine:
         """The engine of a module (or of the function itself)."""
+        known = getattr(owner, "__dict__", None)
+        found = known.get("_fxbatch_engines", _NONE).get(self) if type(known) is dict else None
+        if found is not None:
+            return found
         with self._lock:
             engines = self._own
             if isinstance(getattr(owner, "__dict__", None), dict):  # a class has none that can be written
@@ -143,8 +148,13 @@ class Autobatched:
     def split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
         """The arguments of each instance."""
         head = () if owner is None else (owner,)
-        if len(args) == 1 and not kwargs and type(args[0]) in (list, tuple) and self._takes_one(owner):
-            return [((*head, item), {}) for item in args[0]]  # what most calls are, as what follows does it
+        takes_one = self._takes_one.get(owner is None)
+        if takes_one is None:
+            takes_one = self._takes_one[owner is None] = self._one_is_enough(owner)
+        if takes_one and len(args) == 1 and not kwargs and type(args[0]) in (list, tuple):
+            return [
+                ((*head, item), _NO_NAMES) for item in args[0]
+            ]  # what most calls are, as what follows does
         self._check_arguments(head, args, kwargs)
         names = self.names(owner)
         positional = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate(args)]
@@ -163,13 +173,13 @@ class Autobatched:
             listed = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise MinibatchError(f"{self.name}: arguments of different lengths: {listed}")
         if not named and not any(type(column) is _Same for column in columns):
-            return [((*head, *row), {}) for row in zip(*columns, strict=True)]
+            return [((*head, *row), _NO_NAMES) for row in zip(*columns, strict=True)]
         return [
             ((*head, *[column[i] for column in columns]), {name: column[i] for name, column in named.items()})
             for i in range(next(iter(lengths.values())))
         ]
 
-    def _takes_one(self, owner: Any) -> bool:
+    def _one_is_enough(self, owner: Any) -> bool:
         """Whether the minibatch alone is all that a call has to give."""
         names = self.names(owner)
         others = [
@@ -201,10 +211,11 @@ class Autobatched:
     def __call__(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and not kwargs and is_traced(args[0]):
             return self._call_traced(owner, args[0])
-        if _undecorated() and self._is_super(owner):
+        undecorated = _undecorated()
+        if undecorated and self._is_super(owner):
             return self.fn(owner, *args, **kwargs)  # for the instance at hand
         instances = self.split(owner, args, kwargs)
-        if _undecorated():
+        if undecorated:
             return self.one_by_one(instances)
         engine = self.engine(owner)
         if self._is_checked(engine):
@@ -253,7 +264,7 @@ class Autobatched:
                 if seen is None:
                     alone = self._alone if self.options.return_exceptions else self.fn
                     for args, kwargs in instances:
-                        results.append(alone(*args, **kwargs))
+                        results.append(alone(*args, **kwargs) if kwargs else alone(*args))
                 else:
                     for args, kwargs in instances:
                         with seen.watch():
@@ -399,6 +410,10 @@ class _Engines(dict[Autobatched, Engine]):
 
     def __reduce__(self) -> Any:
         return (_Engines, ())
+
+
+_NO_NAMES: dict[str, Any] = {}
+_NONE = _Engines()  # of objects that have none yet
 
 
 class _Same:

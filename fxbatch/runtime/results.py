@@ -211,10 +211,12 @@ def stack_real(results: Sequence[Any]) -> Any:
 
 def _stack_alike(results: Sequence[Any]) -> torch.Tensor | None:
     """The short way for plain tensors of one type; None for others, and where they can't be stacked."""
-    if set(map(type, results)) != {torch.Tensor} or len({x.dtype for x in results}) != 1:
-        return None
+    dtype = results[0].dtype if results and type(results[0]) is torch.Tensor else None
+    for x in results:
+        if type(x) is not torch.Tensor or x.dtype is not dtype:
+            return None
     try:
-        return torch.stack(list(results))
+        return torch.stack(results)  # type: ignore[arg-type]  # a list or a tuple
     except RuntimeError:  # the long way says which differs
         return None
 

@@ -55,18 +55,19 @@ def hidden_modes() -> Iterator[None]:
         push_dispatch_modes(modes)
 
 
-@contextlib.contextmanager
-def shown_modes() -> Iterator[None]:
+class shown_modes:
     """With the dispatch modes that are hidden."""
-    modes = _hidden.modes
-    push_dispatch_modes(modes)
-    _hidden.modes = []
-    try:
-        yield
-    finally:
-        if modes:
+
+    def __enter__(self) -> None:
+        self.modes = _hidden.modes
+        if self.modes:
+            push_dispatch_modes(self.modes)
+            _hidden.modes = []
+
+    def __exit__(self, *_: object) -> None:
+        if self.modes:
             pop_dispatch_modes()
-        _hidden.modes = modes
+            _hidden.modes = self.modes
 
 
 def named_step(name: str, rows: int, kind: str) -> AbstractContextManager[Any]:
