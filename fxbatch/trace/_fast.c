@@ -853,6 +853,7 @@ static PyMethodDef functions[] = {
     {"join", join, METH_VARARGS, "The columns of traces, one behind the other."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
     {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
+    {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/body_reads.py)."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/module_state.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},

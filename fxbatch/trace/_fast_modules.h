@@ -198,4 +198,32 @@ static PyObject *as_they_were(PyObject *Py_UNUSED(module), PyObject *parts)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
 }
 
+/* --- What bodies read (trace/body_reads.py) ---------------------------------------------------------------- */
+
+/* first_other(items, start, missing): the first place from `start` on, their number if there is none, that does not hold
+   the very object that it held, or that is no item of a dictionary (kind 0) and no attribute of a class (kind 1). */
+static PyObject *first_other(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *items, *missing;
+    Py_ssize_t i;
+    if (!PyArg_ParseTuple(args, "O!nO", &PyList_Type, &items, &i, &missing))
+        return NULL;
+    for (int same = 1; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i), *holder = PyTuple_GET_ITEM(item, 1), *name = PyTuple_GET_ITEM(item, 2);
+        PyObject *now = NULL;
+        long kind = PyLong_AsLong(PyTuple_GET_ITEM(item, 0));
+        if (kind == 0 && PyDict_Check(holder))
+            now = PyDict_GetItemWithError(holder, name);
+        else if (kind == 1 && PyType_Check(holder) && PyUnicode_CheckExact(name))
+            now = _PyType_Lookup((PyTypeObject *)holder, name);
+        else
+            same = 0;
+        if (!now && PyErr_Occurred())
+            return NULL;
+        if (!same || (now ? now : missing) != PyTuple_GET_ITEM(item, 3))
+            break;
+    }
+    return PyLong_FromSsize_t(i);
+}
+
 #endif

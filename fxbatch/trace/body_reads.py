@@ -57,6 +57,7 @@ from fxbatch.trace.reached import (
     Extra,
     Item,
     Walk,
+    first_other,
     holds_now,
     is_library,
 )
@@ -127,17 +128,16 @@ class Reads:
 
     def unchanged(self) -> bool:
         """Whether every place still holds what it held."""
-        for kind, holder, name, value, *_ in self.items:
-            if kind == IN_DICT:
-                now = holder.get(name, MISSING)
-                if now is not value and not _same(now, value):
-                    return False
-            elif kind == CONTENT:
-                if not _same_content(holds_now(kind, holder, name), value):
-                    return False
-            elif not _same(holds_now(kind, holder, name), value):
-                return False
-        return True
+        return self._changed(far=True) is None
+
+    def _changed(self, *, far: bool) -> Item | None:
+        """The first place that holds something else than it held. far: whether those that user code may change unseen
+        are looked at too."""
+        items, k = self.items, -1
+        while (k := first_other(items, k + 1)) < len(items):
+            if (far or not items[k].far) and not _holds(items[k]):
+                return items[k]
+        return None
 
     def guards(self) -> Guards | None:
         """What C compares at each call: places that user code may change between two calls without being seen.
@@ -164,7 +164,8 @@ class Reads:
 
     def unseen(self) -> str:
         """The name of another place that holds something else, "" if none does."""
-        return next((x.path for x in self.items if not x.far and not _holds(x)), "")
+        changed = self._changed(far=False)
+        return "" if changed is None else changed.path
 
     def changes(self) -> list[tuple[Item, Any]]:
         """The places that hold something else than they held, with what they hold now."""

@@ -14,7 +14,7 @@ import contextlib
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,8 +153,8 @@ def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tupl
     models leave them, and only if some are missing among all objects.
     """
     expected = _ITS_OWN + written + (recorder.waiting is not None)
-    known = _known(recorder, results)
-    missing = sys.getrefcount(recorder) - expected - len(known) - _made_again(known)
+    known, again = _known(recorder, results)
+    missing = sys.getrefcount(recorder) - expected - len(known) - again
     if missing <= recorder.table.unexplained:
         return [], []
     for x in _objects(results):
@@ -165,7 +165,7 @@ def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tupl
         for holder in _beside(module):
             _look_into(holder, recorder, found, places, _DEEPEST)
     found = {number: v for number, v in found.items() if number not in known}
-    if len(found) + _made_again(found) < missing:
+    if len(found) + _made_again(found.values()) < missing:
         for x in gc.get_referrers(recorder):
             if type(x) is Value and id(x) not in known:
                 found[id(x)] = x
@@ -174,8 +174,9 @@ def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tupl
     return list({v._value: v for v in found.values()}.values()), places if found else []
 
 
-def _known(recorder: RecordedCalls, results: Sequence[Any]) -> dict[int, Value]:
-    """The values of the results and those that the recorder keeps, with what they are views of, by id."""
+def _known(recorder: RecordedCalls, results: Sequence[Any]) -> tuple[dict[int, Value], int]:
+    """The values of the results and those that the recorder keeps, with what they are views of, by id; and how many of
+    them know how to be recorded again, which refers to the recorder."""
     ahead: list[Any] = []
     for result in results:
         if type(result) is Value:
@@ -184,26 +185,24 @@ def _known(recorder: RecordedCalls, results: Sequence[Any]) -> dict[int, Value]:
             ahead += result
         else:
             ahead += tree_leaves(result)
-    ahead += [v for v, *_ in recorder.constants.values()]
-    ahead += [v for v, *_ in recorder.foreign.copies.values()]
-    ahead += [v for v, *_ in (recorder.copies or {}).values()]
+    for kept in (recorder.constants, recorder.foreign.copies, recorder.copies or {}):
+        ahead += [x[0] for x in kept.values()]
     ahead += recorder.numbers.values()
     found: dict[int, Value] = {}
+    views: list[Value] = []
     while ahead:
-        v = ahead.pop()
-        if type(v) is not Value or v._recorder is not recorder or id(v) in found:
-            continue
-        found[id(v)] = v
-        alias = alias_of(v)
-        if alias is not None:
-            ahead += [x for x in (alias.source, *tree_leaves(alias.call or ())) if type(x) is Value]
-    return found
+        new = {id(v): v for v in ahead if type(v) is Value and v._recorder is recorder}
+        linked = [v for number, v in new.items() if hasattr(v, "_alias") and number not in found]
+        found.update(new)
+        views += linked
+        aliases = [a for a in map(alias_of, linked) if a is not None]
+        ahead = [x for a in aliases for x in (a.source, *tree_leaves(a.call or ()))]
+    return found, _made_again(views)
 
 
-def _made_again(values: dict[int, Value]) -> int:
-    """How many of the values know how to be recorded again, which refers to the recorder."""
-    aliases = [alias_of(v) for v in values.values()]
-    return sum(alias is not None and alias.again is not None for alias in aliases)
+def _made_again(values: Iterable[Value]) -> int:
+    """How many of the values know how to be recorded again."""
+    return sum(alias is not None and alias.again is not None for alias in map(alias_of, values))
 
 
 def _objects(results: Sequence[Any]) -> list[Value]:

@@ -42,6 +42,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.keys import ATOMS, ByIdentity, static_key
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -160,6 +161,12 @@ def holds_now(kind: int, holder: Any, name: Any) -> Any:
         except AttributeError:
             return MISSING
     return copy_of(holder)
+
+
+def first_other(items: list[Item], start: int) -> int:
+    """The first place from `start` on that may hold another object than it held, their number if there is none: what C
+    has not found to be the same is to be looked at."""
+    return _fast.first_other(items, start, MISSING) if ExtensionSwitch.on else start
 
 
 def copy_of(container: Any) -> tuple[Any, ...]:
