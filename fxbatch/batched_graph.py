@@ -1,7 +1,7 @@
 """The batched graph: few nodes, each a batch of calls, pass-throughs, a gather or a cat.
 
 Comes in: a Program and its Schedule, by `passes/fold.py`. Goes out: a BatchedGraph, which the
-rewrites of `passes/` take and give, which prints, and from which `codegen/unrolled.py` emits code.
+rewrites of `passes/fold.py` take and give, and which prints.
 
     graph = batch_calls(program, schedule)
     print(graph)                               # a line a node, a line an edge

@@ -17,7 +17,6 @@ import torch
 
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.codegen import products
-from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.decorator import find_autobatched
 from fxbatch.errors import TraceError
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
@@ -33,7 +32,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
-from fxbatch.runtime.unrolled_run import UnrolledRun
+from fxbatch.runtime.unrolled_run import Unrolled, UnrolledRun
 from fxbatch.trace.minibatch import Recording
 
 

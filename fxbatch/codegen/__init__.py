@@ -1,1 +1,1 @@
-"""Operation graphs, kernels, and the two kinds of emitted module (looped, unrolled)."""
+"""Operation graphs, kernels, step functions and native programs."""

@@ -85,7 +85,8 @@ def emit_forward_step(
     for group in range(len(graphs.layout.groups)):
         body += _read_group(graphs, group, kept)
     groups = "".join(f"x{g}, " for g in range(len(graphs.layout.groups)))
-    body.append(f"kernel(n, ({groups}*shared), (*outs, *saved), workspace)")
+    given = f"({groups}*shared)" if groups else "shared"
+    body.append(f"kernel(n, {given}, (*outs, *saved), workspace)")
     return _compile(name, "n, sources, outs, kept, saved, shared, workspace", body, kernel, graphs)
 
 

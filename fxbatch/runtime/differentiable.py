@@ -1,52 +1,130 @@
 """A Run under ordinary autograd (`backward="autograd"`): differentiable as often as one likes.
 
 Values live in the output tensors of steps instead of arenas; an input group is read from the blocks that it
-needs: a narrow, an expand, or an index_select of their concatenation.
+needs: a narrow, an expand, or an index_select of their concatenation. `walk` takes tensors, or what stands for
+them: `mode="unrolled"` is the same walk on proxies (unrolled_run.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from fxbatch.codegen.body import devices_of
-from fxbatch.codegen.unrolled import RowByRow, stack_payload
-from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, Signature, TensorType
+from fxbatch.codegen.body import devices_of, entered_modes
+from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, Signature, TensorType
 from fxbatch.passes.plan import is_constant
+from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Renumber, renumbering
+from fxbatch.runtime.structure_cache import OperationSet
+
+Index = Callable[[np.ndarray, torch.device], Any]  # row numbers as a tensor
+Call = Callable[[int, int, list[Any]], Sequence[Any]]  # signature, rows, inputs -> outputs
+Constants = Callable[[int, np.ndarray], Any]  # signature, positions in its payload -> their rows
 
 
 class Blocks:
     """All values of one tensor type: tensors [rows, *shape], one a step output, in row order."""
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+    def __init__(self, kind: TensorType, index: Index = to_device) -> None:
+        self.kind, self.index = kind, index
+        self.tensors: list[Any] = []
         self.starts: list[int] = []
         self.used = 0
 
-    def append(self, tensor: torch.Tensor) -> None:
+    def append(self, tensor: Any, rows: int) -> None:
         self.tensors.append(tensor)
         self.starts.append(self.used)
-        self.used += tensor.shape[0]
+        self.used += rows
 
-    def read(self, rows: np.ndarray) -> torch.Tensor:
+    def read(self, rows: np.ndarray) -> Any:
         """A tensor [len(rows), *shape], differentiable."""
-        starts = np.array(self.starts, dtype=np.int64)
+        starts = np.array([*self.starts, self.used], dtype=np.int64)
         block = np.searchsorted(starts, rows, side="right") - 1
         needed, place = np.unique(block, return_inverse=True)
-        tensors = [self.tensors[b] for b in needed.tolist()]
-        base = np.cumsum([0] + [t.shape[0] for t in tensors])[:-1]
-        local = rows - starts[block] + base[place]
-        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        sizes = starts[needed + 1] - starts[needed]
+        local = rows - starts[block] + (np.cumsum(sizes) - sizes)[place]
+        joined = self.tensors[needed[0]] if len(needed) == 1 else torch.cat([self.tensors[b] for b in needed])
         if len(local) and (np.diff(local) == 1).all():
-            return joined.narrow(0, int(local[0]), len(local))
-        return joined.index_select(0, torch.from_numpy(local).to(joined.device))
+            whole = len(local) == int(sizes.sum())
+            return joined if whole else joined.narrow(0, int(local[0]), len(local))
+        return joined.index_select(0, self.index(local, self.kind.device))
+
+
+def walk(
+    program: Program,
+    plan: Plan,
+    arenas: Sequence[Blocks],
+    before: np.ndarray,
+    call: Call,
+    constants: Constants,
+) -> None:
+    """The steps of a plan. arenas: the blocks of each type of the program; before: rows that each signature's operation
+    had in earlier phases."""
+    for k, (s, n) in enumerate(zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True)):
+        if is_constant(program.signatures[s]):
+            at, order = int(plan.step_offset[k] - before[s]), plan.constant_order[s]
+            outs = [constants(s, np.arange(at, at + n) if order is None else order[at : at + n])]
+        else:
+            gathers = range(int(plan.first_gather[k]), int(plan.first_gather[k + 1]))
+            outs = list(call(s, n, [_read(plan, g, n, arenas) for g in gathers]))
+        for b, out in zip(range(int(plan.first_block[k]), int(plan.first_block[k + 1])), outs, strict=True):
+            arenas[plan.block_arena[b]].append(out, n)
+
+
+def _read(plan: Plan, g: int, n: int, arenas: Sequence[Blocks]) -> Any:
+    blocks = arenas[plan.gather_arena[g]]
+    kind, start, rows = int(plan.gather_kind[g]), int(plan.gather_start[g]), int(plan.gather_rows[g])
+    if kind == INDEX:
+        read = blocks.read(plan.indices[start : start + rows])
+    elif kind == VIEW:
+        read = blocks.read(np.arange(start, start + rows))
+    else:
+        read = blocks.read(np.array([start])).expand(n, *blocks.kind.shape)
+    return read if rows == n else read.reshape(n, rows // n, *blocks.kind.shape)
+
+
+def stack_payload(signature: Signature, payload: Sequence[object]) -> torch.Tensor:
+    """`[rows, *shape]` of the tensors or Python numbers of a constant's calls."""
+    type_ = signature.outputs[0]
+    if signature.operation.kind == "number":
+        return torch.tensor(payload, dtype=type_.dtype, device=type_.device)
+    tensors = [t for t in payload if isinstance(t, torch.Tensor)]
+    first = tensors[0]
+    if all(t is first for t in tensors):
+        return first.unsqueeze(0).expand(len(tensors), *first.shape)
+    return torch.stack(tensors)
+
+
+class RowByRow(nn.Module):
+    """An operation that can't be batched: its body, row by row, results stacked."""
+
+    def __init__(self, signature: Signature) -> None:
+        super().__init__()
+        self.signature = signature
+
+    def forward(self, n: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        signature = self.signature
+        inputs, shared = tensors[: len(signature.inputs)], tensors[len(signature.inputs) :]
+        modes = replace(signature.modes, grad=signature.modes.grad and torch.is_grad_enabled())
+        with contextlib.nullcontext() if _are_present(modes) else entered_modes(modes, devices_of(signature)):
+            rows = [signature.run([x[i] for x in inputs], shared) for i in range(n)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _are_present(modes: Modes) -> bool:
+    """Whether these modes hold right now; entering them would only break a compiled graph."""
+    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    same = modes.grad == torch.is_grad_enabled() and modes.default_dtype == torch.get_default_dtype()
+    return same and not casts and not modes.autocast
 
 
 class DifferentiableRun:
@@ -60,15 +138,16 @@ class DifferentiableRun:
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.rows_run: dict[CompiledOperation, int] = {}
-        self.phases: list[tuple[Program, Schedule, Plan, list[CompiledOperation | None]]] = []
+        self.phases: list[tuple[Program, Schedule, Plan, tuple[CompiledOperation | None, ...]]] = []
         self.launches = 0
 
-    def type_id(self, kind: TensorType) -> int:
-        found = self.type_ids.get(kind)
-        if found is None:
-            found = self.type_ids[kind] = len(self.blocks)
-            self.blocks.append(Blocks())
-        return found
+    def types_of(self, program: Program) -> np.ndarray:
+        """int64: the number of each of the program's types among the run's."""
+        for kind in program.types:
+            if kind not in self.type_ids:
+                self.type_ids[kind] = len(self.blocks)
+                self.blocks.append(Blocks(kind))
+        return np.array([self.type_ids[kind] for kind in program.types], dtype=np.int64)
 
     def run(self, program: Program) -> None:
         """Execute the calls of a program."""
@@ -86,103 +165,50 @@ class DifferentiableRun:
 
     def execute(self, program: Program, schedule: Schedule) -> None:
         """Run a scheduled program."""
-        present = np.zeros(len(program.signatures), dtype=bool)
-        present[program.sig] = True
-        shared = {
-            s: [x.resolve() for x in sig.shared] for s, sig in enumerate(program.signatures) if present[s]
-        }
-        compiled = [
-            self.compiled(signature, shared[s]) if present[s] else None
-            for s, signature in enumerate(program.signatures)
-        ]
-        types = np.array([self.type_id(t) for t in program.types], dtype=np.int64)
-        used = np.array([self.blocks[t].used for t in types.tolist()], dtype=np.int64)
+        types, operations = self.types_of(program), self.operations(program)
+        compiled, arenas = operations.compiled, [self.blocks[t] for t in types.tolist()]
+        used = np.array([blocks.used for blocks in arenas], dtype=np.int64)
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
-        known = self.value_row[: program.known]
-        whole = not program.known and not used.any()
-        operations = self.planner.operation_set(program, tuple(compiled))
-        if whole:
+        if not program.known and not used.any():
             plan, _ = self.planner.plan(program, schedule, operations)
         else:
+            known = self.value_row[: program.known]
             plan, _ = self.planner.plan_on(program, schedule, operations, known, used, before)
         self.phases.append((program, schedule, plan, compiled))
-        for k in range(len(plan)):
-            s = int(plan.step_signature[k])
+        for s, n in zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True):
             operation = compiled[s]
             assert operation is not None
-            self._step(program, plan, k, operation, shared[s], types, int(before[s]))
-        made = program.type_of_value[program.known :]
-        self.value_row = plan.row_of_value
-        self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
+            self.rows_run[operation] = self.rows_run.get(operation, 0) + n
+            if not is_constant(operation.signature):
+                self.launches += n if operation.graphs is None else 1
+        walk(program, plan, arenas, before, _caller(compiled), _stacker(program))
+        self._remember(program, types, plan.row_of_value)
 
-    def compiled(self, signature: Signature, shared: Sequence[torch.Tensor]) -> CompiledOperation:
-        """The operation without backward graphs: autograd differentiates its forward graph."""
-        needs = ((False,) * len(signature.inputs), (False,) * len(signature.shared))
-        return self.planner.operations.get(signature, needs, shared, autograd=True)
-
-    def _step(
-        self,
-        program: Program,
-        plan: Plan,
-        k: int,
-        compiled: CompiledOperation,
-        shared: list[torch.Tensor],
-        types: np.ndarray,
-        before: int,
-    ) -> None:
-        n, at = int(plan.step_rows[k]), int(plan.step_offset[k])
-        signature = compiled.signature
-        self.rows_run[compiled] = self.rows_run.get(compiled, 0) + n
-        if is_constant(signature):
-            s = int(plan.step_signature[k])
-            outs = [self._constants(program, s, at - before, n, plan.constant_order[s])]
-        else:
-            self.launches += n if compiled.graphs is None else 1
-            inputs = [
-                self._read(plan, g, n, types)
-                for g in range(int(plan.first_gather[k]), int(plan.first_gather[k + 1]))
-            ]
-            outs = self._call(compiled, n, inputs, shared)
-        blocks = range(int(plan.first_block[k]), int(plan.first_block[k + 1]))
-        for b, out in zip(blocks, outs, strict=True):
-            self.blocks[int(types[plan.block_arena[b]])].append(out)
-
-    def _read(self, plan: Plan, g: int, n: int, types: np.ndarray) -> torch.Tensor:
-        blocks = self.blocks[int(types[plan.gather_arena[g]])]
-        kind, start, rows = int(plan.gather_kind[g]), int(plan.gather_start[g]), int(plan.gather_rows[g])
-        if kind == INDEX:
-            read = blocks.read(plan.indices[start : start + rows])
-        elif kind == VIEW:
-            read = blocks.read(np.arange(start, start + rows))
-        else:
-            read = blocks.read(np.array([start])).expand(n, *blocks.tensors[0].shape[1:])
-        return read if rows == n else read.reshape(n, rows // n, *read.shape[1:])
-
-    def _call(
-        self, compiled: CompiledOperation, n: int, inputs: list[torch.Tensor], shared: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        signature = compiled.signature
-        grad = signature.modes.grad and torch.is_grad_enabled()
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            if compiled.graphs is None:
-                return list(RowByRow(signature)(n, *inputs, *shared))
-            for device in devices_of(signature):
-                stack.enter_context(torch.autocast(device, enabled=False))  # casts are in the graph
-            return list(compiled.graphs.forward(n, *inputs, *shared))[: len(signature.outputs)]
-
-    def _constants(
-        self, program: Program, s: int, first: int, n: int, order: np.ndarray | None
-    ) -> torch.Tensor:
-        payload = program.constants[s]
-        items = (
-            payload[first : first + n] if order is None else [payload[i] for i in order[first : first + n]]
+    def operations(self, program: Program) -> OperationSet:
+        """The operations without backward graphs: autograd differentiates their forward graphs."""
+        present = np.bincount(program.sig, minlength=len(program.signatures)).tolist()
+        compiled = tuple(
+            self.planner.operations.get(
+                s,
+                ((False,) * len(s.inputs), (False,) * len(s.shared)),
+                [x.resolve() for x in s.shared],
+                autograd=True,
+            )
+            if n
+            else None
+            for s, n in zip(program.signatures, present, strict=True)
         )
-        return stack_payload(program.signatures[s], items)
+        return self.planner.operation_set(program, compiled)
+
+    def _remember(self, program: Program, types: np.ndarray, rows: np.ndarray) -> None:
+        made = program.type_of_value[program.known :]
+        self.value_row = rows
+        self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(values), *shape] of values of one type."""
-        return self.blocks[int(self.value_type[values[0]])].read(self.value_row[values])
+        found: torch.Tensor = self.blocks[int(self.value_type[values[0]])].read(self.value_row[values])
+        return found
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real tensors that carry gradients."""
@@ -196,3 +222,32 @@ class DifferentiableRun:
     def numbers(self, values: Sequence[int]) -> list[Any]:
         """The values as Python numbers in nested lists."""
         return [t.tolist() for t in self.read(values)]
+
+
+def _stacker(program: Program) -> Constants:
+    def stack(s: int, positions: np.ndarray) -> torch.Tensor:
+        payload = program.constants[s]
+        return stack_payload(program.signatures[s], [payload[i] for i in positions.tolist()])
+
+    return stack
+
+
+def _caller(compiled: Sequence[CompiledOperation | None]) -> Call:
+    """Runs a step as autograd sees it."""
+    shared: dict[int, list[torch.Tensor]] = {}
+
+    def call(s: int, n: int, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        operation = compiled[s]
+        assert operation is not None
+        signature = operation.signature
+        if s not in shared:
+            shared[s] = [x.resolve() for x in signature.shared]
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(signature.modes.grad and torch.is_grad_enabled()))
+            if operation.graphs is None:
+                return RowByRow(signature)(n, *inputs, *shared[s])
+            for device in devices_of(signature):
+                stack.enter_context(torch.autocast(device, enabled=False))  # casts are in the graph
+            return operation.graphs.forward(n, *inputs, *shared[s])[: len(signature.outputs)]
+
+    return call

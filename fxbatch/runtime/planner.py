@@ -11,7 +11,7 @@ long as a decorated callable, with its pool of memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 
 from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.unrolled import Unrolled
 from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
@@ -206,8 +205,3 @@ class Planner:
         return self.structures.get(
             "backward", key, lambda: BackwardNeeds.of(operations, reached), HELD * len(operations)
         )
-
-    def unrolled(self, program: Program, emit: Callable[[], Unrolled]) -> Unrolled:
-        """The unrolled module of a program's structure, emitted when it is new."""
-        key = PlanKey.of(program, self.options.schedule)
-        return self.structures.get("unrolled", key, emit, key.bytes + 2000 * len(program))

@@ -1,4 +1,4 @@
-"""The batched graph and its rewrites: text stage by stage, invariants on random programs, unrolled code."""
+"""The batched graph and its rewrites: text stage by stage, invariants on random programs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from fxbatch.batched_graph import BatchedGraph
-from fxbatch.codegen.operation_graphs import Unbatched
-from fxbatch.codegen.unrolled import Unrolled, emit_unrolled
 from fxbatch.ir import Program
 from fxbatch.passes.fold import (
     batch_calls,
@@ -22,7 +20,6 @@ from fxbatch.passes.fold import (
 )
 from fxbatch.passes.schedule import batch_by_agenda, batch_by_depth
 from fxbatch.verify import verify_batched_graph
-from tests.passes.reference import results_by_hand
 from tests.programs import ProgramBuilder, programs
 
 STAGES: tuple[Callable[[BatchedGraph], BatchedGraph], ...] = (
@@ -111,8 +108,6 @@ def test_folds_stages_as_text() -> None:
     assert str(elided).startswith("batched graph, pass-throughs elided: 4 batch, 4 cat, 5 gather, 1 result")
     assert str(direct).startswith("batched graph, gathers elided: 4 batch, 4 cat, 1 result")
     assert cats.labels() == {0: (0, 0, 0), 1: (1, 1, 0), 2: (2, 1, 0), 3: (3, 1, 0)}
-    names = [node.name for node in unroll(cats).graph_module.graph.nodes]
-    assert {"cat_c2_1", "view_g_b3_1_in0_0", "b3_g"} <= set(names)
 
 
 @given(programs())
@@ -151,26 +146,3 @@ def test_rewrites_leave_their_input_alone() -> None:
     assert [str(graph) for graph in graphs] == texts
     with pytest.raises(Exception, match=r"[Ff]rozen"):
         graphs[0].graph.add_node("x")
-
-
-def unroll(graph: BatchedGraph) -> Unrolled:
-    program = graph.program
-    made = [
-        None if s.operation.kind in ("constant", "number") else Unbatched("test") for s in program.signatures
-    ]
-    return emit_unrolled(graph, made)
-
-
-@settings(max_examples=25)
-@given(programs(max_calls=12))
-def test_every_stage_computes_the_same_unrolled(program: Program) -> None:
-    known = [torch.randn(4) for _ in range(program.known)]
-    wanted = dict(zip(program.outputs.tolist(), results_by_hand(program, known), strict=True))
-    for graph in stages(program):
-        unrolled = unroll(graph)
-        rows = [torch.stack([known[v] for v in values.tolist()]) for values in unrolled.known]
-        found = unrolled(unrolled.arguments(rows))
-        got = {v: t for vs, ts in zip(unrolled.results, found, strict=True) for v, t in zip(vs.tolist(), ts)}
-        assert got.keys() == wanted.keys()
-        for v, t in wanted.items():
-            torch.testing.assert_close(got[v], t, rtol=0, atol=0)
