@@ -26,7 +26,7 @@ PRODUCTS, KERNEL, NATIVE = "products alone", "kernel", "native"
 DIRECT, WRAPPER, GUARDED = "inductor", "inductor, cpp_wrapper", "torch.compile"
 
 
-def ways_of(module: fx.GraphModule, cell: Cell, *, returning: bool) -> dict[str, Kernel | CompiledGraph]:
+def ways_of(module: fx.GraphModule, cell: Cell) -> dict[str, Kernel | CompiledGraph]:
     """The graph, made in each way; a line a way says how long it took."""
     kernel = emit_kernel(module)
     shared = [p.detach() for p in cell.parameters()]
@@ -34,7 +34,7 @@ def ways_of(module: fx.GraphModule, cell: Cell, *, returning: bool) -> dict[str,
     options = {DIRECT: CompileOptions(), WRAPPER: CompileOptions(given=(("cpp_wrapper", True),)),
                GUARDED: CompileOptions(guarded_inductor)}  # fmt: skip
     for name, chosen in options.items():
-        made = compile_graph(module, kernel, chosen, shared, name=name, returning=returning)
+        made = compile_graph(module, kernel, chosen, shared, name=name)
         found[name] = made
         print(f"  {name}: compiled in {made.seconds:.1f} s", flush=True)
     return found
@@ -70,7 +70,7 @@ def measure(
     assert isinstance(compiled, CompiledGraph)
     inputs = [form.filled(n, seed) for seed, form in enumerate(compiled.ins)]
     given = [form.empty(n) for form in compiled.outs]
-    outs: list[torch.Tensor | None] = [None if compiled.returning else x for x in given]
+    outs: list[torch.Tensor | None] = list(given)
     ins, workspace = [*inputs, *shared], Workspace()
     calls: dict[str, Callable[[], object]] = {
         PRODUCTS: products_alone(name, cell, n),
@@ -108,7 +108,7 @@ def main() -> None:
     ):  # fmt: skip
         assert module is not None
         print(f"{name}, hidden {options.hidden}, us a launch")
-        ways = ways_of(module, cell, returning=name == "parameters")
+        ways = ways_of(module, cell)
         table = {n: measure(name, module, ways, cell, n, options.rounds) for n in options.rows}
         print(f"  {'rows':24s}" + "".join(f"{n:>10d}" for n in table))
         for way in (PRODUCTS, KERNEL, NATIVE, DIRECT, WRAPPER, GUARDED):

@@ -583,8 +583,7 @@ def autobatch(
             compile, verify) batch always, too.
         compile: operation graphs through torch.compile: True ("inductor"), the name of a backend, a backend,
             or "auto" (Inductor, for graphs without a native program).
-        compile_options: passed on to torch.compile: `mode`, `options`, Inductor's settings by name,
-            `recompile_limit`.
+        compile_options: passed on to torch.compile: `mode`, `options`, Inductor's settings by name.
         check: N: the first minibatch, and then one in N, is also run undecorated, on copies, and compared; a difference
             is an error. check_gradients: compare gradients too.
         verify: check every form after every rewrite (slow, for debugging).

@@ -30,7 +30,6 @@ class OperationRow:
     largest: int = 0
     batched: bool = True
     compiled: str = ""  # which graphs are compiled, how often again; why not
-    recompilations: int = 0
     compile_seconds: float = 0.0
     python: str = ""  # which kernels run in Python although native=True, and why
 
@@ -65,7 +64,6 @@ def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
                     batched=not compiled.reason,
                     compiled=describe_compiled(compiled),
                     python="; ".join(compiled.not_native),
-                    recompilations=compiled.recompilations,
                     compile_seconds=compiled.compile_seconds,
                 )
             row.calls += n
@@ -76,12 +74,9 @@ def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
 
 
 def describe_compiled(compiled: CompiledOperation) -> str:
-    """What `compile=` made of an operation: "forward, backward (2 compiled again)", why not, or ""."""
-    names = [graph.name.rpartition(": ")[2] for graph in compiled.compiled if not graph.gave_up]
-    again = f" ({compiled.recompilations} compiled again)" if compiled.recompilations else ""
-    failed = [f"not {reason}" for reason in compiled.uncompiled]
-    failed += [f"no longer {graph.name}" for graph in compiled.compiled if graph.gave_up]
-    return "; ".join([", ".join(names) + again, *failed]) if names or failed else ""
+    """What `compile=` made of an operation: "forward, backward", why not, or ""."""
+    names = ", ".join(graph.name.rpartition(": ")[2] for graph in compiled.compiled)
+    return "; ".join(x for x in (names, *(f"not {reason}" for reason in compiled.uncompiled)) if x)
 
 
 @dataclass
@@ -196,9 +191,7 @@ class Explanation:
         ]
         if any(row.compiled for row in self.operations):
             seconds = sum(row.compile_seconds for row in self.operations)
-            lines += [
-                f"compiled in {seconds:.1f} s, {sum(r.recompilations for r in self.operations)} times again"
-            ]
+            lines.append(f"compiled in {seconds:.1f} s")
             lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
         lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
         lines += [f"would help: {line}" for line in self.advice]

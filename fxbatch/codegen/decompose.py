@@ -12,7 +12,6 @@ Where vmap has no rule and PyTorch has a decomposition, PyTorch's is used.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,23 +63,9 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(hit.reshape(sizes), fill.to(x.dtype), wide).reshape(x.shape)
 
 
-def index_reduce(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    wide, source = _at_least_1d(x, source)
-    dim %= wide.dim()
-    places = _along(wide, dim, index, source)
-    return wide.scatter_reduce(dim, places, source, reduce, include_self=include_self).reshape(x.shape)
-
-
 def take(x: Tensor, index: Tensor) -> Tensor:
     found: Tensor = aten.index.Tensor(x.reshape(-1), [index])
     return found
-
-
-def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    flat = x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate)
-    return flat.reshape(x.shape)
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -169,68 +154,6 @@ def trilinear(
     return torch.einsum(f"{','.join(terms)}->{kept}", a, b, c)
 
 
-def pdist(x: Tensor, p: float = 2) -> Tensor:
-    left, right = torch.triu_indices(len(x), len(x), 1, device=x.device)
-    return torch.linalg.vector_norm(x[left] - x[right], p, dim=1)
-
-
-def permute_copy(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return x.permute(tuple(dims)).clone()
-
-
-def linalg_lu(x: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    factors, pivots = torch.linalg.lu_factor(x, pivot=pivot)
-    p, lower, upper = torch.lu_unpack(factors, pivots)
-    return p, lower, upper
-
-
-def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """Of integers: vmap's rule makes them floating-point numbers; eager cuts the factors to integers."""
-    if x.is_floating_point() or x.is_complex():
-        return NotImplemented
-    product = torch.bmm(a, b).sum(0, dtype=x.dtype) * int(alpha)
-    return product if not int(beta) else x * int(beta) + product
-
-
-def searchsorted_number(
-    rows: Tensor, number: float, *, sorter: Tensor | None = None, **kwargs: Any
-) -> Tensor:
-    common = torch.result_type(rows, number)
-    sought = torch.full((), number, dtype=common, device=rows.device)
-    return torch.searchsorted(rows.to(common), sought, sorter=sorter, **kwargs)
-
-
-def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """Labels end at the first negative one. (PyTorch's decomposition adds the hinges of what comes after it.)"""
-    scores, labels = torch.atleast_2d(x), torch.atleast_2d(target)
-    classes = scores.shape[1]
-    at = torch.arange(classes, device=x.device)
-    valid = at < torch.where(labels < 0, at, classes).amin(-1, keepdim=True)
-    safe = torch.where(valid, labels, 0)
-    is_target = (valid[..., None] & (safe[..., None] == at)).any(-2)
-    hinges = torch.relu(
-        1 - scores.gather(-1, safe)[..., None] + scores[..., None, :]
-    )  # [rows, labels, classes]
-    losses = torch.where(valid[..., None] & ~is_target[..., None, :], hinges, 0).sum((-2, -1)) / classes
-    whole = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
-    return whole, is_target.to(x.dtype).reshape(target.shape)
-
-
-def rrelu_with_noise(
-    x: Tensor,
-    noise: Tensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> tuple[Tensor, Tensor]:
-    if not training:
-        return torch.where(x <= 0, x * ((lower + upper) / 2), x), noise
-    slope = torch.rand_like(x) * (upper - lower) + lower
-    drawn = torch.where(x <= 0, slope, 1.0)
-    return x * drawn, drawn
-
-
 def is_all_true(x: Tensor) -> Tensor:
     """What torch.distributions asks of its arguments; vmap's rule takes no scalars."""
     return x.reshape(-1).all()
@@ -245,32 +168,6 @@ def is_any_true(x: Tensor) -> Tensor:
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
-def _positions(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
-    """Which elements of x a strided view shows; None where x itself is no plain block of memory."""
-    if not x.is_contiguous() or x.storage_offset():
-        return None
-    found = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
-    for i, (length, step) in enumerate(zip(size, stride, strict=True)):
-        shape = [1] * len(size)
-        shape[i] = length
-        found = found + (torch.arange(length, device=x.device) * step).reshape(shape)
-    return found
-
-
-def as_strided(
-    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Tensor:
-    at = _positions(x, size, stride, storage_offset)
-    return NotImplemented if at is None else aten.index.Tensor(x.reshape(-1), [at])
-
-
-def as_strided_scatter(
-    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Tensor:
-    at = _positions(x, size, stride, storage_offset)
-    return NotImplemented if at is None else x.reshape(-1).index_put([at], source).reshape(x.shape)
-
-
 def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: Any) -> Tensor:
     if memory_format not in _FORMATS:
         return NotImplemented
@@ -282,30 +179,9 @@ def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Ten
     return aten.clone.default(x) if memory_format in _FORMATS else NotImplemented
 
 
-def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """Without dimensions all elements roll as one row."""
-    if dims:
-        return NotImplemented
-    return x.clone() if not x.dim() else x.reshape(-1).roll(shifts, 0).reshape(x.shape)
-
-
-def block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    blocks = [x if x.dim() == 2 else x.reshape(1, -1) for x in tensors]
-    width, left, rows = sum(x.shape[1] for x in blocks), 0, []
-    for x in blocks:
-        rows.append(aten.constant_pad_nd.default(x, [left, width - left - x.shape[1]]))
-        left += x.shape[1]
-    return torch.cat(rows)
-
-
 MEMORY: dict[Any, Callable[..., Any]] = {
-    aten.as_strided.default: as_strided,
-    aten.as_strided_copy.default: as_strided,
-    aten.as_strided_scatter.default: as_strided_scatter,
     aten._to_copy.default: to_copy,
     aten.clone.default: clone,
-    aten.roll.default: roll,
-    aten.block_diag.default: block_diag,
 }
 
 
@@ -330,93 +206,27 @@ def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generat
     return torch.randn(x.shape, dtype=x.dtype, device=x.device) * std + mean
 
 
-def log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Tensor:
-    return NotImplemented if generator is not None else normal_functional(x, mean, std).exp()
-
-
 def exponential(x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
     if generator is not None:
         return NotImplemented
     return (-torch.log1p(-_unit(x)) / rate).to(x.dtype)
 
 
-def cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Tensor:
-    if generator is not None:
-        return NotImplemented
-    return (torch.tan(math.pi * (_unit(x) - 0.5)) * sigma + median).to(x.dtype)
-
-
-def geometric(x: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    """How many trials until the first success: 1, 2, ..."""
-    if generator is not None:
-        return NotImplemented
-    return torch.ceil(torch.log1p(-_unit(x)) / math.log1p(-p)).clamp_min(1).to(x.dtype)
-
-
 RANDOM_FILLS: dict[Any, Callable[..., Any]] = {
     aten.uniform.default: uniform,
     aten.normal_functional.default: normal_functional,
-    aten.log_normal.default: log_normal,
     aten.exponential.default: exponential,
-    aten.cauchy.default: cauchy,
-    aten.geometric.default: geometric,
 }
 
 
-# -- Reductions of segments of rows, as scatters: `torch.segment_reduce` and `nn.EmbeddingBag`.
-
-_START = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -float("inf"), "min": float("inf")}
-_WORDS = {"max": "amax", "min": "amin", "mean": "sum"}
+# -- `nn.EmbeddingBag`: reductions of bags of rows, as scatters.
 
 
-def segment_reduce(
-    data: Tensor,
-    reduce: str,
-    *,
-    lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    offsets: Tensor | None = None,
-    axis: int = 0,
-    unsafe: bool = False,
-    initial: float | None = None,
-) -> Tensor:
-    """Segments along a dimension, others for each index of the dimensions before it: [*lead, segments, ...].
-
-    Eager compares lengths with the data, and tells where they differ, unless `unsafe`; a batch doesn't look.
-    """
-    if offsets is None and not unsafe:
-        raise NotImplementedError("segment_reduce looks at its lengths: give offsets, or unsafe=True")
-    if offsets is None:
-        assert lengths is not None, "segment_reduce needs lengths or offsets"
-        offsets = torch.cat([lengths.new_zeros((*lengths.shape[:-1], 1)), lengths.cumsum(-1)], -1)
-    axis %= data.dim()
-    lead, rest, count = data.shape[:axis], data.shape[axis + 1 :], offsets.shape[-1] - 1
-    segments = segment_of(data.shape[axis], offsets)
-    start = _START[reduce] if initial is None else initial
-    found = reduce_segments(data.reshape(-1, *rest), segments, count, reduce, start)
-    found = found.reshape(*lead, count, *rest)
-    if reduce != "mean":
-        return found
-    sizes = offsets.diff(dim=-1).reshape(*lead, count, *[1] * len(rest))
-    empty = float("nan") if initial is None else start
-    return torch.where(sizes > 0, found / sizes.clamp_min(1), empty).to(data.dtype)
-
-
-def segment_of(rows: int, offsets: Tensor) -> Tensor:
-    """i64 [*lead, rows]: which segment each row lies in; -1 before the first offset, the last one after the end."""
-    at = torch.arange(rows, device=offsets.device)
-    return (at[:, None] >= offsets[..., None, :]).sum(-1) - 1
-
-
-def reduce_segments(data: Tensor, segments: Tensor, count: int, reduce: str, start: float) -> Tensor:
-    """[lead * count, ...]: rows of `data` [lead * rows, ...] reduced by their segments [*lead, rows]; those of
-    segments -1 and `count` are left out. A mean is a sum here."""
-    lead, rest = segments.shape[:-1].numel(), data.shape[1:]
-    first = torch.full((lead * (count + 2), *rest), start, dtype=data.dtype, device=data.device)
-    blocks = torch.arange(lead, device=data.device)[:, None] * (count + 2)
-    places = (segments.reshape(lead, -1) + 1 + blocks).reshape(-1, *[1] * len(rest)).expand(data.shape)
-    whole = first.scatter_reduce(0, places, data, _WORDS.get(reduce, reduce), include_self=True)
-    return whole.reshape(lead, count + 2, *rest)[:, 1 : count + 1].reshape(lead * count, *rest)
+def _reduce_bags(rows: Tensor, bags: Tensor, count: int, reduce: str, start: float) -> Tensor:
+    """[count, d]: rows [rows, d] reduced by their bags [rows]; those of bags -1 and `count` are left out."""
+    first = torch.full((count + 2, rows.shape[1]), start, dtype=rows.dtype, device=rows.device)
+    places = (bags + 1)[:, None].expand(rows.shape)
+    return first.scatter_reduce(0, places, rows, reduce, include_self=True)[1 : count + 1]
 
 
 def embedding_bag(
@@ -437,16 +247,17 @@ def embedding_bag(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.reshape(-1, 1)
     count = len(offsets) - 1 if include_last_offset else len(offsets)
-    bags = segment_of(len(rows), offsets)
+    at = torch.arange(len(rows), device=offsets.device)
+    bags = (at[:, None] >= offsets).sum(-1) - 1  # -1: before the first offset
     if padding_idx >= 0:
         bags = torch.where(indices.reshape(-1) == padding_idx, count, bags)
     kept = torch.ones_like(rows[:, :1])
-    sizes = reduce_segments(kept, bags, count, "sum", 0.0)
+    sizes = _reduce_bags(kept, bags, count, "sum", 0.0)
     if mode == 2:
-        tops = reduce_segments(rows, bags, count, "max", -float("inf"))
+        tops = _reduce_bags(rows, bags, count, "amax", -float("inf"))
         out = torch.where(sizes > 0, tops, 0.0)
     else:
-        out = reduce_segments(rows, bags, count, "sum", 0.0)
+        out = _reduce_bags(rows, bags, count, "sum", 0.0)
         out = out / sizes.clamp_min(1.0) if mode == 1 else out
     empty = torch.zeros(0, dtype=torch.int64, device=weight.device)
     return out, empty, empty, empty
@@ -459,9 +270,7 @@ DECOMPOSITIONS: Decompositions = {
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
-    aten.index_reduce.default: index_reduce,
     aten.take.default: take,
-    aten.put.default: put,
     aten.copy.default: copy,
     aten.fill.Scalar: fill,
     aten.fill.Tensor: fill,
@@ -471,15 +280,7 @@ DECOMPOSITIONS: Decompositions = {
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
     aten._trilinear.default: trilinear,
-    aten._pdist_forward.default: pdist,
-    aten.permute_copy.default: permute_copy,
-    aten.linalg_lu.default: linalg_lu,
-    aten.rrelu_with_noise_functional.default: rrelu_with_noise,
     aten.index_put.default: index_put,
-    aten.addbmm.default: addbmm,
-    aten.searchsorted.Scalar: searchsorted_number,
-    aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
-    aten.segment_reduce.default: segment_reduce,
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
     **RANDOM_FILLS,

@@ -22,16 +22,15 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.kernel import Kernel, Workspace
-from fxbatch.codegen.shapes import Shape, is_tensor, is_view, shape
+from fxbatch.codegen.shapes import Shape, is_tensor, shape
 from fxbatch.errors import CompileWarning
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
 from fxbatch.trace.torch_patches import patching
 
 aten = torch.ops.aten
 Backend = str | Callable[..., Any]
-GraphRun = Callable[[list[Any]], Any]  # on (n, *outs, *ins), or (n, *ins) where results are returned
-RECOMPILE_LIMIT = 8
-_OURS = ("recompile_limit", "dynamic", "fullgraph")  # options that are not handed on
+GraphRun = Callable[[list[Any]], Any]  # on (n, *outs, *ins)
+_OURS = ("dynamic", "fullgraph")  # options that are not handed on
 _ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10, torch.complex128: 1e-10}
 
@@ -44,8 +43,7 @@ class NotCompilable(Exception):
 class CompileOptions:
     """What torch.compile is told: the backend and its options (`mode`, `options`, or Inductor's own).
 
-    recompile_limit: how often one graph may be compiled again because rows broke an assumption. rest: compile only
-    what has no native program.
+    rest: compile only what has no native program.
     """
 
     backend: Backend = "inductor"
@@ -59,10 +57,6 @@ class CompileOptions:
             return None
         rest = isinstance(compile, str) and compile == "auto"
         return CompileOptions("inductor" if compile is True or rest else compile, tuple(given), rest)
-
-    @property
-    def limit(self) -> int:
-        return int(dict(self.given).get("recompile_limit", RECOMPILE_LIMIT))
 
     def patches(self) -> dict[str, Any]:
         """Inductor's configuration: of the mode, of `options`, and of what is no word of torch.compile."""
@@ -107,24 +101,16 @@ class InputForm:
 
 @dataclass(eq=False)
 class CompiledGraph:
-    """`compiled(n, ins, outs, workspace) -> list of results`, as a Kernel; counted.
-
-    Results for which nobody ever gives memory (`returning`: gradients of parameters) are the compiled code's own.
-    """
+    """`compiled(n, ins, outs, workspace) -> list of results`, as a Kernel."""
 
     name: str
-    kernel: Kernel  # the uncompiled one: the fallback, and the reference of the check
-    module: fx.GraphModule  # (n, *outs, *ins) -> (), results written to outs; or (n, *ins) -> results
-    options: CompileOptions
+    kernel: Kernel  # the uncompiled one: the reference of the check, and for rows that what was compiled is not for
     ins: tuple[InputForm, ...]  # of those with rows: shared operands come behind them
     outs: tuple[InputForm, ...]
-    random: bool = False
-    returning: bool = False
-    compilations: int = 0
-    seconds: float = 0.0
-    gave_up: bool = False
-    _entries: list[tuple[GraphRun, Callable[[int], bool]]] = field(default_factory=list)
-    _by_rows: dict[int, GraphRun] = field(default_factory=dict)
+    run: GraphRun
+    fits: Callable[[int], bool]  # whether what was compiled is for n rows
+    seconds: float = 0.0  # that compiling took
+    _known: dict[int, bool] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -134,11 +120,6 @@ class CompiledGraph:
     def launches(self) -> int:
         return self.kernel.launches
 
-    @property
-    def recompilations(self) -> int:
-        """Compilations after the first."""
-        return max(0, self.compilations - 1)
-
     def __call__(
         self,
         n: int,
@@ -146,87 +127,28 @@ class CompiledGraph:
         outs: Sequence[torch.Tensor | None],
         workspace: Workspace,
     ) -> list[torch.Tensor]:
-        rows = len(self.ins)
-        run = None if n == 0 else self._by_rows.get(n) or self._find(n, ins[rows:])
-        if run is None:
+        if n == 0 or not self._fits(n):
             return self.kernel(n, ins, outs, workspace)
+        rows = len(self.ins)
         own = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
-        if self.returning:
-            found = run([n, *own, *ins[rows:]])
-            return [y if x is None else x.copy_(y) for x, y in zip(outs, found, strict=True)]
         made = [form.empty(n) if x is None else x for form, x in zip(self.outs, outs, strict=True)]
-        run([n, *made, *own, *ins[rows:]])
+        self.run([n, *made, *own, *ins[rows:]])
         return made
 
-    def _find(self, n: int, shared: Sequence[torch.Tensor]) -> GraphRun | None:
-        """The compiled code that fits n rows; compiles again while the limit allows, else None."""
-        found = next((run for run, fits in self._entries if fits(n)), None)
-        if found is None and not self.gave_up:
-            if self.recompilations >= self.options.limit:
-                self._give_up(f"compiled again {self.recompilations} times (recompile_limit)")
-                return None
-            try:
-                found = self.compile(n, shared)
-            except Exception as error:  # noqa: BLE001 compilers raise anything; the warning says what
-                self._give_up(first_line(error))
-        if found is not None:
-            if len(self._by_rows) >= 4096:
-                self._by_rows.clear()
-            self._by_rows[n] = found
+    def _fits(self, n: int) -> bool:
+        found = self._known.get(n)
+        if found is None:
+            if len(self._known) >= 4096:
+                self._known.clear()
+            found = self._known[n] = self.fits(n)
+            if not found:
+                warn_uncompiled(self.name, f"what was compiled is not for {n} rows")
         return found
-
-    def _give_up(self, reason: str) -> None:
-        self.gave_up = True
-        warn_uncompiled(self.name, reason)
-
-    def compile(self, n: int, shared: Sequence[torch.Tensor]) -> GraphRun:
-        """Compile for n rows and all numbers of rows that are like it. Raises what the backend raises."""
-        start = time.perf_counter()
-        with patching, torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own use of torch.jit
-            if self.options.backend == "inductor":
-                run, fits = self._through_inductor(n, shared)
-            else:
-                run, fits = self._through_dynamo(), lambda count: True
-        self.compilations += 1
-        self._entries.append((run, fits))
-        self.seconds += time.perf_counter() - start
-        return run
-
-    def _through_inductor(
-        self, n: int, shared: Sequence[torch.Tensor]
-    ) -> tuple[GraphRun, Callable[[int], bool]]:
-        given = self.ins if self.returning else (*self.outs, *self.ins)
-        samples = [form.filled(n, seed) for seed, form in enumerate(given)]
-        dynamic = [[bool(a) for a, _ in form.sizes] for form in given] + [[False] * t.dim() for t in shared]
-        patches = {
-            "fallback_random": self.random,
-            "assert_indirect_indexing": False,
-            **self.options.patches(),
-        }
-        run, fits = compile_symbolic(self.module, [*samples, *shared], dynamic, n, patches)
-        reads_n = any(map(any, dynamic)) or next(iter(self.module.graph.nodes)).users
-        return run, fits if reads_n else lambda count: True
-
-    def _through_dynamo(self) -> GraphRun:
-        """torch.compile with the backend that was asked for; each of its compilations is counted."""
-        name = self.options.backend
-        backend = find_backend(name) if isinstance(name, str) else name
-        options = self.options.backend_options()
-
-        def counting(graph: fx.GraphModule, examples: Any) -> Any:
-            self.compilations += 1
-            return backend(graph, examples, **options)
-
-        self.compilations -= 1  # `compile` counts the first too
-        compiled = torch.compile(self.module.forward, backend=counting, dynamic=True, fullgraph=True)
-        # Parameters as plain tensors: Dynamo compiles again for another class.
-        return lambda args: compiled(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
 
     def check(self, shared: Sequence[torch.Tensor]) -> None:
         """Compare with the uncompiled kernel at several numbers of rows. Raises NotCompilable."""
         nothing = [None] * len(self.outs)
-        for n in () if self.random else _ROWS:
+        for n in _ROWS:
             ins = [*(form.filled(n, seed) for seed, form in enumerate(self.ins)), *shared]
             wanted = self.kernel(n, ins, nothing, Workspace())
             for i, (a, b) in enumerate(zip(self(n, ins, nothing, Workspace()), wanted, strict=True)):
@@ -241,50 +163,77 @@ def compile_graph(
     *,
     name: str = "operation",
     random: bool = False,
-    returning: bool = False,
 ) -> CompiledGraph:
     """Compile a graph whose last inputs are `shared`. Raises NotCompilable or the backend's error."""
     places = [x for x in module.graph.nodes if x.op == "placeholder"][1:]
-    results = list(module.graph.output_node().args[0])
     ins = tuple(map(InputForm.of, places[: len(places) - len(shared)]))
-    outs = tuple(map(InputForm.of, results))
-    ends = with_ends(module, writing=not returning)
-    compiled = CompiledGraph(name, kernel, ends, options, ins, outs, random, returning)
-    start = time.perf_counter()
-    with patching:  # Dynamo traces when it is called first
-        compiled.compile(_ROWS[0], shared)
-        compiled.check(shared)
-    compiled.seconds = time.perf_counter() - start  # Dynamo compiles in the first call, not before
+    outs = tuple(map(InputForm.of, module.graph.output_node().args[0]))
+    writing, start = with_ends(module), time.perf_counter()
+    with patching, torch.no_grad(), torch.inference_mode(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own use of torch.jit
+        if options.backend == "inductor":
+            run, fits = _through_inductor(writing, (*outs, *ins), shared, options, random)
+        else:
+            run, fits = _through_dynamo(writing, options), lambda n: True
+        compiled = CompiledGraph(name, kernel, ins, outs, run, fits)
+        if not random:
+            compiled.check(shared)  # Dynamo traces when it is called first
+    compiled.seconds = time.perf_counter() - start
     return compiled
 
 
-def with_ends(module: fx.GraphModule, *, writing: bool) -> fx.GraphModule:
-    """`(n, *ins) -> outs` with results that share no memory with an input.
+def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: Any, name: str, random: bool) -> Any:
+    """`compile_graph`, or the reason why there is nothing compiled, which is warned of."""
+    try:
+        return compile_graph(module, kernel, *args, name=name, random=random)
+    except Exception as error:  # noqa: BLE001 compilers raise anything; the warning says what
+        reason = str(error) if isinstance(error, NotCompilable) else first_line(error)
+        warn_uncompiled(name, reason)
+        return reason
 
-    writing: `(n, *outs, *ins) -> ()`, results are copied to the memory that is given for them.
-    """
+
+def _through_inductor(
+    module: fx.GraphModule,
+    given: Sequence[InputForm],
+    shared: Sequence[torch.Tensor],
+    options: CompileOptions,
+    random: bool,
+) -> tuple[GraphRun, Callable[[int], bool]]:
+    n = _ROWS[0]
+    samples = [form.filled(n, seed) for seed, form in enumerate(given)]
+    dynamic = [[bool(a) for a, _ in form.sizes] for form in given] + [[False] * t.dim() for t in shared]
+    patches = {"fallback_random": random, "assert_indirect_indexing": False, **options.patches()}
+    run, fits = compile_symbolic(module, [*samples, *shared], dynamic, n, patches)
+    reads_n = any(map(any, dynamic)) or next(iter(module.graph.nodes)).users
+    return run, fits if reads_n else lambda count: True
+
+
+def _through_dynamo(module: fx.GraphModule, options: CompileOptions) -> GraphRun:
+    """torch.compile with the backend that was asked for."""
+    name, given = options.backend, options.backend_options()
+    backend = find_backend(name) if isinstance(name, str) else name
+    run = torch.compile(
+        module.forward, backend=lambda g, x: backend(g, x, **given), dynamic=True, fullgraph=True
+    )
+    # Parameters as plain tensors: Dynamo compiles again for another class.
+    return lambda args: run(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
+
+
+def with_ends(module: fx.GraphModule) -> fx.GraphModule:
+    """`(n, *outs, *ins) -> ()`: results are copied to the memory that is given for them."""
     graph = fx.Graph()
     places = [x for x in module.graph.nodes if x.op == "placeholder"]
     results = list(module.graph.output_node().args[0])
     known: dict[fx.Node, fx.Node] = {places[0]: graph.placeholder("n")}
-    outs = [graph.placeholder(f"out{i}") for i in range(len(results) if writing else 0)]
+    outs = [graph.placeholder(f"out{i}") for i in range(len(results))]
     for node in module.graph.nodes:
         if node not in known and node.op != "output":
             known[node] = graph.node_copy(node, lambda x: known[x])
-    for out, node in zip(outs, results, strict=writing):
+    for out, node in zip(outs, results, strict=True):
         graph.call_function(aten.copy_.default, (out, known[node]))
-    copied = [graph.call_function(aten.clone.default, (known[x],)) if _reads_input(x) else known[x]
-              for x in results if not writing]  # fmt: skip
-    graph.output(tuple(copied))
+    graph.output(())
     graph.lint()
-    return fx.GraphModule(module, graph, "Writing" if writing else "Returning")
-
-
-def _reads_input(node: fx.Node) -> bool:
-    """Whether a result may share memory with an input: it is one, or views lead to one."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]  # the viewed node
-    return node.op != "call_function"
+    return fx.GraphModule(module, graph, "Writing")
 
 
 def warn_uncompiled(name: str, reason: str) -> None:

@@ -21,10 +21,7 @@ from fxbatch.codegen.build_operation import OperationGraphs, Ref, Unbatched, Unb
 from fxbatch.codegen.inductor import (
     CompiledGraph,
     CompileOptions,
-    NotCompilable,
-    compile_graph,
-    first_line,
-    warn_uncompiled,
+    try_to_compile,
 )
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
@@ -110,11 +107,6 @@ class CompiledOperation:
     @functools.cached_property
     def extra_types(self) -> tuple[TensorType, ...]:
         return () if self.graphs is None else self.graphs.extra_types
-
-    @property
-    def recompilations(self) -> int:
-        """How often a graph was compiled again because the number of rows broke an assumption."""
-        return sum(graph.recompilations for graph in self.compiled)
 
     @property
     def compile_seconds(self) -> float:
@@ -230,20 +222,9 @@ class _KernelMaker:
         if self.options is None or (self.options.rest and self._is_native(name, kernel)):
             return kernel
         full = f"{self.graphs.signature.name}: {name}"
-        try:
-            made = compile_graph(
-                module,
-                kernel,
-                self.options,
-                self.shared,
-                name=full,
-                random=self.graphs.random,
-                returning=name == "parameters",
-            )
-        except Exception as error:  # noqa: BLE001 compilers raise anything; the warning says what
-            reason = str(error) if isinstance(error, NotCompilable) else first_line(error)
-            self.uncompiled.append(f"{name}: {reason}")
-            warn_uncompiled(full, reason)
+        made = try_to_compile(module, kernel, self.options, self.shared, name=full, random=self.graphs.random)
+        if isinstance(made, str):
+            self.uncompiled.append(f"{name}: {made}")
             return kernel
         self.compiled.append(made)
         return made

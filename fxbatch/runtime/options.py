@@ -38,7 +38,7 @@ class Options:
     form after every rewrite, and raise mistakes inside fxbatch that would only be warned of (slow, for debugging).
     compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
     operation graphs; "auto": Inductor for those graphs that have no native program; compile_options: passed through
-    to it: torch.compile's `mode` and `options`, Inductor's configuration by name, and `recompile_limit`.
+    to it: torch.compile's `mode` and `options`, and Inductor's configuration by name.
     check: 0, or N: the first minibatch and then one in N is also run undecorated, on copies of module and instances,
     and compared; a difference is an error (fxbatch/checking.py). check_gradients: compare gradients too, by an extra
     backward pass of each.
