@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.on_demand import networkx as nx
+from fxbatch.passes.components import components
 from fxbatch.passes.signature_graph import source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
@@ -232,7 +233,7 @@ def learn_blocks(program: Program, stream: Stream) -> list[Block]:
         common = rows[int(np.argmax(times))]
         blocks.append(Block(signatures, tuple(common.tolist()), []))
     matches = find_matches(program, stream, blocks)
-    recurrent_in, recurrent_out = _recurrences(program, matches)
+    recurrent_in, recurrent_out = _recurrences(program, matches) if matches else ([], [])
     for number, match in enumerate(matches):
         if len(match.calls):
             match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
@@ -254,12 +255,10 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     source, reader = source[outside], reader[outside]
     width = len(matches) + len(program.signatures)
     pairs = np.unique(kind[source] * width + kind[reader])
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(width))
-    graph.add_edges_from(zip((pairs // width).tolist(), (pairs % width).tolist(), strict=True))
     component = np.zeros(width, dtype=np.int64)
-    for index, part in enumerate(nx.strongly_connected_components(graph)):
-        component[sorted(part)] = index
+    edges = zip((pairs // width).tolist(), (pairs % width).tolist(), strict=True)
+    for index, part in enumerate(components(width, edges)):
+        component[part] = index
     again = component[kind[source]] == component[kind[reader]]
     feeds = np.zeros(len(program), dtype=bool)
     feeds[source[again]] = True

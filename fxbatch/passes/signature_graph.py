@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxbatch.ir import Program, Signature, SignatureColumns, offsets, signature_columns
-from fxbatch.on_demand import networkx as nx
+from fxbatch.passes.components import components
 from fxbatch.signature import kept_by_signatures
 
 try:
@@ -57,25 +57,15 @@ class SignatureGraph:
         self.key = self.slots.tobytes(), self.outs.tobytes()
 
     @functools.cached_property
-    def networkx(self) -> nx.DiGraph:
-        """Which signature's calls read which other's: numbers of signatures as nodes; constants feed nobody."""
+    def parts(self) -> list[list[int]]:
+        """The strongly connected components, each sorted: constants, then as they feed. Constants feed nobody here."""
         c = self.columns
         numbers = np.arange(len(c.arity))
         reader, source = numbers.repeat(c.arity)[self.slots], numbers.repeat(c.width)[self.outs]
         edges = ~c.constant[source]
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(numbers)))
-        graph.add_edges_from(sorted(zip(source[edges].tolist(), reader[edges].tolist(), strict=True)))
-        return graph
-
-    @functools.cached_property
-    def parts(self) -> list[list[int]]:
-        """The strongly connected components, each sorted: constants, then as they feed."""
-        condensed = nx.condensation(self.networkx)
-        members = [sorted(condensed.nodes[node]["members"]) for node in range(len(condensed))]
-        ranked = nx.lexicographical_topological_sort(condensed, key=lambda node: members[node][0])
-        constants = self.columns.constant.tolist()
-        return sorted((members[node] for node in ranked), key=lambda part: not constants[part[0]])
+        found = components(len(numbers), zip(source[edges].tolist(), reader[edges].tolist(), strict=True))
+        constants = c.constant.tolist()
+        return sorted(found, key=lambda part: not constants[part[0]])
 
     @functools.cached_property
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
