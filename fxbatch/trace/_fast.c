@@ -1,8 +1,8 @@
 /* The hot path of recording: calls that were met before, with Values and constants as arguments.
 
-   Everything here has a Python twin that defines what it does (trace/columns.py, record.py, modules.py,
-   values.py); what this file does not settle it hands to that twin. State lives in the slots of Python
-   objects, read and written by their offsets, so that both sides see the same recorder.
+   One table has them (CallTable), which Python fills: what is not in it goes the long way (trace/calls.py, modules.py),
+   as every call does where this extension was not built. State lives in the slots of Python objects, read and written
+   by their offsets, so that both sides see the same recorder.
 
    Values are recycled: making an object of a subclass of torch.Tensor costs as much as all the rest. When
    the last reference to a Value goes, the object is kept in a bounded pool and handed out again. */
@@ -18,13 +18,13 @@
 
 static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
-    Py_ssize_t sid, types, alone, row, guards;                          /* of an Entry */
-    Py_ssize_t sigs, inputs, count, known, mode, grad, autocast, floats; /* of the recorder */
+    Py_ssize_t sid, types, alone, row, aliased, guards;                 /* of an Entry */
+    Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
     Py_ssize_t m_grad, m_inference, m_autocast, m_functions, m_warnings, m_recorder; /* of ThreadModes */
 } at;
-static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Recorder;
-static PyObject *plain_new, *build_result, *slow_constant, *strided;
+static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_link, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
 static PyObject *cpu; /* the device */
@@ -142,15 +142,22 @@ static int has_columns(PyObject *recorder)
     return sigs && inputs && Py_IS_TYPE(sigs, &ColumnType) && Py_IS_TYPE(inputs, &ColumnType);
 }
 
+typedef struct {
+    PyObject *value; /* ours */
+    int64_t id;
+} Input;
+
+#define FEW 32
+
 /* Append a row and give its result. */
-static PyObject *record(PyObject *recorder, PyObject *entry, const int64_t *ids, Py_ssize_t n)
+static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, Py_ssize_t n)
 {
     Column *sigs = (Column *)SLOT(recorder, at.sigs), *inputs = (Column *)SLOT(recorder, at.inputs);
     if (column_reserve(sigs, 1) < 0 || column_reserve(inputs, n) < 0)
         return NULL;
     sigs->data[sigs->size++] = PyLong_AsSsize_t(SLOT(entry, at.sid));
     for (Py_ssize_t i = 0; i < n; i++)
-        inputs->data[inputs->size++] = ids[i];
+        inputs->data[inputs->size++] = read[i].id;
     PyObject *types = SLOT(entry, at.types);
     if (PyLong_AsLong(SLOT(entry, at.alone)) >= 0)
         return make_value(recorder, PyTuple_GET_ITEM(types, 0));
@@ -178,21 +185,21 @@ static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
 /* emit(recorder, entry, ids): record one call; its result with Values. */
 static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
 {
-    int64_t few[16], *ids = few;
     if (n != 3 || !PyObject_TypeCheck(args[0], Recorder) || !has_columns(args[0])) {
         PyErr_SetString(PyExc_TypeError, "emit(recorder with columns in C, entry, ids)");
         return NULL;
     }
     PyObject *given = PySequence_Fast(args[2], "ids are a sequence"), *result = NULL;
     Py_ssize_t inputs = given ? PySequence_Fast_GET_SIZE(given) : 0;
-    if (given && inputs > 16 && !(ids = PyMem_Malloc(inputs * sizeof(int64_t))))
+    Input few[FEW], *read = inputs > FEW ? PyMem_Malloc(inputs * sizeof(Input)) : few;
+    if (given && !read)
         PyErr_NoMemory();
-    for (Py_ssize_t i = 0; given && ids && i < inputs; i++)
-        ids[i] = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(given, i));
-    if (given && ids && !PyErr_Occurred())
-        result = record(args[0], args[1], ids, inputs);
-    if (ids != few)
-        PyMem_Free(ids);
+    for (Py_ssize_t i = 0; read && i < inputs; i++)
+        read[i].id = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(given, i));
+    if (given && !PyErr_Occurred())
+        result = record(args[0], args[1], read, inputs);
+    if (read != few)
+        PyMem_Free(read);
     Py_XDECREF(given);
     return result;
 }
@@ -348,6 +355,11 @@ static int default_dtype_is(PyObject *expected)
     return known == expected;
 }
 
+static int modes_as_recorded(PyObject *recorder)
+{
+    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(recorder, at.floats));
+}
+
 /* Whether what an entry's body reads, and user code may change unseen, is as it was (Entry.guards). */
 static int holds(PyObject *entry)
 {
@@ -362,99 +374,138 @@ static int holds(PyObject *entry)
     return 1;
 }
 
-/* The result of a call that was met before; NULL without an error when it was not. */
-static PyObject *call_known(PyObject *recorder, PyObject *owner, PyObject *const *args, Py_ssize_t n,
-                            int tensors)
+/* --- Calls by all of their arguments ------------------------------------------------------------------------- */
+
+/* What a call's arguments are. Objects of tokens are borrowed of the arguments, values of inputs are held: a constant's
+   has no other owner than the recorder, and what looks at one argument may run anything. */
+typedef struct {
+    Token *tokens, few_tokens[FEW];
+    Input *inputs, few_inputs[FEW];
+    Py_ssize_t n, read, room;
+    int views; /* whether a tensor met first now may be a view of a shared operand, which Python has to look at */
+} Arguments;
+
+static int arguments_grow(Arguments *a)
 {
-    KnownCalls *known = (KnownCalls *)SLOT(recorder, at.known);
-    if (n < 1 || n > MAX_INPUTS || !known || !Py_IS_TYPE(known, &KnownCallsType) || !known->used ||
-        !has_columns(recorder) || !grad_and_autocast_as_recorded(recorder))
-        return NULL;
-    Call call = {.owner = owner, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode)), .n = (int32_t)n};
-    int64_t ids[MAX_INPUTS];
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *a = args[i];
-        if (!Py_IS_TYPE(a, Value)) {
-            if (!tensors || !Py_IS_TYPE(a, Tensor) || !(a = constant_of(recorder, a, 0)))
-                return NULL;
-        } else if (SLOT(a, at.recorder) != recorder)
-            return NULL;
-        call.types[i] = (int32_t)PyLong_AsLong(SLOT(a, at.type));
-        ids[i] = PyLong_AsSsize_t(SLOT(a, at.value));
+    Py_ssize_t room = 4 * a->room;
+    Token *tokens = PyMem_Malloc(room * sizeof(Token));
+    Input *inputs = PyMem_Malloc(room * sizeof(Input));
+    if (!tokens || !inputs) {
+        PyMem_Free(tokens);
+        PyMem_Free(inputs);
+        PyErr_NoMemory();
+        return -1;
     }
-    known = (KnownCalls *)SLOT(recorder, at.known);
-    PyObject *entry = known->room ? known_place(known->calls, known->room, &call)->entry : NULL;
-    if (!entry || !holds(entry))
-        return NULL;
-    Py_INCREF(entry);
-    PyObject *result = record(recorder, entry, ids, n);
-    Py_DECREF(entry);
-    return result;
+    memcpy(tokens, a->tokens, a->n * sizeof(Token));
+    memcpy(inputs, a->inputs, a->read * sizeof(Input));
+    if (a->tokens != a->few_tokens) {
+        PyMem_Free(a->tokens);
+        PyMem_Free(a->inputs);
+    }
+    a->tokens = tokens;
+    a->inputs = inputs;
+    a->room = room;
+    return 0;
 }
 
-/* --- Functions: calls of torch functions, by all of their arguments ------------------------------------------ */
-
-typedef struct {
-    Token tokens[MAX_TOKENS]; /* borrowed */
-    int64_t ids[MAX_TOKENS];
-    int n, inputs;
-} Arguments;
+static void arguments_free(Arguments *a)
+{
+    for (Py_ssize_t i = 0; i < a->read; i++)
+        Py_DECREF(a->inputs[i].value);
+    if (a->tokens != a->few_tokens) {
+        PyMem_Free(a->tokens);
+        PyMem_Free(a->inputs);
+    }
+}
 
 static int token(Arguments *a, PyObject *object, int64_t number)
 {
-    if (a->n == MAX_TOKENS)
-        return 0;
+    if (a->n == a->room && arguments_grow(a) < 0)
+        return -1;
     a->tokens[a->n++] = (Token){object, number};
     return 1;
 }
 
 static int token_value(Arguments *a, PyObject *v)
 {
-    a->ids[a->inputs++] = PyLong_AsSsize_t(SLOT(v, at.value));
-    return token(a, (PyObject *)Value, PyLong_AsLong(SLOT(v, at.type)));
+    if (a->n == a->room && arguments_grow(a) < 0)
+        return -1;
+    a->tokens[a->n++] = (Token){(PyObject *)Value, PyLong_AsSsize_t(SLOT(v, at.type))};
+    a->inputs[a->read++] = (Input){Py_NewRef(v), PyLong_AsSsize_t(SLOT(v, at.value))};
+    return 1;
+}
+
+static int token_integer(Arguments *a, PyObject *x)
+{
+    int overflow;
+    int64_t number = PyLong_AsLongLongAndOverflow(x, &overflow);
+    return overflow ? 0 : token(a, (PyObject *)&PyLong_Type, number);
+}
+
+/* Strings and devices are compared by content: what stands for all that are equal, borrowed; NULL where there are too
+   many, or with an error. */
+static PyObject *one_of_equals(PyObject *x)
+{
+    static PyObject *known;
+    if (!known && !(known = PyDict_New()))
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(known, x);
+    if (!found && !PyErr_Occurred() && PyDict_GET_SIZE(known) < MAX_CALLS && PyDict_SetItem(known, x, x) == 0)
+        return x;
+    return found;
 }
 
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
     PyTypeObject *type = Py_TYPE(x);
-    if (a->n == MAX_TOKENS || a->inputs == MAX_TOKENS)
-        return 0;
     if (type == Value)
-        return SLOT(x, at.recorder) == recorder && token_value(a, x);
-    if (x == Py_None || type == &PyBool_Type || type == Parameter || type == Dtype || type == &PyUnicode_Type)
-        return token(a, x, 0);
-    if (type == &PyLong_Type) {
-        int overflow;
-        int64_t number = PyLong_AsLongLongAndOverflow(x, &overflow);
-        return !overflow && token(a, (PyObject *)type, number);
+        return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
+    if (type == Tensor) {
+        PyObject *v = constant_of(recorder, x, a->views);
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
     }
+    if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || type == Parameter || type == Dtype)
+        return token(a, x, 0);
+    if (type == &PyLong_Type)
+        return token_integer(a, x);
     if (type == &PyFloat_Type) {
         double number = PyFloat_AS_DOUBLE(x);
         int64_t bits;
         memcpy(&bits, &number, sizeof bits);
-        return number == number && token(a, (PyObject *)type, bits);
+        return number == number ? token(a, (PyObject *)type, bits) : 0;
     }
-    if (type == Tensor) {
-        PyObject *v = constant_of(recorder, x, 1);
-        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
-    }
-    if ((type == &PyTuple_Type || type == &PyList_Type) && depth < 3) {
+    if ((type == &PyTuple_Type || type == &PyList_Type || type == Size) && depth < 3) {
         int known = token(a, (PyObject *)type, PySequence_Fast_GET_SIZE(x));
         for (Py_ssize_t i = 0; known > 0 && i < PySequence_Fast_GET_SIZE(x); i++)
             known = tokenise(a, recorder, PySequence_Fast_GET_ITEM(x, i), depth + 1);
         return known;
     }
+    if (type == &PySlice_Type) {
+        PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
+        int known = token(a, (PyObject *)type, 0);
+        for (int i = 0; known > 0 && i < 3; i++)
+            known = parts[i] == Py_None           ? token(a, Py_None, 0)
+                    : PyLong_CheckExact(parts[i]) ? token_integer(a, parts[i])
+                                                  : 0;
+        return known;
+    }
+    if (type == &PyUnicode_Type || type == Device)
+        return (x = one_of_equals(x)) ? token(a, x, 0) : PyErr_Occurred() ? -1 : 0;
     return 0;
 }
 
-/* All arguments: `names` is a tuple with its values behind the positional ones, a dict, or NULL. */
-static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args, Py_ssize_t n, PyObject *names)
+/* All arguments: `names` is a tuple with its values behind the positional ones, a dict, or NULL. 1 where all are
+   known; else there is nothing to free. */
+static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args, Py_ssize_t n, PyObject *names,
+                        int views)
 {
-    int known = 1;
-    a->n = a->inputs = 0;
-    if (token(a, (PyObject *)&PyTuple_Type, n) == 0)
-        return 0;
+    a->tokens = a->few_tokens;
+    a->inputs = a->few_inputs;
+    a->n = a->read = 0;
+    a->room = FEW;
+    a->views = views;
+    int known = token(a, (PyObject *)&PyTuple_Type, n);
     for (Py_ssize_t i = 0; known > 0 && i < n; i++)
         known = tokenise(a, recorder, args[i], 0);
     if (names && PyTuple_Check(names))
@@ -472,74 +523,70 @@ static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args,
                 known = tokenise(a, recorder, x, 0);
         }
     }
+    if (known <= 0)
+        arguments_free(a);
     return known;
 }
 
-static Pattern *pattern_place(Pattern *patterns, Py_ssize_t room, const Pattern *wanted)
+static Call call_of(PyObject *recorder, PyObject *func, Arguments *a)
 {
-    for (uint64_t h = wanted->hash;; h++) {
-        Pattern *p = &patterns[h & (uint64_t)(room - 1)];
-        if (!p->func || (p->hash == wanted->hash && p->func == wanted->func && p->mode == wanted->mode &&
-                         p->n == wanted->n && !memcmp(p->tokens, wanted->tokens, wanted->n * sizeof(Token))))
-            return p;
-    }
+    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode))};
+    c.hash = call_hash(&c);
+    return c;
 }
 
-static Pattern pattern_of(PyObject *recorder, PyObject *func, Arguments *a)
+static CallTable *table_of(PyObject *recorder)
 {
-    Pattern p = {.func = func, .n = a->n, .tokens = a->tokens,
-                 .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode))};
-    uint64_t h = ((uint64_t)(uintptr_t)func >> 4) * 31 + (uint64_t)p.mode;
-    for (int i = 0; i < a->n; i++) {
-        h = (h ^ ((uint64_t)(uintptr_t)a->tokens[i].object >> 4)) * 0x9E3779B97F4A7C15u;
-        h = (h ^ (h >> 32) ^ (uint64_t)a->tokens[i].number) * 0xBF58476D1CE4E5B9u;
-    }
-    p.hash = h ^ (h >> 31);
-    return p;
+    PyObject *table = SLOT(recorder, at.table);
+    return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
 }
 
-static int modes_as_recorded(PyObject *recorder)
+/* Note which outputs are views of which inputs; -1 on error. */
+static int link_outputs(PyObject *recorder, PyObject *entry, PyObject *result, Arguments *a, PyObject *const *args,
+                        Py_ssize_t n, PyObject *names)
 {
-    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(recorder, at.floats));
+    PyObject *inputs = PyTuple_New(a->read), *given = PyTuple_New(n), *named = NULL, *done = NULL;
+    if (inputs && given)
+        named = names && PyDict_Check(names) ? Py_NewRef(names) : PyDict_New();
+    for (Py_ssize_t i = 0; named && i < a->read; i++)
+        PyTuple_SET_ITEM(inputs, i, Py_NewRef(a->inputs[i].value));
+    for (Py_ssize_t i = 0; named && i < n; i++)
+        PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
+    int good = named != NULL;
+    for (Py_ssize_t i = 0; good && names && PyTuple_Check(names) && i < PyTuple_GET_SIZE(names); i++)
+        good = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[n + i]) == 0;
+    if (good)
+        done = PyObject_CallFunctionObjArgs(slow_link, recorder, entry, result, inputs, given, named, NULL);
+    Py_XDECREF(inputs);
+    Py_XDECREF(given);
+    Py_XDECREF(named);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
-/* The result of a function's call that was met before; NULL without an error when it was not. */
+/* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
 static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
-                               PyObject *names)
+                               PyObject *names, int views)
 {
-    KnownCalls *known = (KnownCalls *)SLOT(recorder, at.known);
+    CallTable *table = table_of(recorder);
     Arguments a;
-    if (!known || !Py_IS_TYPE(known, &KnownCallsType) || !known->pattern_used || !has_columns(recorder) ||
-        !modes_as_recorded(recorder) || tokenise_all(&a, recorder, args, n, names) <= 0)
+    if (!table || !table->used || !has_columns(recorder) || !modes_as_recorded(recorder) ||
+        tokenise_all(&a, recorder, args, n, names, views) <= 0)
         return NULL;
-    Pattern wanted = pattern_of(recorder, func, &a);
-    known = (KnownCalls *)SLOT(recorder, at.known); /* new constants may have run anything */
-    if (!Py_IS_TYPE(known, &KnownCallsType) || !known->pattern_used)
-        return NULL;
-    PyObject *entry = pattern_place(known->patterns, known->pattern_room, &wanted)->entry;
-    if (!entry || !holds(entry))
-        return NULL;
-    Py_INCREF(entry);
-    PyObject *result = record(recorder, entry, a.ids, a.inputs);
-    Py_DECREF(entry);
-    return result;
-}
-
-static int pattern_grow(KnownCalls *k)
-{
-    Py_ssize_t room = k->pattern_room ? 2 * k->pattern_room : 32;
-    Pattern *patterns = PyMem_Calloc(room, sizeof(Pattern));
-    if (!patterns) {
-        PyErr_NoMemory();
-        return -1;
+    Call wanted = call_of(recorder, func, &a);
+    PyObject *entry = NULL, *result = NULL;
+    if ((table = table_of(recorder)) && table->used) /* new constants may have run anything */
+        entry = call_place(table->calls, table->room, &wanted)->entry;
+    if (entry && holds(entry)) {
+        Py_INCREF(entry);
+        result = record(recorder, entry, a.inputs, a.read);
+        if (result && SLOT(entry, at.aliased) == Py_True &&
+            link_outputs(recorder, entry, result, &a, args, n, names) < 0)
+            Py_CLEAR(result);
+        Py_DECREF(entry);
     }
-    for (Py_ssize_t i = 0; i < k->pattern_room; i++)
-        if (k->patterns[i].func)
-            *pattern_place(patterns, room, &k->patterns[i]) = k->patterns[i];
-    PyMem_Free(k->patterns);
-    k->patterns = patterns;
-    k->pattern_room = room;
-    return 0;
+    arguments_free(&a);
+    return result;
 }
 
 /* Whether a parameter among the arguments belongs to none of the modules that are watched; -1 on error. */
@@ -547,7 +594,7 @@ static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
 {
     PyObject *owners = SLOT(recorder, at.owners);
     int foreign = 0;
-    for (int i = 0; i < a->n && !foreign; i++) {
+    for (Py_ssize_t i = 0; i < a->n && !foreign; i++) {
         if (!Py_IS_TYPE(a->tokens[i].object, Parameter))
             continue;
         PyObject *key = PyLong_FromVoidPtr(a->tokens[i].object);
@@ -558,52 +605,63 @@ static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
     return foreign;
 }
 
-/* remember(recorder, func, args, kwargs, entry): such calls are settled from now on. */
+/* Put a call into the table; -1 on error. */
+static int table_put(CallTable *table, Call call, Arguments *a, PyObject *entry)
+{
+    Call *place = call_place(table->calls, table->room, &call);
+    if (place->func) { /* what it read has changed */
+        Py_SETREF(place->entry, Py_NewRef(entry));
+        return 0;
+    }
+    if (!(call.tokens = PyMem_Malloc(a->n * sizeof(Token)))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < a->n; i++) {
+        call.tokens[i] = a->tokens[i];
+        Py_INCREF(call.tokens[i].object);
+    }
+    Py_INCREF(call.func);
+    call.entry = Py_NewRef(entry);
+    *place = call;
+    table->used++;
+    return 0;
+}
+
+/* remember(recorder, func, args, kwargs, entry): such calls are recorded as this entry from now on. */
 static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *recorder, *func, *given, *kwargs, *entry;
     Arguments a;
     if (!PyArg_ParseTuple(args, "OOO!O!O", &recorder, &func, &PyTuple_Type, &given, &PyDict_Type, &kwargs, &entry))
         return NULL;
-    KnownCalls *k = (KnownCalls *)SLOT(recorder, at.known);
-    if (!k || !Py_IS_TYPE(k, &KnownCallsType) || k->pattern_used >= MAX_PATTERNS || !has_columns(recorder))
+    CallTable *table = table_of(recorder);
+    if (!table || table->used >= MAX_CALLS || !has_columns(recorder))
         Py_RETURN_NONE;
-    int known = tokenise_all(&a, recorder, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), kwargs);
-    if (known < 0)
-        return NULL;
-    if (!known)
-        Py_RETURN_NONE;
-    if (4 * k->pattern_used >= 3 * k->pattern_room && pattern_grow(k) < 0)
-        return NULL;
-    Pattern p = pattern_of(recorder, func, &a), *place = pattern_place(k->patterns, k->pattern_room, &p);
-    if (place->func)
-        Py_RETURN_NONE;
+    int known = tokenise_all(&a, recorder, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), kwargs,
+                             !PyObject_TypeCheck(func, Module));
+    if (known <= 0)
+        return known < 0 ? NULL : Py_NewRef(Py_None);
     int foreign = has_foreign_parameter(recorder, &a);
-    if (foreign < 0)
-        return NULL;
-    if (!(p.tokens = PyMem_Malloc(a.n * sizeof(Token))))
-        return PyErr_NoMemory();
-    k->foreign |= foreign;
-    for (int i = 0; i < a.n; i++) {
-        p.tokens[i] = a.tokens[i];
-        Py_INCREF(p.tokens[i].object);
+    if (foreign >= 0 && (table = table_of(recorder))) {
+        table->foreign |= foreign;
+        if ((4 * table->used >= 3 * table->room && table_grow(table) < 0) ||
+            table_put(table, call_of(recorder, func, &a), &a, entry) < 0)
+            foreign = -1;
     }
-    Py_INCREF(func);
-    p.entry = Py_NewRef(entry);
-    *place = p;
-    k->pattern_used++;
-    Py_RETURN_NONE;
+    arguments_free(&a);
+    return foreign < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* settled(recorder, func, args, kwargs): the result of a call that was met before, else None. */
-static PyObject *settled(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+/* recorded_before(recorder, func, args, kwargs): the result of a call that was met before, else None. */
+static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
 {
     if (n != 4 || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "settled(recorder, func, args, kwargs)");
+        PyErr_SetString(PyExc_TypeError, "recorded_before(recorder, func, args, kwargs)");
         return NULL;
     }
     PyObject *result = call_function(args[0], args[1], &PyTuple_GET_ITEM(args[2], 0), PyTuple_GET_SIZE(args[2]),
-                                     args[3]);
+                                     args[3], !PyObject_TypeCheck(args[1], Module));
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
@@ -614,7 +672,7 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         (n == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
         PyObject *result = call_function(current, args[0], &PyTuple_GET_ITEM(args[2], 0),
-                                         PyTuple_GET_SIZE(args[2]), names);
+                                         PyTuple_GET_SIZE(args[2]), names, 1);
         if (result || PyErr_Occurred())
             return result;
     }
@@ -636,7 +694,7 @@ static PyObject *handle_torch_function(PyObject *Py_UNUSED(module), PyObject *co
     for (Py_ssize_t i = 0; ours && i < PyTuple_GET_SIZE(args[1]); i++)
         ours = ours_alone(PyTuple_GET_ITEM(args[1], i));
     if (ours) {
-        PyObject *result = call_function(current, args[0], args + 2, n - 2, kwnames);
+        PyObject *result = call_function(current, args[0], args + 2, n - 2, kwnames, 1);
         if (result || PyErr_Occurred())
             return result;
     }
@@ -657,11 +715,8 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     if (current && n >= (kwnames ? 1 : 2)) {
-        PyObject *result = kwnames    ? NULL
-                           : m->owner ? call_known(current, m->owner, args, n, 0)
-                                      : call_known(current, args[0], args + 1, n - 1, 1);
-        if (!result && !m->owner && !PyErr_Occurred())
-            result = call_function(current, args[0], args + 1, n - 1, kwnames);
+        PyObject *result = m->owner ? call_function(current, m->owner, args, n, kwnames, 1)
+                                    : call_function(current, args[0], args + 1, n - 1, kwnames, 0);
         if (result || PyErr_Occurred())
             return result;
     }
@@ -736,76 +791,101 @@ static const PyGetSetDef *getter_of(PyObject *tensor, const char *name)
     return found;
 }
 
-static int takes_nothing(PyObject *f)
+/* What setup is given by name; all of it lives as long as the process. */
+static struct {
+    const char *name;
+    void *where; /* a PyObject * or a PyTypeObject * */
+} const given_objects[] = {
+    {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
+    {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry}, {"ThreadModes", &ThreadModes},
+    {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
+    {"link_outputs", &slow_link}, {"torch_function", &slow_torch_function},
+    {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
+};
+
+static struct {
+    const char *name;
+    PyObject **where; /* functions in C without arguments */
+} const given_questions[] = {
+    {"is_grad_enabled", &grad_enabled}, {"any_autocast", &autocast_enabled}, {"default_dtype", &default_dtype},
+    {"modes_enabled", &modes_enabled}, {"inference", &inference_enabled}, {"function_modes", &function_modes},
+};
+
+static struct {
+    const char *name;
+    const PyGetSetDef **where;
+} const getters[] = {
+    {"shape", &get_shape}, {"dtype", &get_dtype}, {"device", &get_device}, {"is_cpu", &get_is_cpu},
+    {"layout", &get_layout}, {"_version", &get_version}, {"_base", &get_base},
+};
+
+static struct {
+    PyTypeObject **type;
+    const char *name;
+    Py_ssize_t *offset;
+} const slots[] = {
+    {&Value, "_value", &at.value}, {&Value, "_type", &at.type}, {&Value, "_recorder", &at.recorder},
+    {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid}, {&Entry, "types", &at.types},
+    {&Entry, "alone", &at.alone}, {&Entry, "row", &at.row}, {&Entry, "aliased", &at.aliased},
+    {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
+    {&Recorder, "count", &at.count}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode},
+    {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
+    {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
+    {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
+    {&Recorder, "unchecked", &at.unchecked}, {&ThreadModes, "grad", &at.m_grad},
+    {&ThreadModes, "inference", &at.m_inference}, {&ThreadModes, "autocast", &at.m_autocast},
+    {&ThreadModes, "functions", &at.m_functions}, {&ThreadModes, "warnings", &at.m_warnings},
+    {&ThreadModes, "recorder", &at.m_recorder},
+};
+
+static PyObject *not_as_expected(void)
 {
-    return PyCFunction_Check(f) && PyCFunction_GET_FLAGS(f) == METH_NOARGS;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
+    return NULL;
 }
 
+#define EACH(i, table) for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+
+/* setup(what is given by name, addresses of torch's C++): what the Python objects are; once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *value, *entry, *columns, *tensor, *parameter, *dtype, *nn_module, *modes, *handler;
+    PyObject *given, *handler, *pointer;
     unsigned long long address[4];
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOOOOOOOO(KKKK)", &value, &entry, &columns, &tensor, &parameter, &dtype, &nn_module,
-                          &plain_new, &build_result, &slow_constant, &strided, &grad_enabled, &autocast_enabled,
-                          &default_dtype, &modes_enabled, &slow_torch_function, &slow_handle, &modes,
-                          &inference_enabled, &function_modes, &handler, &cpu,
-                          &address[0], &address[1], &address[2], &address[3]))
+    if (!PyArg_ParseTuple(args, "O!O(KKKK)", &PyDict_Type, &given, &handler, &address[0], &address[1], &address[2],
+                          &address[3]))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
         return NULL;
     }
-    if (slot(value, "_value", &at.value) || slot(value, "_type", &at.type) ||
-        slot(value, "_recorder", &at.recorder) || slot(value, "_alias", &at.alias) ||
-        slot(entry, "sid", &at.sid) || slot(entry, "types", &at.types) || slot(entry, "alone", &at.alone) ||
-        slot(entry, "row", &at.row) || slot(entry, "guards", &at.guards) || slot(columns, "sigs", &at.sigs) ||
-        slot(columns, "inputs", &at.inputs) || slot(columns, "count", &at.count) ||
-        slot(columns, "met", &at.known) || slot(columns, "mode", &at.mode) ||
-        slot(columns, "grad", &at.grad) || slot(columns, "autocast", &at.autocast) ||
-        slot(columns, "floats", &at.floats) ||
-        slot(columns, "constants", &at.constants) || slot(columns, "owners", &at.owners) ||
-        slot(columns, "constant_entries", &at.entries) || slot(columns, "payload", &at.payload) ||
-        slot(columns, "unchecked", &at.unchecked) || slot(modes, "grad", &at.m_grad) ||
-        slot(modes, "inference", &at.m_inference) || slot(modes, "autocast", &at.m_autocast) ||
-        slot(modes, "functions", &at.m_functions) || slot(modes, "warnings", &at.m_warnings) ||
-        slot(modes, "recorder", &at.m_recorder))
-        return NULL;
-    if (!(warning_handler = (void *(*)(void))PyLong_AsVoidPtr(handler)) && PyErr_Occurred())
-        return NULL;
-    if (!(get_shape = getter_of(tensor, "shape")) || !(get_dtype = getter_of(tensor, "dtype")) ||
-        !(get_device = getter_of(tensor, "device")) || !(get_is_cpu = getter_of(tensor, "is_cpu")) ||
-        !(get_layout = getter_of(tensor, "layout")) || !(get_version = getter_of(tensor, "_version")) ||
-        !(get_base = getter_of(tensor, "_base")))
-        return NULL;
-    PyObject *pointer = PyObject_GetAttrString(tensor, "data_ptr");
-    if (pointer && Py_IS_TYPE(pointer, &PyMethodDescr_Type))
+    EACH(i, given_objects) if (!(*(PyObject **)given_objects[i].where =
+                                     Py_XNewRef(PyDict_GetItemString(given, given_objects[i].name))))
+        return not_as_expected();
+    EACH(i, given_questions)
+    {
+        PyObject *f = PyDict_GetItemString(given, given_questions[i].name);
+        if (!f || !PyCFunction_Check(f) || PyCFunction_GET_FLAGS(f) != METH_NOARGS)
+            return not_as_expected();
+        *given_questions[i].where = Py_NewRef(f);
+    }
+    EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset) < 0) return NULL;
+    EACH(i, getters) if (!(*getters[i].where = getter_of((PyObject *)Tensor, getters[i].name))) return NULL;
+    if ((pointer = PyObject_GetAttrString((PyObject *)Tensor, "data_ptr")) && Py_IS_TYPE(pointer, &PyMethodDescr_Type))
         data_ptr = ((PyMethodDescrObject *)pointer)->d_method;
     Py_XDECREF(pointer); /* its class keeps it */
-    if (!data_ptr || data_ptr->ml_flags != METH_NOARGS || !((PyTypeObject *)value)->tp_clear || !takes_nothing(grad_enabled) || !takes_nothing(autocast_enabled) ||
-        !takes_nothing(default_dtype) || !takes_nothing(modes_enabled) ||
-        !takes_nothing(inference_enabled) || !takes_nothing(function_modes) || !((PyTypeObject *)value)->tp_weaklistoffset) {
-        PyErr_SetString(PyExc_TypeError, "torch is not as this was written for");
+    if (!data_ptr || data_ptr->ml_flags != METH_NOARGS || !Value->tp_clear || !Value->tp_weaklistoffset)
+        return not_as_expected();
+    warning_handler = (void *(*)(void))PyLong_AsVoidPtr(handler);
+    if (PyErr_Occurred())
         return NULL;
-    }
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];
     grad_now = (_Bool (*)(void))(uintptr_t)address[2];
     dtype_now = (int8_t (*)(void))(uintptr_t)address[3];
-    PyObject *kept[] = {value, tensor, parameter, dtype, nn_module, columns, plain_new, build_result, slow_constant,
-                        strided, grad_enabled, autocast_enabled, default_dtype, modes_enabled,
-                        slow_torch_function, slow_handle, modes, inference_enabled, function_modes, cpu};
-    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
-        Py_INCREF(kept[i]); /* for as long as the process lives */
-    Value = (PyTypeObject *)value;
-    Tensor = (PyTypeObject *)tensor;
-    Parameter = (PyTypeObject *)parameter;
-    Dtype = (PyTypeObject *)dtype;
-    Module = (PyTypeObject *)nn_module;
     plain_getattro = Module->tp_getattro;
     plain_getattr = Py_XNewRef(_PyType_Lookup(Module, s_getattr));
     plain_getattribute = Py_XNewRef(_PyType_Lookup(Module, s_getattribute));
-    Recorder = (PyTypeObject *)columns;
-    ThreadModes = (PyTypeObject *)modes;
     plain_dealloc = Value->tp_dealloc;
     plain_clear = Value->tp_clear;
     Value->tp_dealloc = value_dealloc;
@@ -858,7 +938,7 @@ static PyMethodDef functions[] = {
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
-    {"settled", (PyCFunction)(void (*)(void))settled, METH_FASTCALL, "settled(recorder, func, args, kwargs)"},
+    {"recorded_before", (PyCFunction)(void (*)(void))recorded_before, METH_FASTCALL, "recorded_before(recorder, func, args, kwargs)"},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
      "Value.__torch_function__: calls that were met before, else Python's."},
     {"handle_torch_function", (PyCFunction)(void (*)(void))handle_torch_function, METH_FASTCALL | METH_KEYWORDS,
@@ -868,25 +948,23 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_fast", .m_doc = "The hot path of recording.", .m_size = -1,
     .m_methods = functions};
 
+static struct {
+    const char *text;
+    PyObject **where;
+} const interned[] = {
+    {"_forward_hooks", &s_hooks[0]}, {"_forward_pre_hooks", &s_hooks[1]}, {"_backward_hooks", &s_hooks[2]},
+    {"_backward_pre_hooks", &s_hooks[3]}, {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]},
+    {"_modules", &s_tables[2]}, {"training", &s_training}, {"requires_grad", &s_requires_grad}, {"shape", &s_shape},
+    {"dtype", &s_dtype}, {"device", &s_device}, {"_version", &s_version}, {"__getattr__", &s_getattr},
+    {"__getattribute__", &s_getattribute},
+};
+
 PyMODINIT_FUNC PyInit__fast(void)
 {
+    EACH(i, interned) if (!(*interned[i].where = PyUnicode_InternFromString(interned[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
-    for (int i = 0; i < 4; i++)
-        if (!(s_hooks[i] = PyUnicode_InternFromString(hook_names[i])))
-            return NULL;
-    if (!module || !(s_training = PyUnicode_InternFromString("training")) ||
-        !(s_requires_grad = PyUnicode_InternFromString("requires_grad")) || !(s_shape = PyUnicode_InternFromString("shape")) ||
-        !(s_dtype = PyUnicode_InternFromString("dtype")) || !(s_device = PyUnicode_InternFromString("device")) ||
-        !(s_version = PyUnicode_InternFromString("_version")) ||
-        !(s_getattr = PyUnicode_InternFromString("__getattr__")) ||
-        !(s_getattribute = PyUnicode_InternFromString("__getattribute__")) ||
-        !(s_tables[0] = PyUnicode_InternFromString("_parameters")) ||
-        !(s_tables[1] = PyUnicode_InternFromString("_buffers")) ||
-        !(s_tables[2] = PyUnicode_InternFromString("_modules")) ||
-        PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &KnownCallsType) < 0 ||
-        PyModule_AddType(module, &MethodType) < 0) {
-        Py_XDECREF(module);
-        return NULL;
-    }
+    if (module && (PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &CallTableType) < 0 ||
+                   PyModule_AddType(module, &MethodType) < 0))
+        Py_CLEAR(module);
     return module;
 }

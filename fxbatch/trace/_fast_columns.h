@@ -124,20 +124,12 @@ static PyTypeObject ColumnType = {
     .tp_as_buffer = &column_buffer,
 };
 
-/* --- KnownCalls: (owner, mode, input types) -> Entry ---------------------------------------------------- */
+/* --- CallTable: calls that were met before, by function (or module), mode and arguments -> Entry ------------- */
 
-#define MAX_INPUTS 6
+#define MAX_CALLS 4096 /* more are recorded by Python */
 
-typedef struct {
-    PyObject *owner, *entry; /* owner NULL: a free place */
-    int32_t mode, n, types[MAX_INPUTS];
-} Call;
-
-#define MAX_TOKENS 64
-#define MAX_PATTERNS 4096
-
-/* A part of a function's arguments: what must be this very object, and a number that goes with it: the type id
-   of a Value, an int, the bits of a float, the length of a list. */
+/* A part of a call's arguments: what must be this very object, and a number that goes with it: the type id of a
+   Value, an int, the bits of a float, the length of a list. */
 typedef struct {
     PyObject *object;
     int64_t number;
@@ -146,193 +138,136 @@ typedef struct {
 typedef struct {
     PyObject *func, *entry; /* func NULL: a free place */
     uint64_t hash;
-    int32_t mode, n;
+    int32_t mode;
+    Py_ssize_t n;
     Token *tokens; /* ours, with a reference to each object */
-} Pattern;
+} Call;
 
 typedef struct {
     PyObject_HEAD
     Call *calls;
     Py_ssize_t used, room; /* room: a power of two, or 0 */
-    Pattern *patterns;
-    Py_ssize_t pattern_used, pattern_room;
-    int foreign; /* whether a pattern has a parameter of no module that is watched */
-} KnownCalls;
+    int foreign;           /* whether a call has a parameter of no module that is watched */
+} CallTable;
 
-static Call *known_place(Call *calls, Py_ssize_t room, const Call *wanted)
+static inline int same_tokens(const Token *a, const Token *b, Py_ssize_t n)
 {
-    uint64_t h = ((uint64_t)(uintptr_t)wanted->owner >> 4) * 31 + (uint64_t)wanted->mode;
-    for (int i = 0; i < wanted->n; i++)
-        h = (h ^ (uint64_t)wanted->types[i]) * 0x9E3779B97F4A7C15u;
-    for (h ^= h >> 29;; h++) {
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (a[i].object != b[i].object || a[i].number != b[i].number)
+            return 0;
+    return 1;
+}
+
+static Call *call_place(Call *calls, Py_ssize_t room, const Call *wanted)
+{
+    for (uint64_t h = wanted->hash;; h++) {
         Call *c = &calls[h & (uint64_t)(room - 1)];
-        if (!c->owner || (c->owner == wanted->owner && c->mode == wanted->mode && c->n == wanted->n &&
-                          !memcmp(c->types, wanted->types, wanted->n * sizeof(int32_t))))
+        if (!c->func || (c->hash == wanted->hash && c->func == wanted->func && c->mode == wanted->mode &&
+                         c->n == wanted->n && same_tokens(c->tokens, wanted->tokens, c->n)))
             return c;
     }
 }
 
-static int known_grow(KnownCalls *k)
+static uint64_t call_hash(const Call *c)
 {
-    Py_ssize_t room = k->room ? 2 * k->room : 64;
+    uint64_t h = ((uint64_t)(uintptr_t)c->func >> 4) * 31 + (uint64_t)c->mode;
+    for (Py_ssize_t i = 0; i < c->n; i++) {
+        uint64_t number = (uint64_t)c->tokens[i].number * 0xBF58476D1CE4E5B9u;
+        h = (h ^ ((uint64_t)(uintptr_t)c->tokens[i].object >> 4) ^ number ^ (number >> 32)) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 32;
+    }
+    return h;
+}
+
+static int table_grow(CallTable *t)
+{
+    Py_ssize_t room = t->room ? 2 * t->room : 64;
     Call *calls = PyMem_Calloc(room, sizeof(Call));
     if (!calls) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < k->room; i++)
-        if (k->calls[i].owner)
-            *known_place(calls, room, &k->calls[i]) = k->calls[i];
-    PyMem_Free(k->calls);
-    k->calls = calls;
-    k->room = room;
+    for (Py_ssize_t i = 0; i < t->room; i++)
+        if (t->calls[i].func)
+            *call_place(calls, room, &t->calls[i]) = t->calls[i];
+    PyMem_Free(t->calls);
+    t->calls = calls;
+    t->room = room;
     return 0;
 }
 
-/* Fill `call` from Python arguments; 0 when it has too many inputs to be kept, -1 on error. */
-static int known_key(Call *call, PyObject *owner, int mode, PyObject *types)
+static int table_drop(PyObject *self)
 {
-    if (!PyTuple_Check(types)) {
-        PyErr_SetString(PyExc_TypeError, "types is a tuple");
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(types) > MAX_INPUTS)
-        return 0;
-    memset(call, 0, sizeof(Call));
-    call->owner = owner;
-    call->mode = mode;
-    call->n = (int32_t)PyTuple_GET_SIZE(types);
-    for (int i = 0; i < call->n; i++)
-        call->types[i] = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(types, i));
-    return PyErr_Occurred() ? -1 : 1;
-}
-
-static PyObject *known_add(PyObject *self, PyObject *args)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    PyObject *owner, *types, *entry;
-    int mode;
-    Call call;
-    if (!PyArg_ParseTuple(args, "OiOO", &owner, &mode, &types, &entry))
-        return NULL;
-    int fits = known_key(&call, owner, mode, types);
-    if (fits < 0 || (fits && 4 * k->used >= 3 * k->room && known_grow(k) < 0))
-        return NULL;
-    if (fits) {
-        Call *place = known_place(k->calls, k->room, &call);
-        PyObject *before = place->entry;
-        call.entry = Py_NewRef(entry);
-        if (!place->owner) {
-            Py_INCREF(owner);
-            k->used++;
+    CallTable *t = (CallTable *)self;
+    Call *calls = t->calls;
+    Py_ssize_t room = t->room;
+    t->calls = NULL;
+    t->used = t->room = t->foreign = 0;
+    for (Call *c = calls; c < calls + room; c++)
+        if (c->func) {
+            for (Py_ssize_t i = 0; i < c->n; i++)
+                Py_DECREF(c->tokens[i].object);
+            PyMem_Free(c->tokens);
+            Py_DECREF(c->func);
+            Py_DECREF(c->entry);
         }
-        *place = call;
-        Py_XDECREF(before);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *known_find(PyObject *self, PyObject *args)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    PyObject *owner, *types;
-    int mode;
-    Call call;
-    if (!PyArg_ParseTuple(args, "OiO", &owner, &mode, &types))
-        return NULL;
-    int fits = known_key(&call, owner, mode, types);
-    if (fits < 0)
-        return NULL;
-    PyObject *entry = fits && k->room ? known_place(k->calls, k->room, &call)->entry : NULL;
-    return Py_NewRef(entry ? entry : Py_None);
-}
-
-static void pattern_free(Pattern *p)
-{
-    for (int32_t i = 0; i < p->n; i++)
-        Py_DECREF(p->tokens[i].object);
-    PyMem_Free(p->tokens);
-    Py_XDECREF(p->func);
-    Py_XDECREF(p->entry);
-}
-
-static int known_drop(PyObject *self)
-{
-    KnownCalls *k = (KnownCalls *)self;
-    Pattern *patterns = k->patterns;
-    Py_ssize_t pattern_room = k->pattern_room;
-    k->patterns = NULL;
-    k->pattern_used = k->pattern_room = 0;
-    k->foreign = 0;
-    for (Py_ssize_t i = 0; i < pattern_room; i++)
-        if (patterns[i].func)
-            pattern_free(&patterns[i]);
-    PyMem_Free(patterns);
-    Call *calls = k->calls;
-    Py_ssize_t room = k->room;
-    k->calls = NULL;
-    k->used = k->room = 0;
-    for (Py_ssize_t i = 0; i < room; i++) {
-        Py_XDECREF(calls[i].owner);
-        Py_XDECREF(calls[i].entry);
-    }
     PyMem_Free(calls);
     return 0;
 }
 
-static PyObject *known_clear(PyObject *self, PyObject *Py_UNUSED(none))
+static PyObject *table_clear(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    known_drop(self);
+    table_drop(self);
     Py_RETURN_NONE;
 }
 
 /* lasts(): whether these may be known in another minibatch. */
-static PyObject *known_lasts(PyObject *self, PyObject *Py_UNUSED(none))
+static PyObject *table_lasts(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    KnownCalls *k = (KnownCalls *)self;
-    return PyBool_FromLong(!k->foreign && k->used < MAX_PATTERNS && k->pattern_used < MAX_PATTERNS);
+    CallTable *t = (CallTable *)self;
+    return PyBool_FromLong(!t->foreign && t->used < MAX_CALLS);
 }
 
-static int known_traverse(PyObject *self, visitproc visit, void *arg)
+static int table_traverse(PyObject *self, visitproc visit, void *arg)
 {
-    KnownCalls *k = (KnownCalls *)self;
-    for (Py_ssize_t i = 0; i < k->room; i++) {
-        Py_VISIT(k->calls[i].owner);
-        Py_VISIT(k->calls[i].entry);
-    }
-    for (Py_ssize_t i = 0; i < k->pattern_room; i++) {
-        Pattern *p = &k->patterns[i];
-        Py_VISIT(p->func);
-        Py_VISIT(p->entry);
-        for (int32_t j = 0; p->func && j < p->n; j++)
-            Py_VISIT(p->tokens[j].object);
+    CallTable *t = (CallTable *)self;
+    for (Call *c = t->calls; c < t->calls + t->room; c++) {
+        Py_VISIT(c->func);
+        Py_VISIT(c->entry);
+        for (Py_ssize_t i = 0; c->func && i < c->n; i++)
+            Py_VISIT(c->tokens[i].object);
     }
     return 0;
 }
 
-static void known_dealloc(PyObject *self)
+static void table_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
-    known_drop(self);
+    table_drop(self);
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyMethodDef known_methods[] = {
-    {"add", known_add, METH_VARARGS, NULL},
-    {"find", known_find, METH_VARARGS, NULL},
-    {"clear", known_clear, METH_NOARGS, NULL},
-    {"lasts", known_lasts, METH_NOARGS, NULL},
+static Py_ssize_t table_length(PyObject *self)
+{
+    return ((CallTable *)self)->used;
+}
+
+static PyMethodDef table_methods[] = {
+    {"clear", table_clear, METH_NOARGS, NULL},
+    {"lasts", table_lasts, METH_NOARGS, NULL},
     {NULL}};
-static PyTypeObject KnownCallsType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.KnownCalls",
-    .tp_doc = "Entries by owner, mode and input types.",
-    .tp_basicsize = sizeof(KnownCalls),
+static PySequenceMethods table_sequence = {.sq_length = table_length};
+static PyTypeObject CallTableType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.CallTable",
+    .tp_doc = "Entries of calls that were met before.",
+    .tp_basicsize = sizeof(CallTable),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
-    .tp_dealloc = known_dealloc,
-    .tp_traverse = known_traverse,
-    .tp_clear = known_drop,
-    .tp_methods = known_methods,
+    .tp_dealloc = table_dealloc,
+    .tp_traverse = table_traverse,
+    .tp_clear = table_drop,
+    .tp_methods = table_methods,
+    .tp_as_sequence = &table_sequence,
 };
 
 #endif

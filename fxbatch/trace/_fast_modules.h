@@ -11,14 +11,11 @@
    same order; what is not found goes the ordinary way, which raises what it always raises. */
 
 #define MAX_QUICK 256
-static PyTypeObject *Module, *quick[MAX_QUICK];
+static PyTypeObject *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static PyObject *plain_getattr, *plain_getattribute;
 static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_requires_grad, *s_hooks[4];
-static const char *const hook_names[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-                                         "_backward_pre_hooks"};
-
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
 {
     PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);

@@ -9,13 +9,14 @@ which `writes` follows when one of them is written to.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.table import Entry
-from fxbatch.trace.values import Alias, Value
+from fxbatch.trace.values import Alias, Records, Value
 
 
 def alias_of(v: Value) -> Alias | None:
@@ -39,3 +40,21 @@ def link_views(entry: Entry, result: Any, inputs: Sequence[Value], again: Any, c
     for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
         if i >= 0:
             link_view(leaf, inputs[i], again, call, output)
+
+
+def link_outputs(
+    recorder: Records,
+    entry: Entry,
+    result: Any,
+    inputs: Sequence[Value],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Note which outputs of a function's call are views of which inputs."""
+    func = entry.signature.operation.target
+    again, call = functools.partial(recorder.call, func, args, kwargs), (func, args, kwargs)
+    if entry.alone >= 0:
+        assert entry.outcome is not None
+        link_view(result, inputs[entry.outcome.aliases[0]], again, call, 0)
+    else:
+        link_views(entry, result, inputs, again, call)

@@ -8,7 +8,6 @@ Values, or what the eager function would raise.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,10 +20,10 @@ from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Signature, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
-from fxbatch.trace.aliases import link_views
+from fxbatch.trace.aliases import link_outputs
 from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.call_table import remember_call, settled_call
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
 from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
 from fxbatch.trace.keys import OpaqueArgumentError
@@ -79,9 +78,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     if func in FUNCTIONS and (instead := on_packed(func, args)) is not None:
         return instead(*args, **kwargs)
     asked = func
-    settled = settled_call(recorder, func, args, kwargs)
-    if settled is not None:
-        return settled
+    if ExtensionSwitch.on and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
+        return known
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
         found = call_lifted(recorder, func, args)
@@ -133,12 +131,11 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         return written_call(recorder, arguments, entry)
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
-        again = functools.partial(call_function, recorder, func, args, kwargs)
-        link_views(entry, result, arguments.values, again, (func, args, kwargs))
-        if type(func) is not CustomFunction:
-            remember_call(recorder, asked, args, kwargs, entry)
-    elif type(func) is not CustomFunction or func.examined.guards is not None:
-        remember_call(recorder, asked if func is take_at else func, args, kwargs, entry)
+        link_outputs(recorder, entry, result, arguments.values, args, kwargs)
+    if (
+        type(func) is not CustomFunction or func.examined.guards is not None
+    ):  # others are compared at each call
+        recorder.remember(asked, args, kwargs, entry)
     return result
 
 

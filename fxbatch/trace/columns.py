@@ -1,4 +1,4 @@
-"""What the recorder keeps of a minibatch, as the C extension and its Python twin both see it.
+"""What the recorder keeps of a minibatch, as C and Python both see it.
 
 In: signature ids, value ids, calls that were met before. Out: columns that numpy reads without conversion.
 
@@ -34,6 +34,22 @@ class ExtensionSwitch:
 def new_column() -> Any:
     """An empty int64 column with append, extend and the buffer protocol."""
     return _fast.Column() if ExtensionSwitch.on else array("q")
+
+
+class NoCallTable:
+    """What stands for the table of calls where there is no C extension: every call goes the long way."""
+
+    def clear(self) -> None:
+        """There is nothing to forget."""
+
+    def lasts(self) -> bool:
+        """Nothing in it will be untrue in the next minibatch."""
+        return True
+
+
+def new_call_table() -> Any:
+    """An empty table of calls that were met before, see _fast_columns.h."""
+    return _fast.CallTable() if ExtensionSwitch.on else NoCallTable()
 
 
 def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarray, np.ndarray, bool]:

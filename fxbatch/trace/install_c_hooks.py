@@ -22,8 +22,9 @@ from fxbatch.torch_private import (
     resizable_place,
     warning_handler_address,
 )
+from fxbatch.trace.aliases import link_outputs
 from fxbatch.trace.columns import ExtensionSwitch, _fast
-from fxbatch.trace.modules import settle_call, traced_call
+from fxbatch.trace.modules import traced_call
 from fxbatch.trace.recorded_calls import Columns, RecordedCalls
 from fxbatch.trace.state import ThreadModes
 from fxbatch.trace.table import Entry
@@ -42,8 +43,8 @@ def use_extension(on: bool) -> None:
     ExtensionSwitch.on = on
     if extension_available():
         _fast.recycle(on)
-    for name, (func, method, slow) in BINARY.items():
-        setattr(Value, name, _fast.Method(func, slow) if on else method)
+    for name, (func, method) in BINARY.items():
+        setattr(Value, name, _fast.Method(func, method) if on else method)
     Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
 
 
@@ -91,13 +92,19 @@ _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
 
 if extension_available():
     _fast.setup(
-        Value, Entry, Columns, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.nn.Module, plain_new,
-        _build_result, RecordedCalls.constant, torch.strided, torch.is_grad_enabled, any_autocast,
-        torch.get_default_dtype, function_modes_enabled, Value.__torch_function__,
-        handle_torch_function, ThreadModes,
-        torch.is_inference_mode_enabled, function_mode_count, warning_handler_address(), torch.device("cpu"),
-        mode_addresses(),
+        {
+            "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "Module": torch.nn.Module,
+            "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
+            "ThreadModes": ThreadModes, "plain_new": plain_new, "build_result": _build_result,
+            "constant": RecordedCalls.constant, "link_outputs": link_outputs,
+            "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
+            "strided": torch.strided, "cpu": torch.device("cpu"), "is_grad_enabled": torch.is_grad_enabled,
+            "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
+            "modes_enabled": function_modes_enabled, "inference": torch.is_inference_mode_enabled,
+            "function_modes": function_mode_count,
+        },
+        warning_handler_address(), mode_addresses(),
     )  # fmt: skip
     _fast.find_resizable(*resizable_place())
-    _MODULE_CALL = _fast.Method(None, settle_call)
+    _MODULE_CALL = _fast.Method(None, traced_call)
     use_extension(True)

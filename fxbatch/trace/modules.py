@@ -23,11 +23,11 @@ from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation, Signature
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
-from fxbatch.torch_private import any_autocast, module_call, reparametrized
+from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import ExtensionSwitch, _fast, quicken
+from fxbatch.trace.columns import quicken
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.keys import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.module_state import Examined, has_hooks
@@ -67,31 +67,7 @@ class ModuleRecord:
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`nn.Module.__call__` while some thread traces."""
-    recorder = state.recorder
-    if recorder is None:
-        return module_call(self, *args, **kwargs)
-    if not kwargs and _is_grad_enabled() is recorder.grad and any_autocast() is recorder.autocast:
-        types = []
-        ids = []
-        for a in args:
-            if type(a) is not Value:
-                if type(a) is not _Tensor:
-                    break
-                a = recorder.constant(a)
-                if a is None:
-                    break
-            types.append(a._type)
-            ids.append(a._value)
-        else:
-            entry = recorder.met.find(self, recorder.mode, tuple(types))
-            if entry is not None and entry.holds():
-                return recorder.emit(entry, ids)
-    return call_module(recorder, self, args, kwargs)
-
-
-def settle_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`nn.Module.__call__` for what the C extension does not settle."""
+    """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
     if recorder is None:
         return module_call(self, *args, **kwargs)
@@ -175,12 +151,10 @@ def _call(
             again,
             None if method or not _whole(entry) else (module, args, kwargs),
         )
-    elif examined.guards is None or module is not record.module:
-        pass  # what it reads is compared at each call, in Python
-    elif method is None and not kwargs and len(arguments.values) == len(args):
-        recorder.met.add(module, recorder.mode, tuple(v._type for v in arguments.values), entry)
-    elif method is None and ExtensionSwitch.on:
-        _fast.remember(recorder, module, args, kwargs, entry)
+    elif (
+        method is None and examined.guards is not None and module is record.module
+    ):  # others: compared at each call
+        recorder.remember(module, args, kwargs, entry)
     return result
 
 
@@ -493,5 +467,4 @@ def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]])
     return ""
 
 
-_is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor

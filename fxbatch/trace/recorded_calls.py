@@ -19,7 +19,7 @@ import torch
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, has_global_hooks
-from fxbatch.trace.columns import ExtensionSwitch, _fast, columns_of, new_column, written_to
+from fxbatch.trace.columns import ExtensionSwitch, _fast, columns_of, new_call_table, new_column, written_to
 from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
@@ -37,41 +37,17 @@ _STRIDED = torch.strided
 _ranges = itertools.count(1)
 
 
-class KnownCalls:
-    """Entries by what was called (a module, a function), mode and input types."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Any, tuple[Any, Entry]] = {}
-
-    def add(self, owner: Any, mode: int, types: tuple[int, ...], entry: Entry) -> None:
-        """Remember the entry of a call; the owner is kept alive, so that its id stays its own."""
-        self._entries[(id(owner), mode, types)] = (owner, entry)
-
-    def find(self, owner: Any, mode: int, types: tuple[int, ...]) -> Entry | None:
-        """The entry of a call that was met before."""
-        found = self._entries.get((id(owner), mode, types))
-        return None if found is None else found[1]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._entries.clear()
-
-    def lasts(self) -> bool:
-        """Whether these may be known in another minibatch: not when they are too many."""
-        return len(self._entries) < 4096
-
-
 class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "autocast", "constant_entries", "constants", "count", "floats", "grad", "inputs", "met", "mode",
+        "autocast", "call_table", "constant_entries", "constants", "count", "floats", "grad", "inputs", "mode",
         "owners", "payload", "sigs", "unchecked",
     )  # fmt: skip
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
     count: int  # id of the next value
-    met: Any  # KnownCalls
+    call_table: Any  # of calls that were met before
     mode: int  # number of torch's modes, part of the key of a known call
     grad: bool
     floats: torch.dtype  # torch's default dtype
@@ -83,18 +59,13 @@ class Columns:
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
 
 
-def new_known_calls() -> Any:
-    """Empty KnownCalls, in C or in Python."""
-    return _fast.KnownCalls() if ExtensionSwitch.on else KnownCalls()
-
-
 class _Known(NamedTuple):
     """What a recorder leaves to the next one of its table, while the modules are as they were."""
 
     roots: tuple[torch.nn.Module, ...]
     modules: ModulesMet
     examined: dict[int, Any]
-    met: Any  # known calls
+    call_table: Any
     by_mode: dict[Any, tuple[int, dict[Any, Any]]]
     constant_entries: dict[Any, Entry]
     with_extension: bool
@@ -153,7 +124,7 @@ class RecordedCalls(Columns):
         self._known_types = KnownTypes(table)
         self._mode_key: Any = None
         self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
-        self.met = new_known_calls()
+        self.call_table = new_call_table()
         self.sync_modes()
 
     # Modes
@@ -195,7 +166,7 @@ class RecordedCalls(Columns):
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
         self.copies = None
-        self.met.clear()
+        self.call_table.clear()
         self.examined.clear()
         self.owners, self.lasts = None, False
 
@@ -218,38 +189,18 @@ class RecordedCalls(Columns):
         """Record one call; its result with Values."""
         if self.in_c:
             return _fast.emit(self, entry, ids)
-        self.sigs.append(entry.sid)
-        self.inputs.extend(ids)
-        n = self.count
+        outputs = self.row(entry, ids)
         if entry.alone >= 0:
-            self.count = n + 1
-            v = new_value(Value)
-            v._value = n
-            v._type = entry.alone
-            v._recorder = self
-            return v
-        if entry.pair:
-            self.count = n + 2
-            v = new_value(Value)
-            v._value = n
-            w = new_value(Value)
-            w._value = n + 1
-            v._type, w._type = entry.types
-            v._recorder = w._recorder = self
-            return v, w
-        outputs = []
-        for t in entry.types:
-            v = new_value(Value)
-            v._value = n
-            v._type = t
-            v._recorder = self
-            outputs.append(v)
-            n += 1
-        self.count = n
+            return outputs[0]
         if entry.row:
             return tuple(outputs)
         assert entry.signature.result is not None
         return entry.signature.result.fill(output=outputs)
+
+    def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry) -> None:
+        """Calls like this one, of a function or a module, are recorded in C from now on."""
+        if self.in_c:
+            _fast.remember(self, func, args, kwargs, entry)
 
     def row(self, entry: Entry, ids: Sequence[int]) -> list[Value]:
         """Record one call; its outputs as a flat list."""
@@ -274,7 +225,7 @@ class RecordedCalls(Columns):
             self._leave_known()
         self.over = "its minibatch is over"
         self.ask = None
-        self.met = new_known_calls()
+        self.call_table = new_call_table()
         self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
         self.functions = {}
 
@@ -425,13 +376,17 @@ class RecordedCalls(Columns):
             return
         self._know(kept.modules)
         self.operands = [(name, t, t._version) for name, t, _ in kept.modules.operands]
-        self.examined, self.met, self.constant_entries = kept.examined, kept.met, kept.constant_entries
+        self.examined, self.call_table, self.constant_entries = (
+            kept.examined,
+            kept.call_table,
+            kept.constant_entries,
+        )
         self._by_mode, self._mode_key = kept.by_mode, None
         self.sync_modes()
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
-        if not self.lasts or self.owners is None or self.modules is None or not self.met.lasts():
+        if not self.lasts or self.owners is None or self.modules is None or not self.call_table.lasts():
             return
         if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
             self.examined = {key: x for key, x in self.examined.items() if x.lasts}
@@ -440,7 +395,7 @@ class RecordedCalls(Columns):
                 self.roots,
                 self.modules,
                 self.examined,
-                self.met,
+                self.call_table,
                 self._by_mode,
                 self.constant_entries,
                 ExtensionSwitch.on,
@@ -504,17 +459,8 @@ class RecordedCalls(Columns):
             version = t._version
         except RuntimeError:  # tensors made in inference mode have none
             version = None
-        sid = entry.sid
-        self.sigs.append(sid)
-        v = new_value(Value)
-        v._value = self.count
-        v._type = entry.alone
-        v._recorder = self
-        self.count += 1
-        payload = self.payload.get(sid)
-        if payload is None:
-            payload = self.payload[sid] = []
-        payload.append(t)
+        v: Value = self.emit(entry, ())
+        self.payload.setdefault(entry.sid, []).append(t)
         self.constants[id(t)] = kept = (v, t, version)
         self.unchecked.append(kept)
         return v

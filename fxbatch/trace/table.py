@@ -39,7 +39,6 @@ class Entry:
         "alone",
         "guards",
         "outcome",
-        "pair",
         "row",
         "sid",
         "signature",
@@ -60,7 +59,6 @@ class Entry:
             types[0] if single and len(types) == 1 else -1
         )  # its type id when the result is one tensor
         self.row = outcome is not None and _is_row(outcome.result, len(types))  # a plain tuple of all outputs
-        self.pair = self.row and len(types) == 2
         self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
         self.written: tuple[
             int, ...

@@ -22,42 +22,28 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import TensorType
-from fxbatch.torch_private import any_autocast, tree_leaves
+from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.columns import _fast
-from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.user_line import at_line
 
-_is_grad_enabled = torch.is_grad_enabled
 # Types whose numbers Python's conversions take as torch's do; others are asked for as tensors.
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _REAL = _WHOLE | {torch.bool, torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _OPERANDS = (torch.Tensor, bool, int, float, complex, np.generic, np.ndarray)
 
 
-def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """An operator: torch's function, the method, and the method without its fast path."""
+def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """An operator: torch's function, and the method."""
     func = getattr(torch.Tensor, name)
 
     def method(self: Value, other: Any) -> Any:
-        recorder = self._recorder
-        if (
-            type(other) is Value
-            and other._recorder is recorder
-            and _is_grad_enabled() is recorder.grad
-            and any_autocast() is recorder.autocast
-        ):
-            entry = recorder.met.find(func, recorder.mode, (self._type, other._type))
-            if entry is not None:
-                return recorder.emit(entry, (self._value, other._value))
-        return slow(self, other)
-
-    def slow(self: Value, other: Any) -> Any:
         if not isinstance(other, _OPERANDS):
             return NotImplemented
         return self._recorder.call(func, (self, other), {})
 
-    method.__name__ = slow.__name__ = name
-    return func, method, slow
+    method.__name__ = name
+    return func, method
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
@@ -87,13 +73,8 @@ class Records(Protocol):
 
     base: int
     table: SignatureTable
-    grad: bool
-    autocast: bool | None
-    mode: int
     watches_operands: bool
-    met: Any  # KnownCalls
 
-    def emit(self, entry: Entry, ids: Sequence[int]) -> Any: ...
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def row_of(self, v: Value, index: int) -> Any: ...
     def rebind(self, v: Value, new: Value, name: str) -> None: ...
@@ -447,7 +428,7 @@ class RecordedGradient:
 _GETITEM = torch.Tensor.__getitem__
 _SETITEM = torch.Tensor.__setitem__
 
-# Operators that may be met before: (torch's function, the method, the method without its fast path).
+# Operators: torch's function, and the method. Those that were met before are recorded in C.
 BINARY = {
     _name: _binary(_name)
     for _name in (
@@ -460,7 +441,7 @@ BINARY = {
     )
     if hasattr(torch.Tensor, _name)
 }  # fmt: skip
-for _name, (_, _operator, _) in BINARY.items():
+for _name, (_, _operator) in BINARY.items():
     setattr(Value, _name, _operator)
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"):
     if hasattr(torch.Tensor, _name):

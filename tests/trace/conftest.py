@@ -1,4 +1,4 @@
-"""Every test of the trace runs twice: with the C extension and with its Python twin, the reference."""
+"""Every test of the trace runs twice: with the C extension and without, where every call goes the long way."""
 
 from __future__ import annotations
 

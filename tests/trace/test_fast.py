@@ -16,9 +16,11 @@ from torch import nn
 
 from fxbatch import operation
 from fxbatch.errors import TraceError
-from fxbatch.ir import TensorType
-from fxbatch.trace import columns, recorded_calls
+from fxbatch.ir import TensorType, tensor_type
+from fxbatch.trace import columns
 from fxbatch.trace.minibatch import Recording, record_minibatch
+from fxbatch.trace.record import Recorder
+from fxbatch.trace.state import tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
@@ -192,28 +194,79 @@ def test_column() -> None:
         c[2000]
 
 
-def test_known_calls() -> None:
-    """Found by owner, mode and types; replaced, cleared; calls of many inputs never wrong."""
-    known = recorded_calls.new_known_calls()
-    owners = [object() for _ in range(50)]
-    for i, owner in enumerate(owners):
-        for mode in range(3):
-            known.add(owner, mode, (i, mode, 1), (i, mode))
-            known.add(owner, mode, (), (i, mode, "none"))
-    for i, owner in enumerate(owners):
-        for mode in range(3):
-            assert known.find(owner, mode, (i, mode, 1)) == (i, mode)
-            assert known.find(owner, mode, ()) == (i, mode, "none")
-            assert known.find(owner, mode, (i, mode, 2)) is None
-            assert known.find(owner, mode + 3, (i, mode, 1)) is None
-    known.add(owners[0], 0, (), "new")
-    assert known.find(owners[0], 0, ()) == "new"
-    many = tuple(range(20))
-    known.add(owners[0], 0, many, "many")
-    assert known.find(owners[0], 0, many) in ("many", None)
-    assert known.find(owners[0], 0, many[:-1]) is None
-    known.clear()
-    assert known.find(owners[0], 0, ()) is None
+def test_the_table_of_calls(recorded_by: str) -> None:
+    """Found by function and arguments, plain data by type and content; replaced, cleared; none taken for another."""
+    if recorded_by == "python":
+        pytest.skip("the table of calls is in C")
+    table = SignatureTable()
+    recorder = Recorder(table)
+    weight, real = nn.Parameter(torch.ones(2)), torch.ones(4)
+    with tracing(recorder):
+        v, w = recorder.constant(torch.ones(3)), recorder.constant(torch.ones(3, dtype=torch.int64))
+        plain = [
+            0,
+            1,
+            -1,
+            True,
+            False,
+            0.0,
+            -0.0,
+            1.0,
+            None,
+            ...,
+            "a",
+            "b" * 50,
+            torch.float32,
+            torch.device("cpu"),
+        ]
+        plain += [
+            torch.device("meta"),
+            slice(1),
+            slice(0, 1),
+            slice(1, None),
+            slice(None, None, 2),
+            weight,
+            real,
+            v,
+            w,
+        ]
+        plain += [
+            [v, w],
+            [w, v],
+            (v, w),
+            [v] * 100,
+            [v] * 101,
+            (1, 2),
+            [1, 2],
+            torch.Size([1, 2]),
+            ([1], [2]),
+            [[1, 2]],
+        ]
+        calls = [(f, (v, x), {}) for f in (torch.add, torch.mul) for x in plain]
+        calls += [(torch.add, (v,), {"other": x}) for x in plain] + [
+            (torch.add, (v,), {"out": 1}),
+            (torch.add, (), {}),
+        ]
+        entries = [
+            table.constant(tensor_type((n,), torch.float32, torch.device("cpu"))) for n in range(len(calls))
+        ]
+        for call, entry in zip(calls, reversed(entries), strict=True):
+            assert columns._fast.recorded_before(recorder, *call) is None
+            recorder.remember(*call, entry)
+        for call, entry in zip(calls, entries, strict=True):
+            recorder.remember(*call, entry)  # what a call's code reads has changed
+        assert len(recorder.call_table) == len(calls)
+        before = [columns._fast.recorded_before(recorder, *call).shape for call in calls]
+        assert before == [(n,) for n in range(len(calls))]
+        equal = [(torch.add, (v, "".join(["b"] * 50)), {}), (torch.add, (v, torch.device("cpu", None)), {})]
+        assert [columns._fast.recorded_before(recorder, *call).shape for call in equal] == [(11,), (13,)]
+        for x in (float("nan"), 1 << 70, object(), {"a": v}, [[[[v]]]], np.float64(1)):  # looked at closely
+            recorder.remember(torch.add, (v, x), {}, entries[0])
+            assert columns._fast.recorded_before(recorder, torch.add, (v, x), {}) is None
+        with torch.no_grad():
+            assert columns._fast.recorded_before(recorder, *calls[0]) is None
+        recorder.call_table.clear()
+        assert columns._fast.recorded_before(recorder, *calls[0]) is None
 
 
 def test_what_an_instance_brings_is_free_when_its_call_is_over() -> None:

@@ -110,6 +110,8 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 def test_the_second_minibatch_looks_at_no_module(looked_at: list[nn.Module], recorded_by: str) -> None:
+    if recorded_by == "python":
+        pytest.skip("the table of calls is in C")
     model = Model()
     agree(model, inputs())
     assert len(looked_at) >= 3

@@ -11,8 +11,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace import call_table as settled
-from fxbatch.trace import columns, modules
+from fxbatch.trace import calls, columns, modules
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -200,9 +199,9 @@ def test_known_functions_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> No
     """From the second call on Python is not asked: this is what the time rests on."""
     if not columns.ExtensionSwitch.on:
         pytest.skip("without the C extension")
-    seen: list[str] = []
-    python = settled._key
-    monkeypatch.setattr(settled, "_key", lambda r, f, *rest: seen.append(f.__name__) or python(r, f, *rest))
+    seen: list[Any] = []
+    arguments = calls.Arguments
+    monkeypatch.setattr(calls, "Arguments", lambda *a, **k: seen.append(a) or arguments(*a, **k))
     label, weight = torch.tensor(1), nn.Parameter(torch.ones(2, 3))
 
     def forward(x: Any) -> Any:

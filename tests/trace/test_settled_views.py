@@ -61,7 +61,9 @@ def test_views_that_were_met_equal_the_loop(model: Any) -> None:
     check_equal(model(), [torch.randn(4) for _ in range(5)])
 
 
-def test_views_that_were_met_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_that_were_met_take_the_short_way(monkeypatch: pytest.MonkeyPatch, recorded_by: str) -> None:
+    if recorded_by == "python":
+        pytest.skip("the table of calls is in C")
     model, data = Views(), [torch.randn(4) for _ in range(5)]
     model(data)
     long_way: list[Any] = []
