@@ -18,8 +18,8 @@ from torch import nn
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch
-from fxbatch.trace.install_c_hooks import use_extension
 from fxbatch.trace.minibatch import record_minibatch
+from fxbatch.trace.torch_patches import use_extension
 from fxbatch.trace.traces import merge, trace_instance
 
 

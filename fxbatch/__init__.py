@@ -41,7 +41,7 @@ try:
     )
     from fxbatch.explanation import Explanation
     from fxbatch.inspection import Minibatch, compile_minibatch, explain
-    from fxbatch.trace.marked import operation
+    from fxbatch.trace.calls import operation
     from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
 finally:
     if _collected:

@@ -11,7 +11,7 @@ from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
-from fxbatch.trace.statistics import Statistics
+from fxbatch.trace.minibatch import Statistics
 
 NARROW = 110  # columns; below, the table has fewer
 

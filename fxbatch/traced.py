@@ -23,7 +23,7 @@ from fxbatch.errors import MinibatchError, OptionError
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance
-from fxbatch.trace.lazy import LazyBatch
+from fxbatch.trace.minibatch import LazyBatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import RecordedUnder
 from fxbatch.trace.traces import Trace, trace_instance

@@ -24,9 +24,8 @@ from fxbatch.ir import Program, Signature, Slot, TensorType
 from fxbatch.mistakes import report
 from fxbatch.signature import CONSTANT_KINDS, tensor_type
 from fxbatch.torch_private import any_autocast
-from fxbatch.trace.keys import static_key
 from fxbatch.trace.operations import take_row
-from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.table import Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.ragged.packed_function import PackedFunction

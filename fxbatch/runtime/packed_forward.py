@@ -45,11 +45,11 @@ from fxbatch.torch_private import (
 )
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
-from fxbatch.trace.keys import ATOMS, static_key
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.reached import BodyRoots
 from fxbatch.trace.state import current_recorder
+from fxbatch.trace.table import ATOMS, static_key
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up

@@ -17,10 +17,9 @@ import torch
 
 from fxbatch.ir import SharedOperand, Slot, Template
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
-from fxbatch.trace.keys import static_key
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.values import Value
-from fxbatch.trace.written import WrittenTensor, value_of
+from fxbatch.trace.table import static_key
+from fxbatch.trace.values import Value, WrittenTensor, value_of
 
 
 def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:

@@ -42,7 +42,6 @@ import numpy as np
 import torch
 
 from fxbatch.trace.fake_run import BodyError
-from fxbatch.trace.keys import ATOMS, static_key
 from fxbatch.trace.reached import (
     CODELESS,
     CONTENT,
@@ -61,6 +60,7 @@ from fxbatch.trace.reached import (
     holds_now,
     is_library,
 )
+from fxbatch.trace.table import ATOMS, static_key
 
 Guards = tuple[Any, ...]  # dictionary, key, object it held; and again
 

@@ -1,14 +1,19 @@
 """Calls whose result or output shape depends on values: the instance waits for its inputs.
 
-In: a function that can't be run on fake tensors (`x[mask]`, `nonzero`, `torch.equal`). Out: what it
-gives, with
-Values where gradients can flow, recorded as an operation whose output types are known.
+In: a function that can't be run on fake tensors (`x[mask]`, `nonzero`, `torch.equal`). Out: what it gives, with Values
+where gradients can flow, recorded as an operation whose output types are known.
 
     x[mask]     # reads mask; records x[indices] with the indices as a constant
+
+While a thread is inside a call of `torch.ops`, an instance that asks for a value is answered on the spot: pybind11
+keeps a stack a thread, and ends the process when a greenlet leaves it out of order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +21,39 @@ import torch
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.no_switch import inside_binding
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
+
+_BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
+
+
+class _Depth(threading.local):
+    depth = 0
+
+
+_inside = _Depth()
+
+
+@contextlib.contextmanager
+def inside_binding(func: Any) -> Iterator[None]:
+    """Note that this thread is inside a call of func, if that is one of torch.ops."""
+    if not isinstance(func, _BOUND):
+        yield
+        return
+    _inside.depth += 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+
+
+def must_not_switch() -> bool:
+    """Whether this thread is inside a binding."""
+    return _inside.depth > 0
+
 
 _MASKS = (torch.bool, torch.uint8)
 _POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -10,27 +10,41 @@ find them, and in the end as the loop leaves them.
 Why so, and not an error where values of two instances meet: state in `self` is ordinary Python (an LSTM's `self.h`, a
 counter, a log), it batches as well as without, and what one instance leaves to the next may be meant. The rule is the
 loop's own: an attribute that an instance has not set itself is the one that the instances before it leave, so whoever
-reads it before those are done waits for its turn. Which attributes these are is read from the code of the modules'
-classes (trace/lasting.py) when the first instance waits; those that are set otherwise are seen as they are set.
+reads it before those are done waits for its turn. Which attributes these are is read from the bytecode of the modules'
+classes when the first instance waits; those that are set otherwise are seen as they are set.
 
-What can't be switched is not mixed either: an instance that holds what all share (a lock or another manager of a
-`with` that is none of torch's modes, a default dtype, sys.stdout, a global that the code changes) is not left: what it
-asks for runs at once. Minibatches in which nobody waits pay for none of this.
+    changes = changes_of([Model.forward], [model])
+    changes.names         # {"h", "log"}: self.h = ..., self.log.append(...)
+    changes.shared        # "COUNT" (model.py:12), "State.h", "" where nothing else is
+
+What is found in the code is only ever too much: then an instance waits for its turn where it might not have to. What
+can't be switched is not mixed either: an instance that holds what all share (a lock or another manager of a `with` that
+is none of torch's modes, a default dtype, sys.stdout, a global that the code changes) is not left: what it asks for
+runs at once. Minibatches in which nobody waits pay for none of this.
 """
 
 from __future__ import annotations
 
+import builtins
+import collections
+import contextlib
+import decimal
+import dis
+import functools
+import inspect
+import itertools
 import sys
+import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.trace.lasting import changes_of, holds_what_is_shared
 from fxbatch.trace.state import current_recorder
-from fxbatch.trace.user_line import at_line
+from fxbatch.trace.user_line import at_line, in_users_code
 
 Settings = tuple[Any, ...]
 _ABSENT: Any = object()  # an attribute that a module does not have
@@ -264,3 +278,393 @@ def traced_getattr(self: torch.nn.Module, name: str) -> Any:
             if name in state:
                 return state[name]
     return _plain_getattr(self, name)
+
+
+_MUTATORS = frozenset(
+    {
+        "append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear",
+        "update", "add", "discard", "setdefault", "sort", "reverse", "rotate", "put", "write", "difference_update",
+        "intersection_update", "symmetric_difference_update",
+    }
+)  # fmt: skip
+_STORES_ITEM = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+_STORES_ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_FREE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What code may change: attributes by name, and the first global, closure or plain object ("" for none)."""
+
+    names: frozenset[str]
+    shared: str
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The same of one code object. Whether what `shared` names is a container is not known from the code."""
+
+    names: tuple[str, ...]
+    rebound: tuple[str, ...]  # globals and closure variables that are assigned
+    shared: tuple[str, ...]  # those whose attributes or items are
+    called: tuple[str, ...]  # names of functions that it may call
+    own: tuple[str, ...]  # attributes of its first parameter that are set, or whose contents are changed
+    others: tuple[
+        tuple[str, str], ...
+    ]  # attributes of anything else: (attribute that it was read from or "", name)
+    methods: tuple[str, ...]  # attributes that are read: its methods may be called
+
+
+@functools.lru_cache(maxsize=4096)
+def _found(code: types.CodeType) -> _Found:
+    names: dict[str, None] = {}
+    rebound: dict[str, None] = {}
+    shared: dict[str, None] = {}
+    called: dict[str, None] = {}
+    own: dict[str, None] = {}
+    others: dict[tuple[str, str], None] = {}
+    methods: dict[str, None] = {}
+    steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    for k, i in enumerate(steps):
+        changed: range | None = None  # where what changes was read
+        if i.opname in _FREE:
+            called[str(i.argval)] = None
+        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+        ):
+            rebound[str(i.argval)] = None
+        elif i.opname in _STORES_ATTRIBUTE:
+            names[str(i.argval)] = None
+            changed = _expression(steps, k) or _line(steps, k)
+            path = [str(steps[at].argval) for at in changed if steps[at].opname in _LOADS_ATTRIBUTE]
+            if len(changed) == 1 and _is_first(code, steps[changed.start]):
+                own[str(i.argval)] = None
+            else:
+                others[path[-1] if path else "", str(i.argval)] = None
+            changed = range(changed.start, changed.start + 1)
+        elif i.opname in _STORES_ITEM:
+            key = _expression(steps, k)
+            changed = (key and _expression(steps, key.start)) or _line(steps, k)
+        elif i.opname in _LOADS_ATTRIBUTE and i.argval in _MUTATORS:
+            changed = _expression(steps, k) or _line(steps, k)
+        if i.opname in _LOADS_ATTRIBUTE:
+            methods[str(i.argval)] = None
+        path = [str(steps[at].argval) for at in changed or () if steps[at].opname in _LOADS_ATTRIBUTE]
+        if path and i.opname not in _STORES_ATTRIBUTE:
+            own[path[0]] = None
+            others.update({(x, ""): None for x in path})
+        for x in (steps[at] for at in changed or ()):
+            if x.opname in _LOADS_ATTRIBUTE and x.argval not in _MUTATORS:
+                names[str(x.argval)] = None
+            elif x.opname in _FREE and (x.opname != "LOAD_DEREF" or x.argval in code.co_freevars):
+                shared[str(x.argval)] = None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found = _found(inner)
+            names.update(dict.fromkeys(found.names))
+            called.update(dict.fromkeys(found.called))
+            methods.update(dict.fromkeys(found.methods))
+            others.update(dict.fromkeys(found.others))
+            others.update({("", x): None for x in found.own})  # its first parameter is not ours
+            cells = set(code.co_cellvars)  # only looked up
+            rebound.update({x: None for x in found.rebound if x not in cells})
+            shared.update({x: None for x in found.shared if x not in cells})
+    return _Found(*map(tuple, (names, rebound, shared, called, own, others, methods)))  # type: ignore[arg-type]
+
+
+def _is_first(code: types.CodeType, step: dis.Instruction) -> bool:
+    """Whether a step reads the first parameter, `self` in a method."""
+    return bool(code.co_argcount) and step.opname == "LOAD_FAST" and step.argval == code.co_varnames[0]
+
+
+def _expression(steps: Sequence[dis.Instruction], end: int) -> range | None:
+    """The steps that compute what is on top of the stack before step `end`; None where jumps or swaps hide it."""
+    wanted, k = 1, end
+    while k > 0 and wanted > 0:
+        if steps[k].is_jump_target:
+            return None
+        k -= 1
+        if steps[k].opname in ("SWAP", "COPY"):
+            return None
+        wanted -= dis.stack_effect(steps[k].opcode, steps[k].arg, jump=False)
+    return range(k, end) if wanted <= 0 else None
+
+
+def _line(steps: Sequence[dis.Instruction], k: int) -> range:
+    """The steps before step k on its line."""
+    start = k
+    while start > 0 and _at(steps, start - 1) == _at(steps, k):
+        start -= 1
+    return range(start, k)
+
+
+def _at(steps: Sequence[dis.Instruction], k: int) -> int | None:
+    positions = steps[k].positions
+    return None if positions is None else positions.lineno
+
+
+def changes_of(functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module]) -> Changes:
+    """What these functions, the methods of these modules' classes and of the plain objects that modules hold, and the
+    functions that they name may change."""
+    names: dict[str, None] = {}
+    shared = ""
+    ahead = list(map(inspect.unwrap, functions))
+    held: dict[int, tuple[str, Any]] = {}  # plain objects, by id, and the attribute where each was found
+    for cls in dict.fromkeys(map(type, modules)):
+        ahead.extend(_methods(cls))
+    for m in modules:
+        for name, x in m.__dict__.items():
+            if type(x) not in _PLAIN and name not in _TABLES:
+                _find_held(name, x, held, 0)
+    seen: set[types.CodeType] = set()  # only looked up
+    read: dict[str, None] = {}  # names of attributes that are read
+    while ahead:
+        f = ahead.pop()
+        f = getattr(f, "__func__", f)
+        code = getattr(f, "__code__", None)
+        if not isinstance(code, types.CodeType) or code in seen or not in_users_code(code, f.__globals__):
+            continue
+        seen.add(code)
+        found = _found(code)
+        names.update(dict.fromkeys(found.names))
+        known = _variables(f)
+        if not shared:
+            changed = (*found.rebound, *(x for x in found.shared if _may_hold(known.get(x))))
+            shared = f"{changed[0]} ({f.__qualname__})" if changed else ""
+        if not shared and held:
+            shared = _changed_of_held(found.others, held)
+        ahead.extend(x for n in found.called if isinstance(x := known.get(n), types.FunctionType))
+        read.update(dict.fromkeys(found.methods))
+    return Changes(frozenset(names), shared or _changed_by_methods(read, held))
+
+
+# What modules hold that can't be changed, or is looked at elsewhere; their tables of parameters and submodules.
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
+)  # fmt: skip
+_TABLES = tuple(torch.nn.Module().__dict__)
+_DEPTH = 3  # of plain objects within plain objects
+_ITEMS = 64  # of a container that are looked at
+
+
+def _find_held(name: str, x: Any, held: dict[int, tuple[str, Any]], depth: int) -> None:
+    """Note plain objects of users' classes that an attribute leads to, through objects and containers."""
+    if type(x) in _PLAIN or depth == _DEPTH or id(x) in held:
+        return
+    if isinstance(x, (list, tuple, dict, set, frozenset, collections.deque)):
+        for y in itertools.islice(x.values() if isinstance(x, dict) else x, _ITEMS):
+            _find_held(name, y, held, depth + 1)
+    elif not isinstance(x, (torch.nn.Module, type)) and (
+        type(x) is types.SimpleNamespace or type(x).__module__.split(".")[0] not in _KNOWN
+    ):
+        held[id(x)] = name, x
+        for inner, y in getattr(x, "__dict__", {}).items():
+            _find_held(inner, y, held, depth + 1)
+
+
+_KNOWN = (
+    "torch",
+    "fxbatch",
+    "builtins",
+    "numpy",
+    "collections",
+    "functools",
+    "types",
+    "enum",
+    "random",
+    "logging",
+    "re",
+)
+
+
+def _changed_of_held(others: Iterable[tuple[str, str]], held: dict[int, tuple[str, Any]]) -> str:
+    """The attribute of a plain object that `owner.name = ...` may set, or whose contents `owner.add(...)` changes."""
+    for owner, name in others:
+        for at, x in held.values():
+            if (
+                owner == at
+                if owner or not name
+                else name in getattr(x, "__dict__", ()) or hasattr(type(x), name)
+            ):
+                return f"{type(x).__name__}.{name}" if name else f"{type(x).__name__} ({at})"
+    return ""
+
+
+def _changed_by_methods(read: Iterable[str], held: dict[int, tuple[str, Any]]) -> str:
+    """The attribute of a plain object that one of its methods sets or changes, of those that may be called."""
+    for cls in dict.fromkeys(type(x) for _, x in held.values()):
+        ahead = [*read, "__call__", "__setitem__", "__iadd__"]
+        seen: dict[str, None] = {}
+        while ahead:
+            name = ahead.pop()
+            f = inspect.unwrap(x) if callable(x := getattr(cls, name, None)) else None
+            if name in seen or not isinstance(f, types.FunctionType):
+                continue
+            seen[name] = None
+            found = _found(f.__code__)
+            if found.own or found.others:
+                return (
+                    f"{cls.__name__}.{(*found.own, *(n or o for o, n in found.others))[0]} ({f.__qualname__})"
+                )
+            ahead.extend(found.methods)
+    return ""
+
+
+def _methods(cls: type) -> Iterator[Callable[..., Any]]:
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("torch", "builtins", "fxbatch"):
+            continue
+        for name, x in vars(base).items():
+            if isinstance(x, property):
+                yield from (f for f in (x.fget, x.fset) if f is not None)
+            elif name != "__init__" and (callable(x) or isinstance(x, (staticmethod, classmethod))):
+                yield inspect.unwrap(getattr(x, "__func__", x))
+
+
+def _variables(f: Any) -> dict[str, Any]:
+    """Globals and closure variables that a function names."""
+    found = {n: f.__globals__[n] for n in _found(f.__code__).called if n in f.__globals__}
+    for n, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            found[n] = inspect.unwrap(x) if callable(x := cell.cell_contents) else x
+    return found
+
+
+def _may_hold(x: Any) -> bool:
+    """Whether what a variable holds may change: modules of Python, functions and numbers don't, torch's modules are
+    looked at by their attributes."""
+    kept = (
+        types.ModuleType,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+    )
+    return not isinstance(x, (*kept, tuple, frozenset, torch.nn.Module, torch.Tensor))
+
+
+# With blocks
+
+# What these hold is this thread's torch modes, which each instance has of its own, or nothing.
+_OWN = (
+    torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast,
+    torch.autograd.profiler.record_function, contextlib.nullcontext, contextlib.suppress, decimal.localcontext,
+    torch.nn.attention.sdpa_kernel, torch.overrides.TorchFunctionMode,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Manager:
+    """How the manager of a `with` is named: a variable ("" where that can't be told), and attributes of it."""
+
+    root: str
+    path: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _handlers(code: types.CodeType) -> tuple[tuple[int, int, int, _Manager | None], ...]:
+    """(start, end, handler, manager where it is a `with`'s) of each protected range of instructions."""
+    steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    place = {i.offset: k for k, i in enumerate(steps)}
+    rows = list(_protected(code))
+    first: dict[int, int] = {}
+    for start, _, target in rows:
+        first[target] = min(start, first.get(target, start))
+    managers: dict[int, _Manager | None] = {}
+    for target, start in first.items():
+        handles = steps[place[target] : place[target] + 2]
+        is_with = any(i.opname == "WITH_EXCEPT_START" for i in handles)
+        managers[target] = _manager(steps, start) if is_with else None
+    return tuple((start, end, target, managers[target]) for start, end, target in rows)
+
+
+def _manager(steps: list[dis.Instruction], inside: int) -> _Manager:
+    """The manager of the `with` whose body begins at an offset: its expression ends where it is entered."""
+    entered = [
+        k
+        for k, i in enumerate(steps)
+        if i.offset < inside
+        and (i.opname == "BEFORE_WITH" or (i.opname == "LOAD_SPECIAL" and "exit" in i.argrepr))
+    ]
+    k = entered[-1] if entered else 0
+    if steps[k].opname == "LOAD_SPECIAL":
+        k -= 1  # behind a COPY of the manager
+    named = _expression(steps, k)
+    if named is None or steps[named.start].opname not in (*_FREE, "LOAD_FAST"):
+        return _Manager("", ())
+    path = []
+    for i in steps[named.start + 1 : k]:
+        if i.opname not in _LOADS_ATTRIBUTE:
+            break
+        path.append(str(i.argval))
+    return _Manager(str(steps[named.start].argval), tuple(path))
+
+
+def _entered(code: types.CodeType, offset: int) -> Iterator[_Manager]:
+    """The managers of the `with` blocks around an instruction, innermost first: a handler is protected by the next."""
+    rows = _handlers(code)
+    for _ in rows:
+        found = next((row for row in rows if row[0] <= offset < row[1]), None)
+        if found is None:
+            return
+        offset = found[2]
+        if found[3] is not None:
+            yield found[3]
+
+
+def _protected(code: types.CodeType) -> Iterator[tuple[int, int, int]]:
+    """(start, end, handler) of each protected range of instructions, in bytes (CPython's exception_handling_notes)."""
+    data = iter(code.co_exceptiontable)
+
+    def number() -> int | None:
+        byte = next(data, None)
+        if byte is None:
+            return None
+        n = byte & 63
+        while byte & 64:
+            byte = next(data)
+            n = (n << 6) | (byte & 63)
+        return n
+
+    while (start := number()) is not None:
+        length, target, _ = number() or 0, number() or 0, number()
+        yield 2 * start, 2 * (start + length), 2 * target
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_suspect(code: types.CodeType) -> bool:
+    return "acquire" in code.co_names or any(row[3] is not None for row in _handlers(code))
+
+
+def holds_what_is_shared(frame: types.FrameType | None) -> bool:
+    """Whether a frame of the user's code, from this one outwards, is inside a `with` whose manager may hold what all
+    instances share (a lock, a file, a global setting), or takes a lock itself."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_suspect(code) and in_users_code(code, frame.f_globals):
+            if "acquire" in code.co_names:
+                return True
+            if not all(_is_own(manager, frame) for manager in _entered(code, frame.f_lasti)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _is_own(manager: _Manager, frame: types.FrameType) -> bool:
+    """Whether what is named so is one of torch's modes, or of what holds nothing."""
+    for where in (frame.f_locals, frame.f_globals, vars(builtins)):
+        if manager.root in where:
+            found = where[manager.root]
+            break
+    else:
+        return False
+    for attribute in manager.path:
+        found = getattr(found, attribute, None)
+    kind = found if isinstance(found, type) else type(found)
+    return any(found is own or (isinstance(own, type) and issubclass(kind, own)) for own in _OWN)

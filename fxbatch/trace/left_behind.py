@@ -21,11 +21,9 @@ import numpy as np
 import torch
 
 from fxbatch.torch_private import tree_leaves
-from fxbatch.trace.aliases import alias_of
 from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.values import Value
-from fxbatch.trace.written import Written
+from fxbatch.trace.values import Value, Written, alias_of
 
 Place = tuple[Any, Any]  # a container, and an index or key of it
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]

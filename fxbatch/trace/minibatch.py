@@ -1,11 +1,18 @@
-"""Record a minibatch: every instance's forward once, suspended where it asks for a value.
+"""Record a minibatch: every instance's forward once, suspended where it asks for a value; and lazy blocks.
 
-In: the user's forward, the arguments of each instance, an Execution that can run programs. Out: a
-Recording: results
+In: the user's forward, the arguments of each instance, an Execution that can run programs. Out: a Recording: results
 with Values as leaves, what is still pending, and counts.
 
     recording = record_minibatch(model.forward, [((tree,), {}) for tree in trees], table, execution)
     program = recording.pending_program(recording.output_ids())
+    recording.statistics.phases[0].instances      # how many were suspended in the first phase
+
+In a lazy block, per-instance code is in a plain Python loop: torch functions and modules that meet `batch.value(x)` (or
+real tensors, for modules) are recorded; reading a value, `.backward()` or leaving the block runs everything pending.
+
+    with LazyBatch(table, execution, (model,)) as batch:
+        losses = [model.loss(x) for x in data]
+        sum(losses).backward()
 """
 
 from __future__ import annotations
@@ -13,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
 import greenlet
@@ -21,21 +30,80 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
-from fxbatch.torch_private import tree_leaves
+from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.columns import quicken
+from fxbatch.trace.data_dependent import must_not_switch
 from fxbatch.trace.instances import Instances, settings_now
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
-from fxbatch.trace.no_switch import must_not_switch
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, tracing
-from fxbatch.trace.statistics import Statistics
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
-from fxbatch.trace.user_line import at_line, user_place
-from fxbatch.trace.values import Value
+from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
+from fxbatch.trace.values import Value, result_with_values
 from fxbatch.trace.writes import finish_written
-from fxbatch.trace.written import result_with_values
+
+
+@dataclass(frozen=True)
+class PhaseStatistics:
+    """One batch that suspended instances waited for."""
+
+    calls: int
+    instances: int
+
+
+class Statistics:
+    """Counts of one minibatch."""
+
+    def __init__(self, instances: int) -> None:
+        self.instances = instances
+        self.phases: list[PhaseStatistics] = []
+        self.suspensions = 0
+        self._places: dict[UserPlace, int] = {}  # where the user's code asked -> how often
+        self.values_read = 0
+        self.stayed = ""  # why an instance that asked was not left, so that others could not run
+
+    def asked(self, place: UserPlace, values: int) -> None:
+        """An instance asked for values at this place of the user's code."""
+        self.suspensions += 1
+        self.values_read += values
+        self._places[place] = self._places.get(place, 0) + 1
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """The user's lines that asked, and how often."""
+        counts: dict[str, int] = {}
+        for place, count in self._places.items():
+            line = line_of(place)
+            counts[line] = counts.get(line, 0) + count
+        return counts
+
+    def phase(self, calls: int, suspended: Sequence[int]) -> None:
+        """A phase ran `calls` calls for these instances."""
+        self.phases.append(PhaseStatistics(calls, len(suspended)))
+
+    def hint(self) -> str:
+        """Advice when values are asked for in a way that prevents batching, else ""."""
+        if self.instances < 2 or not self.phases:
+            return ""
+        if self.stayed:
+            return (
+                f"an instance that asked for a value was not left, as {self.stayed}: values come one by one"
+            )
+        alone = sum(p.instances == 1 for p in self.phases)
+        empty = sum(p.calls == 0 for p in self.phases)
+        lines = self.lines
+        line = max(lines, key=lambda k: lines[k])
+        if empty > len(self.phases) // 2:
+            return f"{line} reads values one at a time: read them together with .tolist()"
+        if alone > len(self.phases) // 2 and alone > 1:
+            return (
+                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are "
+                "asked for one instance "
+                f"at a time ({line})"
+            )
+        return ""
 
 
 class Execution(Protocol):
@@ -419,3 +487,73 @@ class _Run:
 
 def _instance(parked: _Parked) -> int:
     return parked.instance
+
+
+class LazyBatch:
+    """The recorder part of `fxbatch.lazy`.
+
+    Values stay readable after the block; used there, they are real tensors.
+    """
+
+    def __init__(
+        self, table: SignatureTable, execution: LazyExecution, roots: Sequence[torch.nn.Module] = ()
+    ) -> None:
+        self.recorder = Recorder(table, roots, 1)
+        self.execution = execution
+        self.statistics = Statistics(1)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> LazyBatch:
+        self.recorder.ask = self._ask
+        self.recorder.give = self._give
+        self._stack.enter_context(patched())
+        self._stack.enter_context(tracing(self.recorder))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if error is None:
+            self.run()
+        self.recorder.finish()
+        left = LeftBehind.of(self.recorder, held=False)
+        if left is not None and error is not None:
+            left.abandon()
+        elif left is not None:
+            left.give(self._give(left.values))
+        if error is None:
+            self.recorder.ask = self._ask
+
+    def value(self, x: torch.Tensor) -> Any:
+        """A real tensor as a value of this batch, so that plain torch functions of it are recorded."""
+        found = self.recorder.constant(x)
+        return x if found is None else found
+
+    def run(self) -> None:
+        """Run everything pending as one batch."""
+        if self.recorder.pending:
+            calls = self.recorder.pending
+            program = self.recorder.pending_program([])
+            with tracing(None):
+                self.execution.run(program)
+            self.statistics.phase(calls, [0])
+
+    def real(self, results: Any) -> Any:
+        """A pytree with its Values replaced by real, differentiable tensors."""
+        found: list[Value] = []
+        tree_map(lambda x: found.append(x) if type(x) is Value else None, results)
+        real = iter(self._give(found))
+        return tree_map(lambda x: next(real) if type(x) is Value else x, results)
+
+    def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
+        self.statistics.asked(user_place(), len(values))
+        self.run()
+        with tracing(None):
+            read = self.execution.numbers if plain else self.execution.read
+            return read([v.id for v in values])
+
+    def _give(self, values: list[Value]) -> list[torch.Tensor]:
+        self.run()
+        with tracing(None):
+            return self.execution.materialise([v.id for v in values])

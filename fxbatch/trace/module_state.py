@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxbatch.ir import SharedOperand
+from fxbatch.ir import SharedOperand, TensorType
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
-from fxbatch.trace.portable_signature import fingerprint
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
@@ -221,6 +220,20 @@ class ModulesMet(NamedTuple):
                     else:
                         lasts = False
         return ModulesMet(owners, parts, frozenset(seen), operands, lasts)
+
+
+def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
+    """What a trace depends on: the class and mode of each module, the type of each parameter and buffer."""
+    if model is None:
+        return ()
+    lines = []
+    for name, m in model.named_modules():
+        lines.append(
+            f"{name or 'the model'}: {type(m).__qualname__}, {'training' if m.training else 'eval'} mode"
+        )
+        for kind in (m._parameters, m._buffers):
+            lines.extend(f"{name}.{k}: {TensorType.of(t)}" for k, t in kind.items() if t is not None)
+    return tuple(lines)
 
 
 class KnownModel:

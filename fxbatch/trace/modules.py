@@ -24,20 +24,18 @@ from fxbatch.ir import Operation, Signature
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
-from fxbatch.trace.aliases import link_views
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
-from fxbatch.trace.keys import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.module_state import Examined, has_hooks
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
 from fxbatch.trace.reached import is_own
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
-from fxbatch.trace.table import Entry
+from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 MANY_STATES = 4  # so is one that reads something that had more contents than this

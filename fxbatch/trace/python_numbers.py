@@ -21,15 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.ir import Operation, Signature, Slot, Template
-from fxbatch.trace.aliases import link_view
 from fxbatch.trace.fake_run import run_on_fakes
-from fxbatch.trace.keys import static_key
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.table import Entry, Lifted
+from fxbatch.trace.table import Entry, Lifted, static_key
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value, link_view
 
 _GETITEM = torch.Tensor.__getitem__
 MANY_NUMBERS = 4  # contents of a static float before it is lifted

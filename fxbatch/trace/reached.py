@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 from fxbatch.trace.columns import ExtensionSwitch, _fast
-from fxbatch.trace.keys import ATOMS, ByIdentity, static_key
+from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 

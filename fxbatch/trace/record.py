@@ -21,9 +21,8 @@ from fxbatch.trace.python_numbers import call_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value, with_values
 from fxbatch.trace.writes import rebind
-from fxbatch.trace.written import with_values
 
 
 class Recorder(RecordedCalls):

@@ -20,16 +20,14 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.columns import ExtensionSwitch, _fast, columns_of, new_call_table, new_column, written_to
-from fxbatch.trace.fixed_numbers import fix_uniform_numbers
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners, as_they_were
 from fxbatch.trace.state import RecordedUnder, state
-from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.value_facts import GradientFlags, KnownTypes
-from fxbatch.trace.values import Value, new_value
-from fxbatch.trace.written import Written, value_of
+from fxbatch.trace.values import Value, Written, new_value, value_of
 
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40

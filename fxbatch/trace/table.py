@@ -1,17 +1,28 @@
-"""The signature table: one id for each whole key, one object for each signature.
+"""The signature table: one id for each whole key, one object for each signature; and keys of static arguments.
 
-In: what a call is (operation, input types, shared operands, static arguments, modes). Out: stable integer
-ids. A table only grows: one that is `full` is left to the recordings that use it, and new ones get another.
+In: what a call is (operation, input types, shared operands, static arguments, modes). Out: stable integer ids. A table
+only grows: one that is `full` is left to the recordings that use it, and new ones get another.
 
     table = SignatureTable()
-    sid = table.intern(key, lambda: Signature(...))
-    table.signatures[sid]
+    entry = table.constant(f32_3)
+    table.signatures[entry.sid]
+
+Keys are equal exactly when arguments are the same to an operation: they keep the Python type (1, 1.0 and True differ),
+the sign of zero, and make nan equal to itself.
+
+    static_key(1) != static_key(True)
+
+Lifted numbers that turn out to be one number in all calls that the table has seen are put back into the operation.
+
+    mul(h, n) with n = 0.5 in all calls   =>   mul(h; 0.5)
+    mul(h, n) with n = 0.5 and 0.7        =>   unchanged: one batch
 """
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +31,61 @@ import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
 from fxbatch.trace.fake_run import Outcome
+
+_BY_VALUE = (
+    type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout,
+    type(Ellipsis), type(NotImplemented), torch.Size,
+)  # fmt: skip
+
+
+ATOMS = frozenset({*_BY_VALUE, float, complex})  # types of plain data without parts
+
+
+class OpaqueArgumentError(Exception):
+    """An argument that is neither a tensor nor plain data; `kind` is its type's name."""
+
+    def __init__(self, argument: Any) -> None:
+        self.kind = type(argument).__name__
+        super().__init__(f"takes a {self.kind}")
+
+
+class ByIdentity:
+    """A key that holds its object, compared by identity."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is ByIdentity and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def static_key(x: Any) -> Any:
+    """The key of one static leaf; OpaqueArgumentError when it is no plain data."""
+    kind = type(x)
+    if kind in _BY_VALUE:
+        return (kind, x)
+    if kind is float:
+        return (kind, _float_key(x))
+    if kind is complex:
+        return (kind, _float_key(x.real), _float_key(x.imag))
+    if kind is slice:
+        return (kind, static_key(x.start), static_key(x.stop), static_key(x.step))
+    if isinstance(x, np.generic):
+        return (kind, x.dtype.str, x.tobytes())
+    if isinstance(x, (type, torch.Generator)) or (callable(x) and not isinstance(x, torch.nn.Module)):
+        return (kind, ByIdentity(x))
+    raise OpaqueArgumentError(x)
+
+
+def _float_key(x: float) -> Any:
+    if x != x or x == 0:
+        return struct.pack("<d", x) if x == 0 else "nan"
+    return x
 
 
 @dataclass(frozen=True)
@@ -211,3 +277,45 @@ class SignatureTable:
         with self.lock:
             if len(self.traced_through) < self.limit:
                 self.traced_through.setdefault((name, reason), TracedThrough(name, reason, location))
+
+
+_VARIED = object()
+
+
+def fix_uniform_numbers(
+    table: SignatureTable,
+    sig: np.ndarray,
+    inputs: np.ndarray,
+    lifted_here: Iterable[int],
+    numbers: Mapping[int, Any],
+    base: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The signature and input columns with uniform numbers fixed; value ids stay.
+
+    lifted_here: the lifted signatures of the phase; numbers: those of lifted values, which are counted from `base`.
+    """
+    arity = table.arity()[sig]
+    first = arity.cumsum() - arity
+    keep = np.ones(len(inputs), dtype=bool)
+    changed = sig.copy()
+    for sid in lifted_here:
+        rows = (sig == sid).nonzero()[0]
+        lifted = table.lifted[sid]
+        places = first[rows] + lifted.position
+        used = inputs[places]
+        number = numbers[int(used[0]) + base]
+        if not _stays_uniform(table.uniform, sid, number, bool((used == used[0]).all())):
+            continue
+        changed[rows] = lifted.fixed(number).sid
+        keep[places] = False
+    if keep.all():
+        return sig, inputs
+    return changed, inputs[keep]
+
+
+def _stays_uniform(uniform: dict[int, Any], sid: int, number: Any, same: bool) -> bool:
+    key = static_key(number) if same else _VARIED
+    before = uniform.setdefault(sid, key)
+    if before is not _VARIED and before != key:
+        uniform[sid] = _VARIED
+    return uniform[sid] is not _VARIED

@@ -2,6 +2,14 @@
 
 with patched():
     ...             # nn.Module calls, custom autograd functions and torch.tensor know Values
+use_extension(False)      # record in Python alone, from the next recording on
+
+`torch.func.functional_call` is one operation, transforms of values are refused: else both give wrong results and no
+error, for a transform wraps what a Value is for C++, an empty tensor, and a module that is called with other weights
+for the moment would be recorded with its own.
+
+    functional_call(module, {"weight": value}, (x,))     # recorded: the weights are inputs of the operation
+    torch.func.grad(energy)(value)                       # TraceError: it would see a tensor without content
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +26,200 @@ from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
 from fxbatch.torch_private import (
     CheckpointFunction,
+    any_autocast,
     dynamo_questions,
+    function_mode_count,
+    function_modes_enabled,
+    functorch_transforms,
+    functorch_vmap,
+    handle_torch_function,
     let_dynamo_read_torch,
     memory_is_real,
+    mode_addresses,
+    resizable_place,
+    stateless,
     tree_leaves,
     tree_map,
+    warning_handler_address,
 )
-from fxbatch.trace.install_c_hooks import (
-    Entries,
-    handle_torch_function_method,
-    module_call_method,
-    put_attributes,
-    quicken_modules,
-)
+from fxbatch.trace.calls import examined_function
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
-from fxbatch.trace.operations import CustomFunction
-from fxbatch.trace.state import state
-from fxbatch.trace.transforms import TRANSFORMS
+from fxbatch.trace.modules import traced_call
+from fxbatch.trace.operations import CustomFunction, Functional
+from fxbatch.trace.recorded_calls import Columns, RecordedCalls
+from fxbatch.trace.state import ThreadModes, state
+from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import Value
-from fxbatch.trace.written import WrittenTensor, with_values
+from fxbatch.trace.values import BINARY, Value, WrittenTensor, link_outputs, plain_new, with_values
+
+
+def extension_available() -> bool:
+    """Whether the C extension was built."""
+    return _fast is not None
+
+
+def use_extension(on: bool) -> None:
+    """Record with the C extension, or with Python alone. Not while something is being recorded."""
+    if on and not extension_available():
+        raise RuntimeError("fxbatch was installed without its C extension")
+    ExtensionSwitch.on = on
+    if extension_available():
+        _fast.recycle(on)
+    for name, (func, method) in BINARY.items():
+        setattr(Value, name, _fast.Method(func, method) if on else method)
+    Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
+
+
+def module_call_method() -> Any:
+    """What `nn.Module.__call__` is while some thread traces."""
+    return _MODULE_CALL if ExtensionSwitch.on else traced_call
+
+
+def handle_torch_function_method() -> Any:
+    """What torch's Python functions call, while some thread traces, when they meet a subclass of Tensor."""
+    return _fast.handle_torch_function if ExtensionSwitch.on else handle_torch_function
+
+
+def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
+    assert entry.signature.result is not None
+    return entry.signature.result.fill(output=outputs)
+
+
+Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
+
+
+def put_attributes(entries: Entries, saved: list[Entries]) -> None:
+    """Set attributes of classes and modules; what was there is appended to `saved` before, last first. In C the
+    caches of a class are invalidated once, not once an attribute."""
+    if ExtensionSwitch.on:
+        _fast.swap(entries, saved)
+        return
+    saved.append(tuple((owner, name, owner.__dict__.get(name)) for owner, name, _ in reversed(entries)))
+    for owner, name, new in entries:
+        if new is not None:
+            setattr(owner, name, new)
+        elif name in owner.__dict__:  # a clean-up that was cut short is done again
+            delattr(owner, name)
+
+
+def quicken_modules(on: bool) -> None:
+    """Whether classes of modules that are met may look up their parameters and submodules in C; off: none does
+    any more."""
+    if extension_available():
+        _fast.quicken_modules(on and ExtensionSwitch.on and _TORCHS_OWN)
+
+
+_TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.__name__
+_TORCH_FUNCTION = Value.__dict__["__torch_function__"]
+
+if extension_available():
+    _fast.setup(
+        {
+            "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "Module": torch.nn.Module,
+            "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
+            "ThreadModes": ThreadModes, "plain_new": plain_new, "build_result": _build_result,
+            "constant": RecordedCalls.constant, "link_outputs": link_outputs,
+            "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
+            "strided": torch.strided, "cpu": torch.device("cpu"), "is_grad_enabled": torch.is_grad_enabled,
+            "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
+            "modes_enabled": function_modes_enabled, "inference": torch.is_inference_mode_enabled,
+            "function_modes": function_mode_count,
+        },
+        warning_handler_address(), mode_addresses(),
+    )  # fmt: skip
+    _fast.find_resizable(*resizable_place())
+    _MODULE_CALL = _fast.Method(None, traced_call)
+    use_extension(True)
+
+
+_functional_call = stateless._functional_call
+
+
+def _traced_functional_call(
+    module: torch.nn.Module,
+    parameters_and_buffers: dict[str, torch.Tensor],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """Recorded as one function of all of the module's tensors: those that are given, and its own."""
+    recorder = state.recorder
+    if recorder is None:
+        return _functional_call(
+            module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict
+        )
+    parts = list(module.modules())
+    if any(m._forward_hooks or m._forward_pre_hooks for m in parts):
+        raise TraceError(f"functional_call of a {type(module).__name__} with hooks{at_line()}")
+    args = () if args is None else args if isinstance(args, tuple) else (args,)
+    tensors = _all_tensors(module, parameters_and_buffers, tie_weights and not strict)
+    examined = examined_function(recorder, module)
+    function = Functional(module, tuple(m.training for m in parts), tie_weights, examined.state, examined)
+    return recorder.call(function, (tensors, args, kwargs or {}), {})
+
+
+def _all_tensors(
+    module: torch.nn.Module, given: dict[str, torch.Tensor], tied: bool
+) -> dict[str, torch.Tensor]:
+    """The given tensors, and the module's own for the names that are not given (nor tied to one that is)."""
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    replaced = {id(own[name]) for name in given if name in own} if tied else set()
+    rest = {name: t for name, t in own.items() if name not in given and id(t) not in replaced}
+    return {**given, **rest}
+
+
+def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """A transform's function that wraps a tensor, or takes what was computed out again: a Value is neither."""
+
+    def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) is Value and state.recorder is not None:
+            raise TraceError(
+                "a torch.func transform (grad, vmap, ...) met a value: call it inside a submodule, or in a "
+                f"function with @fxbatch.operation{at_line()}"
+            )
+        return wrap(x, *args, **kwargs)
+
+    return functools.wraps(wrap)(wrapped)
+
+
+_backward = torch.autograd.backward
+
+
+def _traced_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if state.recorder is not None and any(type(x) is Value for x in tree_leaves(tensors)):
+        raise TraceError(f"backward() inside a per-instance forward: call it on the results{at_line()}")
+    return _backward(tensors, *args, **kwargs)
+
+
+_cond = torch.cond
+
+
+def _traced_cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """The branch that the value chooses: the instance waits for it, as at an `if`."""
+    if state.recorder is None:
+        return _cond(pred, true_fn, false_fn, operands)
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
+    (stateless, "_functional_call", _traced_functional_call),
+    (
+        functorch_transforms,
+        "_wrap_tensor_for_grad",
+        _refusing(functorch_transforms._wrap_tensor_for_grad),
+    ),
+    (functorch_vmap, "_add_batch_dim", _refusing(functorch_vmap._add_batch_dim)),
+    (functorch_vmap, "_remove_batch_dim", _refusing(functorch_vmap._remove_batch_dim)),
+    (torch, "cond", functools.wraps(_cond)(_traced_cond)),
+    (torch.autograd, "backward", functools.wraps(_backward)(_traced_backward)),
+)
+
 
 # torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
 # of two threads none puts back what the other had put there. Re-entrant: the collector may end a forgotten use.

@@ -1,11 +1,17 @@
 """Traces: what one instance recorded, as picklable plain data; and many of them as one minibatch.
 
-In: a forward and one instance. Out: a Trace (columns, constants, descriptions of its signatures, no
-code); `merge`
+In: a forward and one instance. Out: a Trace (columns, constants, descriptions of its signatures, no code); `merge`
 concatenates traces with offsets into a Recording.
 
     trace = trace_instance(model.forward, (tree,), {}, table, execution, model)
     recording = merge([trace, trace], table, model)
+
+A signature is described as plain data. In another process it is found or made again by recording its call once more, in
+a scratch recording; StaleTraceError where the model has no such call any more.
+
+    described = describe(signature, module_names(model), lifted=-1, sample=0)
+    find_again(described, table, model)
+    refer(torch.add)                 # Reference("torch", "add"), an import path
 """
 
 from __future__ import annotations
@@ -13,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,29 +30,221 @@ import numpy as np
 import torch
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.ir import Program, Slot, Template, TensorType
+from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.calls import call_function, call_marked
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.integers import IntegerColumn, read_payload
-from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
-from fxbatch.trace.module_state import KnownModel, known_model
+from fxbatch.trace.minibatch import Execution, Recording, Statistics, record_minibatch
+from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
+from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.objects import has_attributes, values_in
-from fxbatch.trace.portable_signature import (
-    Described,
-    as_tree,
-    describe,
-    fingerprint,
-    from_tree,
-    module_names,
-)
+from fxbatch.trace.operations import MARKED
 from fxbatch.trace.reached import MISSING
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.restored_signatures import find_again
-from fxbatch.trace.state import RecordedUnder
-from fxbatch.trace.statistics import Statistics
+from fxbatch.trace.state import RecordedUnder, entered_modes, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
+from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A function by import path; `pickled` for those that pickle knows how to find."""
+
+    module: str
+    name: str
+    pickled: bytes = b""
+
+    def resolve(self) -> Any:
+        """The function, without the wrapper that @operation put around it."""
+        if self.pickled:
+            return pickle.loads(self.pickled)
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise StaleTraceError(
+                f"the trace calls {self.module}.{self.name}, which is gone: {error}"
+            ) from None
+        return _unwrapped(found)
+
+
+def _unwrapped(func: Any) -> Any:
+    return func.__wrapped__ if getattr(func, "__fxbatch_operation__", False) is True else func
+
+
+def refer(func: Any) -> Reference:
+    """The reference of a function; TraceError when there is none (a lambda, a local function)."""
+    module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "")
+    if module and name and "<" not in name:
+        reference = Reference(module, name)
+        try:
+            if reference.resolve() is func:
+                return reference
+        except StaleTraceError:
+            pass
+    try:
+        data = pickle.dumps(func)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TraceError(f"a trace can't be kept: {name or func!r} has no import path ({error})") from None
+    return Reference("", name, data)
+
+
+def as_tree(template: Template | None) -> Any:
+    """A template as a plain pytree: specs of pytrees don't pickle without warnings."""
+    return None if template is None else (tree_unflatten(list(template.leaves), template.spec),)
+
+
+def from_tree(tree: Any) -> Template | None:
+    """The template of such a pytree."""
+    return None if tree is None else Template.of(tree[0])
+
+
+@dataclass(frozen=True)
+class Described:
+    """A signature as plain data: enough to find or make it in another process."""
+
+    kind: str
+    name: str
+    target: Reference | str | None  # a function's reference, a module's dotted name
+    method: str | None
+    marked: bool
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    shared: tuple[str, ...]  # dotted names of the shared operands of `arguments`
+    own: int  # how many shared operands are the module's own, before those
+    arguments: Template | None
+    modes: Modes
+    lifted: int = -1  # the input that is a lifted number ...
+    number: Any = 0  # ... and one such number
+    key: str = field(default="", compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arguments": as_tree(self.arguments)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, arguments=from_tree(state["arguments"]))
+
+    def __str__(self) -> str:
+        takes, gives = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
+        return f"{self.name}({takes}) -> ({gives})"
+
+
+def module_names(model: torch.nn.Module | None) -> dict[int, str]:
+    """Dotted names of the modules of a model, by id."""
+    return {} if model is None else {id(m): name for name, m in model.named_modules()}
+
+
+def describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> Described:
+    """A signature as plain data; TraceError when it uses what is not part of the model."""
+    op = s.operation
+    target: Reference | str | None = None
+    if op.kind == "module":
+        if id(op.target) not in names:
+            raise TraceError(f"{op.name} is no submodule of the model: its trace can't be kept")
+        target = names[id(op.target)]
+    elif op.kind == "function":
+        target = refer(op.target)
+    own = len(s.shared_names)
+    shared = []
+    for operand in s.shared[own:]:
+        if operand.owner is None or id(operand.owner) not in names:
+            raise TraceError(
+                f"{op.name} uses a parameter that is not part of the model: its trace can't be kept"
+            )
+        prefix = names[id(operand.owner)]
+        shared.append(f"{prefix}.{operand.name}" if prefix else operand.name)
+    arguments = None
+    if s.arguments is not None:
+        packed = tuple(refer(x) if callable(x) and not isinstance(x, type) else x for x in s.arguments.leaves)
+        arguments = Template(packed, s.arguments.spec)
+    marked = op.rule == MARKED
+    parts = (
+        op.kind,
+        op.name,
+        target,
+        op.method,
+        marked,
+        s.inputs,
+        s.outputs,
+        tuple(shared),
+        own,
+        s.modes,
+        lifted,
+    )
+    text = repr(parts) + (repr((arguments.leaves, str(arguments.spec))) if arguments is not None else "")
+    return Described(
+        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments,
+        s.modes,
+        lifted, sample, text + (type(sample).__name__ if lifted >= 0 else ""),
+    )  # fmt: skip
+
+
+def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | None) -> int:
+    """The id of a described signature: its call is recorded once, in a scratch recording."""
+    if s.kind == "constant":
+        return table.constant(s.outputs[0]).sid
+    if s.kind == "number":
+        return table.number(s.outputs[0].dtype, s.outputs[0].device).sid
+    scratch = Recorder(table, (model,) if model is not None else (), 1)
+    inputs = [scratch.row(table.constant(t), ())[0] for t in s.inputs]
+    with tracing(scratch), entered_modes(s.modes, ("cpu", "cuda")):
+        _record_again(s, scratch, inputs, model)
+    if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
+        raise StaleTraceError(f"{s} is no operation of this model any more{_at()}")
+    return scratch.sigs[-1]
+
+
+def _record_again(
+    s: Described, scratch: Recorder, inputs: list[Value], model: torch.nn.Module | None
+) -> None:
+    assert s.arguments is not None
+    leaves = tuple(x.resolve() if type(x) is Reference else x for x in s.arguments.leaves)
+    shared: list[Any] = [None] * s.own
+    for name in s.shared:
+        assert model is not None
+        shared.append(_attribute(model, name))
+    filled: list[Any] = list(inputs)
+    if s.lifted >= 0:
+        filled[s.lifted] = s.number
+    args, kwargs = Template(leaves, s.arguments.spec).fill(input=filled, shared=shared)
+    if s.kind == "module":
+        if model is None:
+            raise StaleTraceError(f"{s}: a trace that uses modules needs the model")
+        module = _attribute(model, str(s.target))
+        if s.method is None:
+            call_module(scratch, module, args, kwargs)
+        else:
+            method = getattr(type(module), s.method)
+            call_method(scratch, getattr(method, "__wrapped__", method), (module, *args), kwargs)
+        return
+    assert isinstance(s.target, Reference)
+    func = s.target.resolve()
+    if s.name == "getitem" and s.lifted >= 0:
+        args[0][s.number]
+    elif s.marked:
+        call_marked(scratch, func, args, kwargs)
+    else:
+        call_function(scratch, func, args, kwargs)
+
+
+def _attribute(model: torch.nn.Module, name: str) -> Any:
+    found: Any = model
+    for part in name.split(".") if name else ():
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
+    return found
+
+
+def _at() -> str:
+    line = user_line()
+    return f" ({line})" if line else ""
+
 
 _KEPT = 256  # digests of traces whose signatures are known
 

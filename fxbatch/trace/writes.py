@@ -20,7 +20,6 @@ import torch
 from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation, Signature, Template
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
-from fxbatch.trace.aliases import alias_of
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.foreign import is_foreign
@@ -28,8 +27,7 @@ from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import Value
-from fxbatch.trace.written import RECORD, Written, WrittenTensor, stored_next
+from fxbatch.trace.values import RECORD, Value, Written, WrittenTensor, alias_of, stored_next
 
 # Functions that give a view or a copy, depending on strides that a recording does not know.
 _NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})

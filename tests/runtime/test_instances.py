@@ -18,7 +18,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace.lasting import changes_of, holds_what_is_shared
+from fxbatch.trace.instances import changes_of, holds_what_is_shared
 from tests.trace.made import check_state, instances, linear, model
 
 LOCK = threading.Lock()

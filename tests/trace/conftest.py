@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxbatch.trace.install_c_hooks import extension_available, use_extension
+from fxbatch.trace.torch_patches import extension_available, use_extension
 
 
 @pytest.fixture(autouse=True, params=["python", "extension"])

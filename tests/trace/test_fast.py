@@ -64,7 +64,7 @@ def _instances(n: int = 5) -> list[list[torch.Tensor]]:
 
 def test_programs_are_the_same(recorded_by: str) -> None:
     """What is recorded does not depend on who recorded it."""
-    from fxbatch.trace.install_c_hooks import use_extension
+    from fxbatch.trace.torch_patches import use_extension
 
     model, instances = Chain(), _instances()
     programs = []

@@ -204,7 +204,7 @@ def test_a_change_while_recording_is_not_handed_on(looked_at: list[nn.Module], r
 
 
 def test_the_other_way_of_recording_begins_anew(recorded_by: str) -> None:
-    from fxbatch.trace.install_c_hooks import extension_available, use_extension
+    from fxbatch.trace.torch_patches import extension_available, use_extension
 
     if not extension_available():
         pytest.skip("without the C extension")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxbatch.trace.lazy import LazyBatch
+from fxbatch.trace.minibatch import LazyBatch
 from fxbatch.trace.table import SignatureTable
 from tests.trace.reference import ReferenceExecution
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.trace.marked import operation
+from fxbatch.trace.calls import operation
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE
 from fxbatch.trace.table import SignatureTable
 from tests.trace.oracle import check_equal, recorded

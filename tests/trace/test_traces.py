@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.trace.install_c_hooks import extension_available, use_extension
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.torch_patches import extension_available, use_extension
 from fxbatch.trace.traces import Trace, join_columns, merge, trace_instance
 from tests.trace.reference import ReferenceExecution
 from tests.trace.test_record import Tree, TreeLSTM, tree

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.trace.written import WrittenTensor
+from fxbatch.trace.values import WrittenTensor
 
 SIZE = 4
 
