@@ -21,7 +21,7 @@ from torch import fx
 
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.shapes import Size, is_cast, is_tensor, is_view, shape
-from fxbatch.codegen.simplify import constant_value, is_random, slice_bounds
+from fxbatch.codegen.simplify import constant_value, is_random
 from fxbatch.ir import TensorType
 from fxbatch.torch_private import direct_call
 
@@ -237,8 +237,6 @@ class _Emitter:
         if not is_tensor(node) and not isinstance(node.meta["values"][0], (tuple, list)):
             self.names[node] = self._number(node)
             return
-        if node in self.names:
-            return  # split off together with its neighbours
         work = not is_view(node) and not _is_getitem(node)
         self.launches += work
         if is_cast(node) and node in self.results:
@@ -246,44 +244,27 @@ class _Emitter:
             self.names[node] = out
             self.body.append(f"{out} = {self._call(node)} if {out} is None else {out}.copy_({source})")
             return
-        if parts := _parts(node):
-            self.names.update((x, x.name) for x in parts)
-            sizes = tuple(slice_bounds(x)[2] - slice_bounds(x)[1] for x in parts)
-            text = f"{self._argument(node.args[0])}.split_with_sizes({sizes}, {slice_bounds(node)[0]})"
-            self.body.append(f"{', '.join(x.name for x in parts)} = {text}")
-            return
         self.names[node] = node.name
         self.body.append(f"{node.name} = {self._call(node, self._direct(node) if work else '')}")
 
     def _direct(self, node: fx.Node) -> str:
         """`, out=o0` where the call writes a result, or what a result is a reshape of; None: then the call makes it."""
-        if _torch_function(node) is None:
-            return ""
-        for i, result in enumerate(self.results):
-            source = (
-                result.args[0] if result.target is aten.reshape.default and result is not node else result
-            )
-            if source is node and i not in self.written.values():
+        for i, result in enumerate(self.results if _torch_function(node) is not None else ()):
+            reshaped = result.target is aten.reshape.default and result.args[0] is node
+            if i not in self.written.values() and (result is node or reshaped):
                 self.written[node] = i
-                view = f"o{i} if o{i} is None else o{i}.view({', '.join(self._size(x) for x in shape(node))})"
-                return f", out={f'o{i}' if result is node else view}"
+                view = f"o{i} if o{i} is None else o{i}.view({', '.join(map(_size, shape(node)))})"
+                return f", out={view if reshaped else f'o{i}'}"
         return ""
-
-    @staticmethod
-    def _size(size: Size) -> str:
-        a, b = size
-        return str(b) if not a else f"{a} * n + {b}" if b else f"{a} * n"
 
     def _result(self, i: int, node: fx.Node) -> None:
         """Copy to the memory that was given what isn't there yet; where none was, it is made."""
         name, out = self.names[node], f"o{i}"
         if name == out:
             return  # a cast that was written there
-        if self.written.get(node) == i:
-            self.body.append(f"{out} = {name}")
-            return
-        if node.target is aten.reshape.default and self.written.get(node.args[0]) == i:
-            self.body.append(f"{out} = {name} if {out} is None else {out}")
+        reshaped = node.target is aten.reshape.default and self.written.get(node.args[0]) == i
+        if reshaped or self.written.get(node) == i:
+            self.body.append(f"{out} = {name} if {out} is None else {out}" if reshaped else f"{out} = {name}")
             return
         if not is_tensor(node) or node.meta["values"][0].is_sparse:
             self.body.append(f"{out} = {name}")
@@ -316,25 +297,20 @@ class _Emitter:
         return f"{self._function(f'aten_{word}', made)}({args})"
 
     def _view(self, node: fx.Node) -> str:
-        target, args, source = node.target, node.args, self._argument(node.args[0])
-        given = lambda sizes: ", ".join(map(self._argument, sizes)) or "()"  # noqa: E731  0.5 us cheaper than a tuple
-        if target is aten.reshape.default:
-            return f"{source}.reshape({given(args[1])})"
-        if target is aten.permute.default:
-            return f"{source}.t()" if list(args[1]) == [1, 0] else f"{source}.permute({given(args[1])})"
-        if target is aten.expand.default:
-            return f"{source}.expand({given(args[1])})"
-        if target is aten.detach.default:
-            return source
-        if target is aten.select.int:
-            return f"{source}[{':, ' * (args[1] % len(shape(args[0])))}{self._argument(args[2])}]"
-        if target is aten.slice.Tensor:
-            dim, start, end, step = (args[i] if i < len(args) else None for i in range(1, 5))
-            first = "" if start is None else self._argument(start)
-            last = "" if end is None or (isinstance(end, int) and end >= 2**62) else self._argument(end)
-            stride = "" if step in (None, 1) else f":{self._argument(step)}"
-            return f"{source}[{':, ' * ((dim or 0) % len(shape(args[0])))}{first}:{last}{stride}]"
-        return f"{source}.diagonal({given(args[1:])})"
+        source: Any = node.args[0]
+        name, args = self._argument(source), list(node.args[1:])
+        if node.target is aten.detach.default:
+            return name
+        if node.target is aten.slice.Tensor:
+            filled: list[Any] = [*args, *[None] * (4 - len(args))]
+            dim, bounds = filled[0], filled[1:]
+            if isinstance(bounds[1], int) and bounds[1] >= 2**62:
+                bounds[1] = None
+            text = ":".join("" if x is None else self._argument(x) for x in bounds)
+            return f"{name}[{':, ' * ((dim or 0) % len(shape(source)))}{text}]"
+        sizes: Sequence[Any] = args[0] if args and isinstance(args[0], (list, tuple)) else args
+        given = ", ".join(map(self._argument, sizes)) or "()"  # 0.5 us cheaper than a tuple
+        return f"{name}.{str(node.target).split('.')[1]}({given})"
 
     def _number(self, node: fx.Node) -> str:
         word = getattr(node.target, "__name__", "")
@@ -379,6 +355,11 @@ class _Emitter:
         return name
 
 
+def _size(size: Size) -> str:
+    a, b = size
+    return str(b) if not a else f"{a} * n + {b}" if b else f"{a} * n"
+
+
 def _define(name: str, arguments: str, body: Sequence[str]) -> str:
     return "\n    ".join([f"def {name}({arguments}):", *body]) + "\n"
 
@@ -397,19 +378,6 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs
     )
     return getattr(torch, word) if word in _TORCH and same else None
-
-
-def _parts(node: fx.Node) -> list[fx.Node]:
-    """The slices that cut a tensor in pieces, `node` the first made: one call, not one a slice."""
-    if node.target is not aten.slice.Tensor or (mine := slice_bounds(node)) is None:
-        return []
-    source: Any = node.args[0]
-    cut = {x: slice_bounds(x) for x in source.users if x.target is aten.slice.Tensor and x.args[0] is source}
-    same = [(bounds[1:], x) for x, bounds in cut.items() if bounds is not None and bounds[0] == mine[0]]
-    ordered = sorted(same, key=lambda part: part[0])
-    ends = [0, *(end for (_, end), _ in ordered)]
-    whole = [start for (start, _), _ in ordered] == ends[:-1] and ends[-1] == shape(source)[mine[0]][1]
-    return [x for _, x in ordered] if whole and len(ordered) > 1 else []
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -23,7 +23,6 @@ from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.native import available, extension
 from fxbatch.codegen.native_lower import INPUT, FixedTensor, make_program
 from fxbatch.codegen.shapes import Shape, shape
-from fxbatch.codegen.step_functions import in_parameters
 
 _KINDS = {"group": 0, "output": 1, "saved": 2}
 InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members
@@ -127,7 +126,7 @@ def parameters_step(
 
 def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> InputSource:
     position = kept.index(group) if group in kept else -1
-    copied = position >= 0 and in_parameters(graphs, group)
+    copied = position >= 0 and graphs.in_parameters(group)
     return 0, group, position, int(copied), len(graphs.layout.groups[group])
 
 

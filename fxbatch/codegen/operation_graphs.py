@@ -61,6 +61,14 @@ class OperationGraphs:
     random: bool = False
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
 
+    def group_type(self, group: int) -> TensorType:
+        """The type of the rows of an input group's members."""
+        return self.signature.inputs[self.layout.groups[group][0]]
+
+    def in_parameters(self, group: int) -> bool:
+        """Whether the parameter graph reads the rows of a group: then those of all steps lie together."""
+        return Ref("group", group) in self.parameter_inputs
+
     @property
     def passes_gradient_through(self) -> bool:
         """Whether backward gives the gradient of one output, as it is, to each group, and nothing else."""

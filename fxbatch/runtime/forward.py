@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.step_functions import Source
 from fxbatch.ir import BROADCAST, INDEX
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.native_stretches import forward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.phase import Phase, Source
+from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.step_views import lay_out_steps, rows_of_output
 from fxbatch.runtime.watchers import named_step
 

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.native import Span, address, extension
-from fxbatch.codegen.step_functions import group_type
 from fxbatch.ir import VIEW, Plan, Program, Signature, SignatureColumns, TensorType
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.torch_private import storage_uses
@@ -229,7 +228,7 @@ def kinds_of_rows(compiled: CompiledOperation) -> list[TensorType]:
     """The types of the arrays that an operation keeps and saves."""
     if compiled.graphs is None:
         return []
-    return [*(group_type(compiled.graphs, g) for g in compiled.kept_groups), *compiled.saved_types]
+    return [*(compiled.graphs.group_type(g) for g in compiled.kept_groups), *compiled.saved_types]
 
 
 @functools.lru_cache(maxsize=4096)

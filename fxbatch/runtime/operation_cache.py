@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from fxbatch.codegen.inductor import (
 )
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
-from fxbatch.codegen.step_functions import emit_backward_step, emit_forward_step
-from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
+from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorType
 from fxbatch.runtime.postponed import REASON
 from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.torch_patches import patched, patching
@@ -43,70 +42,47 @@ class CompiledOperation:
     graphs: OperationGraphs | None = None  # None: a constant, or it runs call by call
     unbatched: UnbatchedKernel | None = None
     reason: str = ""
-    forward: Callable[..., Any] | None = None  # emitted step functions, see codegen/step_functions.py
-    backward: Callable[..., Any] | None = None
+    forward: StepFunction | None = None  # see codegen/step_functions.py
+    backward: StepFunction | None = None
     parameters: Kernel | CompiledGraph | None = None
     kept_groups: tuple[int, ...] = ()  # input groups whose rows are kept for backward
-    source: str = ""
+    source: str = ""  # of the kernels
     native_forward: NativeStep | None = None  # see codegen/native_programs.py
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
-
     # What the runtime reads of the graphs; call by call, each input and shared operand that needs a gradient has one.
+    layout: Layout = field(init=False)
+    kept_members: tuple[int, ...] = field(init=False)  # how many inputs each kept group has
+    grad_groups: tuple[int, ...] = field(init=False)
+    grad_shared: tuple[int, ...] = field(init=False)
+    grad_outputs: tuple[int, ...] = field(init=False)
+    parameter_inputs: tuple[Ref, ...] = ()
+    saved_types: tuple[TensorType, ...] = ()
+    extra_types: tuple[TensorType, ...] = ()
+    passes_gradient_through: bool = False
+    extra_given: tuple[int, ...] = ()
 
-    @functools.cached_property
-    def layout(self) -> Layout:
-        if self.graphs is not None:
-            return self.graphs.layout
-        return Layout(tuple((i,) for i in range(0 if self.unbatched is None else len(self.signature.inputs))))
-
-    @functools.cached_property
-    def kept_members(self) -> tuple[int, ...]:
-        """How many inputs each kept group has."""
-        return tuple(len(self.layout.groups[g]) for g in self.kept_groups)
-
-    @functools.cached_property
-    def grad_groups(self) -> tuple[int, ...]:
-        return self._needed(0) if self.graphs is None else self.graphs.grad_groups
-
-    @functools.cached_property
-    def grad_shared(self) -> tuple[int, ...]:
-        return self._needed(1) if self.graphs is None else self.graphs.grad_shared
-
-    def _needed(self, which: int) -> tuple[int, ...]:
-        return () if self.unbatched is None else tuple(i for i, need in enumerate(self.needs[which]) if need)
-
-    @functools.cached_property
-    def grad_outputs(self) -> tuple[int, ...]:
-        if self.graphs is not None:
-            return self.graphs.grad_outputs
-        outputs = self.signature.outputs if self.needs_gradient else ()
-        return tuple(j for j, t in enumerate(outputs) if t.differentiable)
-
-    @functools.cached_property
-    def passes_gradient_through(self) -> bool:
-        """Whether each input's gradient is the output's gradient as it is."""
-        return self.graphs is not None and self.graphs.passes_gradient_through
-
-    @functools.cached_property
-    def extra_given(self) -> tuple[int, ...]:
-        """Where all that backward does is to keep output gradients: which."""
-        return () if self.graphs is None else self.graphs.extra_given
-
-    @functools.cached_property
-    def parameter_inputs(self) -> tuple[Ref, ...]:
-        return () if self.graphs is None else self.graphs.parameter_inputs
-
-    @functools.cached_property
-    def saved_types(self) -> tuple[TensorType, ...]:
-        return () if self.graphs is None else self.graphs.saved_types
-
-    @functools.cached_property
-    def extra_types(self) -> tuple[TensorType, ...]:
-        return () if self.graphs is None else self.graphs.extra_types
+    def __post_init__(self) -> None:
+        graphs, signature = self.graphs, self.signature
+        if graphs is not None:
+            self.layout, self.grad_outputs = graphs.layout, graphs.grad_outputs
+            self.grad_groups, self.grad_shared = graphs.grad_groups, graphs.grad_shared
+            self.parameter_inputs = graphs.parameter_inputs
+            self.saved_types, self.extra_types = graphs.saved_types, graphs.extra_types
+            self.passes_gradient_through = graphs.passes_gradient_through
+            self.extra_given = graphs.extra_given
+        else:
+            runs = self.unbatched is not None
+            self.layout = Layout(tuple((i,) for i in range(len(signature.inputs) if runs else 0)))
+            self.grad_groups, self.grad_shared = (
+                tuple(i for i, need in enumerate(needs) if need and runs) for needs in self.needs
+            )
+            outputs = signature.outputs if self.needs_gradient else ()
+            self.grad_outputs = tuple(j for j, t in enumerate(outputs) if t.differentiable)
+        self.kept_members = tuple(len(self.layout.groups[g]) for g in self.kept_groups)
 
     @property
     def compile_seconds(self) -> float:
@@ -130,114 +106,81 @@ def compile_operation(
 ) -> CompiledOperation:
     """Build the graphs of a signature and emit its kernels; what can't be batched runs call by call, and what is
     to be built later."""
-    if signature.operation.kind in ("constant", "number"):
+    if signature.operation.kind in CONSTANT_KINDS:
         return CompiledOperation(signature, needs)
-    if signature.reason:
-        return _call_by_call(signature, needs, signature.reason)
-    if late:
-        return _call_by_call(signature, needs, REASON)
-    # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
-    with patching, patched(), torch.inference_mode(False), torch.enable_grad():
-        built = build_operation(
-            signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
-        )
-    if isinstance(built, Unbatched):
-        return _call_by_call(signature, needs, built.reason)
-    kept = sorted({r.index for r in (*built.backward_inputs, *built.parameter_inputs) if r.kind == "group"})
-    maker = _KernelMaker(built, compile, shared, kept if native else None)
-    forward = maker.make("forward", built.forward)
-    backward = None if built.backward is None else maker.make("backward", built.backward)
-    parameters = None if built.parameters is None else maker.make("parameters", built.parameters)
-    forward_step, forward_source = emit_forward_step(built, tuple(kept), forward)
-    backward_step, backward_source = emit_backward_step(built, tuple(kept), backward)
-    steps = _native_steps(built, tuple(kept), (forward, backward, parameters), maker.shared, native)
+    reason = signature.reason or (REASON if late else "")
+    if not reason:
+        # A run is under no_grad; torch.fx keeps global flags while it traces, so one thread traces at a time.
+        with patching, patched(), torch.inference_mode(False), torch.enable_grad():
+            built = build_operation(
+                signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
+            )
+        if not isinstance(built, Unbatched):
+            return _emit(signature, needs, built, [t.detach() for t in shared], compile, native=native)
+        reason = built.reason
+    return CompiledOperation(signature, needs, unbatched=UnbatchedKernel(signature), reason=reason)
+
+
+def _emit(
+    signature: Signature,
+    needs: NeededGradients,
+    graphs: OperationGraphs,
+    shared: Sequence[torch.Tensor],
+    compile: CompileOptions | None,
+    *,
+    native: bool,
+) -> CompiledOperation:
+    """The kernels of an operation's graphs: emitted, compiled where that was asked for and works, native otherwise."""
+    read = (*graphs.backward_inputs, *graphs.parameter_inputs)
+    kept = tuple(sorted({r.index for r in read if r.kind == "group"}))
+    programs = {
+        "forward": lambda kernel: forward_step(graphs, kept, kernel, shared),
+        "backward": lambda kernel: backward_step(graphs, kept, kernel, shared),
+        "parameters": lambda kernel: parameters_step(graphs, kernel, shared),
+    }
+    kernels: dict[str, Kernel | CompiledGraph] = {}
+    steps: dict[str, NativeStep] = {}
+    not_native: list[str] = [] if native else ["switched off"]
+    compiled: list[CompiledGraph] = []
+    uncompiled: list[str] = []
+    for name, make_program in programs.items():
+        module: fx.GraphModule | None = getattr(graphs, name)
+        if module is None:
+            continue
+        kernel = kernels[name] = emit_kernel(module)
+        step = make_program(kernel) if native and (compile is None or compile.rest) else "compiled otherwise"
+        if compile is not None and not isinstance(step, NativeStep):
+            label = f"{signature.name}: {name}"
+            made = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
+            if isinstance(made, CompiledGraph):
+                kernels[name] = made
+                compiled.append(made)
+            else:
+                uncompiled.append(f"{name}: {made}")
+                step = make_program(kernel) if native else step
+        if isinstance(step, NativeStep):
+            steps[name] = step
+        elif native:
+            not_native.append(f"{name}: {step}")
+    back = kernels.get("backward")
     return CompiledOperation(
         signature,
         needs,
-        built,
-        forward=forward_step,
-        backward=backward_step,
-        parameters=parameters,
-        kept_groups=tuple(kept),
-        source="\n".join(x for x in (forward_source, backward_source) if x),
-        **steps,
-        compiled=tuple(maker.compiled),
-        uncompiled=tuple(maker.uncompiled),
+        graphs,
+        forward=forward_function(graphs, kept, kernels["forward"]),
+        backward=None if back is None else backward_function(graphs, kept, back),
+        parameters=kernels.get("parameters"),
+        kept_groups=kept,
+        source="\n".join(
+            f"# {name}: {signature}\n{k.source}" for name, k in kernels.items() if name != "parameters"
+        ),
+        not_native=tuple(not_native),
+        compiled=tuple(compiled),
+        uncompiled=tuple(uncompiled),
+        native_forward=steps.get("forward"),
+        native_backward=steps.get("backward"),
+        native_parameters=steps.get("parameters"),
     )
-
-
-def _native_steps(
-    graphs: OperationGraphs,
-    kept: tuple[int, ...],
-    kernels: tuple[Kernel | CompiledGraph | None, ...],
-    shared: Sequence[torch.Tensor],
-    wanted: bool,
-) -> dict[str, Any]:
-    """The native programs of an operation's kernels, and why some have none."""
-    if not wanted:
-        return {"not_native": ("switched off",)}
-    names = ("forward", "backward", "parameters")
-    made = {
-        x: _native_step(x, graphs, kept, kernel, shared) for x, kernel in zip(names, kernels, strict=True)
-    }
-    found: dict[str, Any] = {f"native_{k}": x for k, x in made.items() if isinstance(x, NativeStep)}
-    present = zip(made.items(), kernels, strict=True)
-    found["not_native"] = tuple(
-        f"{name}: {step}" for (name, step), kernel in present if isinstance(step, str) and kernel is not None
-    )
-    return found
-
-
-def _native_step(
-    name: str,
-    graphs: OperationGraphs,
-    kept: tuple[int, ...],
-    kernel: Kernel | CompiledGraph | None,
-    shared: Sequence[torch.Tensor],
-) -> NativeStep | str:
-    if name == "parameters":
-        return parameters_step(graphs, kernel, shared)
-    return (forward_step if name == "forward" else backward_step)(graphs, kept, kernel, shared)
-
-
-class _KernelMaker:
-    """Emits the kernels of an operation, and compiles them where that was asked for and works."""
-
-    def __init__(
-        self,
-        graphs: OperationGraphs,
-        options: CompileOptions | None,
-        shared: Sequence[torch.Tensor],
-        kept: Sequence[int] | None,
-    ) -> None:
-        self.kept = kept  # None: nothing is native
-        self.graphs = graphs
-        self.options = options
-        self.shared = [t.detach() for t in shared]
-        self.compiled: list[CompiledGraph] = []
-        self.uncompiled: list[str] = []
-
-    def make(self, name: str, module: fx.GraphModule) -> Kernel | CompiledGraph:
-        kernel = emit_kernel(module)
-        if self.options is None or (self.options.rest and self._is_native(name, kernel)):
-            return kernel
-        full = f"{self.graphs.signature.name}: {name}"
-        made = try_to_compile(module, kernel, self.options, self.shared, name=full, random=self.graphs.random)
-        if isinstance(made, str):
-            self.uncompiled.append(f"{name}: {made}")
-            return kernel
-        self.compiled.append(made)
-        return made
-
-    def _is_native(self, name: str, kernel: Kernel) -> bool:
-        """Whether a kernel has a native program, which is never slower than a compiled one."""
-        if self.kept is None:
-            return False
-        return isinstance(_native_step(name, self.graphs, tuple(self.kept), kernel, self.shared), NativeStep)
-
-
-def _call_by_call(signature: Signature, needs: NeededGradients, reason: str) -> CompiledOperation:
-    return CompiledOperation(signature, needs, unbatched=UnbatchedKernel(signature), reason=reason)
 
 
 class OperationCache:

@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 
+from fxbatch.codegen.step_functions import Kept, Source
 from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.memory import ArrayLayout
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.structure_cache import OperationSet
-
-Source = tuple[int, torch.Tensor, Any]  # kind of gather, arena or rows, indices
-Kept = tuple[
-    torch.Tensor | None, torch.Tensor
-]  # flat rows (None: read in place), rows as the operation reads them
 
 
 @dataclass(frozen=True, eq=False)

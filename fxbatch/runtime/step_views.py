@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from fxbatch.codegen.step_functions import Kept, Source
 from fxbatch.ir import BROADCAST, INDEX, Plan
 from fxbatch.passes.gradients import GRADIENT_INDEX, GRADIENT_SUM, GRADIENT_VIEW, NOTHING, GradientPlan
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.phase import Kept, Phase, Source, StepViews
+from fxbatch.runtime.phase import Phase, StepViews
 
 _NOTHING = torch.empty(0)
 
