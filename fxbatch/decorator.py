@@ -269,6 +269,7 @@ class Autobatched:
                     for args, kwargs in instances:
                         with seen.watch():
                             results.append(self._alone(*args, **kwargs))
+                        seen.gave(results[-1])
             except BaseException as error:
                 error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
                 raise

@@ -2,47 +2,53 @@
 
 In: counts of a minibatch that was recorded (`Counts`), or of the calls of the plain loop (`Eager`). Out: estimates,
 good to about a factor of 1.5, made of constants that were measured once and are shipped, so that equal counts give
-equal choices on every machine and every run. How they were measured: docs/design.md.
+equal choices on every machine and every run. How they were measured: docs/strategy.md.
 
     batched_cost(Counts(instances=64, calls=6592, steps=28, grad=True))      # 12,000
-    loop_cost(Eager(calls=300, inner=340), instances=64, grad=True)           # 198,000
+    loop_cost(Eager(calls=300, operators=640, nodes=500), instances=64, grad=True)           # 199,000
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# One by one: a call of a torch function, and each call of ATen more that it makes; with gradients, backward included.
-EAGER_CALL, EAGER_INNER = 2.2, 0.5
-EAGER_CALL_GRAD, EAGER_INNER_GRAD = 7.5, 2.5
+# One by one: a call of a torch function, and of a module of torch.nn; each call of ATen that it makes, or view; an
+# instance.
+EAGER_CALL, EAGER_MODULE, EAGER_OPERATOR, EAGER_VIEW, EAGER_INSTANCE = 0.76, 1.18, 0.76, 0.84, 0.7
+# Recording for autograd costs this many times that; a node of its graph, backward.
+EAGER_GRAD, EAGER_NODE = 1.48, 4.1
+# What a convolution, and each step of a whole recurrent layer, takes besides; with gradients, as many times.
+CONVOLUTION, LAYER_STEP, HEAVY_GRAD = 13.0, 3.0, 2.4
 
 # Per number that a call gives, the same work however it is launched.
 ELEMENT, ELEMENT_GRAD = 0.001, 0.003
 # Packed (sizes of their own): a minibatch, and a call of one instance, which is one for all; building, per call too.
-PACKED, PACKED_CALL = 400.0, 60.0
-PACKED_GRAD, PACKED_CALL_GRAD = 300.0, 50.0
+PACKED, PACKED_CALL = 450.0, 45.0
+PACKED_GRAD, PACKED_CALL_GRAD = 100.0, 25.0
 PACKED_ALONE, PACKED_ALONE_GRAD = 15.0, 35.0  # an operator without a rule, for each instance
+PACKED_HEAVY = 0.6  # of what convolutions and layers take one by one
 PACKING, PACKING_CALL = 40_000.0, 12_000.0
-# Batched: a minibatch, a recorded call, one that is recorded in Python, a signature that is new; what backward adds.
-MINIBATCH, CALL, LONG_CALL, NEW_SIGNATURE = 800.0, 1.5, 6.0, 700.0
-MINIBATCH_GRAD, CALL_GRAD = 1000.0, 1.0
+# Batched: a minibatch, an instance, a recorded call, one that is recorded in Python, a signature that is new; what
+# backward adds.
+MINIBATCH, INSTANCE, CALL, LONG_CALL, NEW_SIGNATURE = 580.0, 12.0, 0.6, 10.0, 700.0
+MINIBATCH_GRAD, INSTANCE_GRAD, CALL_GRAD = 500.0, 9.0, 0.5
 # A step by its native program, or in Python, or a call that runs by itself; what backward adds.
-STEP, PYTHON_STEP, UNBATCHED_CALL = 18.0, 45.0, 30.0
-STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 25.0, 60.0, 50.0
+STEP, PYTHON_STEP, UNBATCHED_CALL = 66.0, 175.0, 30.0
+STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 19.0, 67.0, 50.0
 # A phase, and an instance that waits in one; what backward adds.
-PHASE, WAIT = 300.0, 14.0
-PHASE_GRAD = 150.0
+PHASE, WAIT = 250.0, 11.0
+PHASE_GRAD = 120.0
 # The graphs of one operation; importing what builds them (torch._dynamo, sympy), once a process.
 BUILD, IMPORTING = 80_000.0, 1_500_000.0
 
 # Batching is chosen where it is estimated to take at most this share of the loop's time.
 WORTH_IT = 0.8
-# Of the work on numbers, batching saves this share, in larger products.
+# Of the pointwise work on numbers, batching saves this share: fewer kernels walk the same memory.
 SAVED = 0.3
 
 
 # Multiplications a microsecond: of products of one row, of few, of many, of all instances; what backward adds.
-ONE_ROW, FEW_ROWS, MANY_ROWS, TOGETHER = 8_000.0, 25_000.0, 45_000.0, 60_000.0
+ONE_ROW, FEW_ROWS, MANY_ROWS, TOGETHER = 14_000.0, 30_000.0, 60_000.0, 50_000.0
 PRODUCTS_GRAD = 3.0
 
 
@@ -57,7 +63,7 @@ class Products:
     def of(rows: int, operations: int) -> Products:
         """A product of so many rows and multiplications."""
         rate = ONE_ROW if rows == 1 else FEW_ROWS if rows < 16 else MANY_ROWS
-        return Products(operations / rate, operations / TOGETHER)
+        return Products(operations / rate, operations / max(rate, TOGETHER))
 
     def __add__(self, other: Products) -> Products:
         return Products(self.alone + other.alone, self.together + other.together)
@@ -68,11 +74,15 @@ class Products:
 
 @dataclass(frozen=True)
 class Eager:
-    """Calls of torch functions that one instance makes on average, and calls of ATen that these make beyond one."""
+    """What one instance does on average, undecorated."""
 
-    calls: float = 0.0
-    inner: float = 0.0
-    elements: float = 0.0  # numbers that they give
+    calls: float = 0.0  # of torch functions
+    modules: float = 0.0  # of these, in modules of torch.nn
+    operators: float = 0.0  # calls of ATen that make tensors
+    views: float = 0.0  # and those that give views
+    nodes: float = 0.0  # of autograd's graph that the result hangs on
+    heavy: float = 0.0  # microseconds of convolutions and recurrent layers beyond other calls
+    elements: float = 0.0  # numbers that the calls give
     products: Products = Products()
 
 
@@ -96,28 +106,37 @@ class Counts:
 
 def loop_cost(eager: Eager, instances: float, *, grad: bool) -> float:
     """The plain loop over so many instances, its backward included, without the work on their numbers."""
-    call, inner = (EAGER_CALL_GRAD, EAGER_INNER_GRAD) if grad else (EAGER_CALL, EAGER_INNER)
-    return instances * (eager.calls * call + eager.inner * inner)
+    found = EAGER_INSTANCE + EAGER_CALL * eager.calls + EAGER_MODULE * eager.modules
+    found += EAGER_OPERATOR * eager.operators + EAGER_VIEW * eager.views
+    if grad:
+        found = EAGER_GRAD * found + EAGER_NODE * eager.nodes
+    return instances * (found + eager.heavy * (HEAVY_GRAD if grad else 1.0))
 
 
-def work_cost(eager: Eager, instances: float, *, grad: bool, together: float = 0.0) -> float:
-    """The work on the numbers of so many instances. together: the share of its products that run in large ones."""
-    products = eager.products.alone + together * (eager.products.together - eager.products.alone)
-    elements = eager.elements * (ELEMENT_GRAD if grad else ELEMENT)
+def work_cost(eager: Eager, instances: float, *, grad: bool, together: bool = False) -> float:
+    """The work on the numbers of so many instances, each by itself or all of them together."""
+    products = eager.products.together if together else eager.products.alone
+    elements = eager.elements * (ELEMENT_GRAD if grad else ELEMENT) * (1.0 - SAVED * together)
     return instances * (elements + products * (PRODUCTS_GRAD if grad else 1.0))
 
 
-def packed_cost(eager: Eager, alone: float, *, grad: bool) -> float:
+def packed_cost(eager: Eager, instances: float, alone: float, *, grad: bool) -> float:
     """A packed minibatch, its backward included: however many instances it has, as many calls as one of them, and
     `alone` that are made for each instance."""
-    found = PACKED + PACKED_CALL * eager.calls + PACKED_ALONE * alone
-    return found + PACKED_GRAD + PACKED_CALL_GRAD * eager.calls + PACKED_ALONE_GRAD * alone if grad else found
+    heavy = PACKED_HEAVY * eager.heavy * (HEAVY_GRAD if grad else 1.0)
+    found = PACKED + PACKED_CALL * eager.calls + (PACKED_ALONE * alone + heavy) * instances
+    return (
+        found + PACKED_GRAD + PACKED_CALL_GRAD * eager.calls + PACKED_ALONE_GRAD * alone * instances
+        if grad
+        else found
+    )
 
 
 def batched_cost(counts: Counts) -> float:
     """A minibatch batched, its backward included, once all graphs are built."""
     forward = (
         MINIBATCH
+        + INSTANCE * counts.instances
         + CALL * counts.calls
         + (LONG_CALL - CALL) * counts.long_calls
         + NEW_SIGNATURE * counts.new
@@ -132,6 +151,7 @@ def batched_cost(counts: Counts) -> float:
     return (
         forward
         + MINIBATCH_GRAD
+        + INSTANCE_GRAD * counts.instances
         + CALL_GRAD * counts.calls
         + STEP_GRAD * counts.steps
         + PYTHON_STEP_GRAD * (counts.python_steps + counts.late_steps)

@@ -7,6 +7,7 @@ a whole minibatch is estimated before anything of it is recorded or built.
     for args, kwargs in instances[:4]:
         with seen.watch():
             results.append(forward(*args, **kwargs))
+        seen.gave(results[-1])
     seen.expected(64, grad=True)          # Counts of a minibatch of 64 such instances
 """
 
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 
-from fxbatch.runtime.costs import Counts, Eager, Products
-from fxbatch.torch_private import QuietDispatchMode
+from fxbatch.runtime.costs import CONVOLUTION, LAYER_STEP, Counts, Eager, Products
+from fxbatch.torch_private import QuietDispatchMode, tree_leaves
 
 MOST = 64  # instances that are remembered; then counting begins anew
 # Modules are recorded as one call each, so there are fewer calls, operations and steps than calls of functions. How
-# many is only known once a minibatch was recorded: these are between modules of few calls and bare functions.
-RECORDED, OPERATIONS, STEPS = 0.5, 0.5, 0.7
+# many is only known once a minibatch was recorded: these are medians of the rows of the benchmarks.
+RECORDED, OPERATIONS, STEPS, MODULE_STEPS = 0.5, 0.5, 0.8, 0.35
+# Of the calls outside torch's modules, those that are recorded in Python: of numbers, of the instance's own tensors.
+LONG = 0.05
 _ASK = torch.ops.aten._local_scalar_dense.default
 _BY_MASK = (
     torch.ops.aten.index.Tensor,
@@ -41,6 +44,14 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
+# Calls that take long for their numbers; of a recurrent layer, each step, of which its output has as many.
+_HEAVY = {
+    torch.ops.aten.convolution.default: CONVOLUTION,
+    torch.ops.aten.mkldnn_rnn_layer.default: LAYER_STEP,
+}
+_DETACH, _TRANSPOSE = torch.ops.aten.detach.default, torch.ops.aten.t.default
+
+
 class _Kind:
     """Calls of one function on tensors of the same shapes."""
 
@@ -53,11 +64,14 @@ class _Kind:
 
 
 class Seen:
-    """The calls of the instances that were watched. `waits`: how often one asked for values after other calls."""
+    """The calls of the instances that were watched. `waits`: how often one asked for values."""
 
     def __init__(self) -> None:
         self.instances = 0
-        self.calls = self.inner = self.waits = self.elements = 0
+        self.calls = self.modules = self.operators = self.views = self.nodes = self.recorded = 0
+        self.waits = self.elements = 0
+        self.heavy = 0.0
+        self.most_nodes = 0  # of one instance; what hangs on more of them was made by others
         self.products = Products()
         self.phases = 0  # the most that one instance waits for
         self.kinds: dict[Any, _Kind] = {}
@@ -73,6 +87,10 @@ class Seen:
             yield
         self._add(watch)
 
+    def gave(self, result: Any) -> None:
+        """What the instance gave that was watched last: what of its calls is gone through backward."""
+        self.nodes += _nodes(result, self.most_nodes)
+
     def _add(self, watch: _Watch) -> None:
         for key, (calls, depths) in watch.kinds.items():
             kind = self.kinds.get(key)
@@ -84,18 +102,31 @@ class Seen:
             kind.instances += 1
             kind.chain = max(kind.chain, len(depths))
         self.instances += 1
+        self.most_nodes = 2 * (watch.operators + watch.views)
         self.calls += watch.calls
-        self.inner += watch.inner
+        self.modules += watch.modules
+        self.operators += watch.operators
+        self.views += watch.views
+        self.heavy += watch.heavy
         self.elements += watch.elements
         self.products += watch.products
-        self.waits += watch.groups
+        self.recorded += watch.recorded
+        self.waits += watch.waits
         self.phases = max(self.phases, watch.groups)
 
     @property
     def eager(self) -> Eager:
         """Calls of one instance on average."""
         n = max(1, self.instances)
-        return Eager(self.calls / n, self.inner / n, self.elements / n, self.products / n)
+        return Eager(
+            self.calls / n, self.modules / n, self.operators / n, self.views / n, self.nodes / n,
+            self.heavy / n, self.elements / n, self.products / n,
+        )  # fmt: skip
+
+    @property
+    def as_it_is(self) -> float:
+        """The share of the calls that runs instance by instance in a batched minibatch too: none of it is recorded."""
+        return 1.0 - self.recorded / max(1, self.calls)
 
     @property
     def operations(self) -> int:
@@ -109,23 +140,37 @@ class Seen:
         were seen in one instance alone, as those of tensors whose size is the instance's, are taken to be new in each.
         """
         n = max(1, self.instances)
-        shared = alone = 0.0
+        steps = alone = 0.0
         for key, kind in self.kinds.items():
             if n > 1 and key in self.alone:
                 alone += self.alone[key]
             else:
-                shared += kind.chain * (1.0 - (1.0 - kind.instances / n) ** instances)
+                some = 1.0 - (1.0 - kind.instances / n) ** instances
+                steps += kind.chain * some * (MODULE_STEPS if key[1] else STEPS)
         new = instances * alone / n
-        recorded = RECORDED * self.calls / n
+        recorded = RECORDED * self.recorded / n
         return Counts(
             instances,
             calls=round(instances * recorded),
-            steps=round(STEPS * shared),
-            python_steps=round(new),
+            long_calls=round(instances * LONG * max(0, self.recorded - self.modules) / n),
+            steps=round(steps),
+            unbatched=round(new),
             phases=1 + self.phases,
             waits=round(instances * self.waits / n),
             grad=grad,
         )
+
+
+def _nodes(result: Any, most: int) -> int:
+    """How many nodes of autograd's graph a result hangs on; `most` where there is more, which others made."""
+    todo = [x.grad_fn for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    found: set[Any] = set()
+    while todo and len(found) < most:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return len(found)
 
 
 class _Watch(QuietDispatchMode):
@@ -137,18 +182,28 @@ class _Watch(QuietDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = self.inner = self.groups = self.elements = 0
+        self.calls = self.modules = self.operators = self.views = self.recorded = self.waits = self.groups = (
+            self.elements
+        ) = 0
+        self.heavy = 0.0
         self.products = Products()
         self.kinds: dict[Any, tuple[int, set[int]]] = {}
         self._depths: dict[int, int] = {}  # by id; one that is used again is only counted wrongly
+        self._recorded: set[int] = set()  # ids of what comes of vectors, which batching would record
         self._pending = 0  # calls since the last time that a value was asked for
         self._place: tuple[int, int] = (0, 0)
         self._first: Any = None  # the first call of ATen of the call that runs
         self._mine: set[int] = set()  # what it has made so far
         self._depth = 0
+        self._in_module = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is _DETACH:  # what autograd saves
+            return out
+        if func is _TRANSPOSE:  # of weights, which says nothing of the call's size
+            self.views += 1
+            return out
         frame = sys._getframe(1)
         place = (id(frame), frame.f_lasti)
         tensors = [
@@ -161,25 +216,36 @@ class _Watch(QuietDispatchMode):
         if begins:
             self._place, self._first, self._depth = place, func, 0
             self._mine.clear()
+            self._in_module = frame.f_globals.get("__name__", "").startswith("torch.nn.")
+            self.modules += self._in_module
+        is_recorded = any(id(t) in self._recorded or (t.dim() > 0 and t.is_floating_point()) for t in tensors)
+        if func.is_view:
+            self.views += 1
+        else:
+            self.operators += 1
+            if func in _HEAVY:
+                self.heavy += _HEAVY[func] * (len(out[0]) if type(out) is tuple else 1)
         for t in tensors:
             if id(t) not in self._mine:
                 self._depth = max(self._depth, self._depths.get(id(t), 0) + 1)
         if func is _ASK or (func in _BY_MASK and any(t.dtype is torch.bool for t in tensors)):
             self.calls += begins
+            self.waits += is_recorded
             self.groups += self._pending > 0
             self._pending = 0
         elif begins:
             self.calls += 1
+        if begins and is_recorded and func is not _ASK:
+            self.recorded += 1
             self._pending += 1
-            key = (func, *[t.shape for t in tensors])
+            key = (func, self._in_module, *[t.shape for t in tensors])
             count, depths = self.kinds.get(key, (0, set()))
             depths.add(self._depth)
             self.kinds[key] = (count + 1, depths)
-        else:
-            self.inner += 1
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, torch.Tensor):
                 self._depths[id(t)] = self._depth
+                (self._recorded.add if is_recorded else self._recorded.discard)(id(t))
                 self.elements += 0 if func.is_view else t.numel()
                 self._mine.add(id(t))
                 if func in _PRODUCTS and tensors:

@@ -28,7 +28,6 @@ from fxbatch.runtime.costs import (
     IMPORTING,
     PACKING,
     PACKING_CALL,
-    SAVED,
     WORTH_IT,
     Counts,
     batched_cost,
@@ -255,14 +254,16 @@ class Strategy:
             counts, eager = self._counts(mode, instances), mode.seen.eager
             unbuilt = counts.late if mode.measured or self._built else mode.seen.operations
             work = work_cost(eager, instances, grad=mode.grad)
-            shared = work_cost(eager, instances, grad=mode.grad, together=1.0)
+            shared = work_cost(eager, instances, grad=mode.grad, together=True)
+            loop = loop_cost(eager, instances, grad=mode.grad) + work
+            batched = batched_cost(counts) + shared + mode.seen.as_it_is * loop
             if len(mode.verdicts) > MOST_SIZES:
                 mode.verdicts.clear()
             found = mode.verdicts[instances] = _Verdict(
                 counts,
-                batched=batched_cost(counts) + (1.0 - SAVED) * shared,
-                packed=packed_cost(eager, mode.alone * instances, grad=mode.grad) + shared,
-                loop=loop_cost(eager, instances, grad=mode.grad) + work,
+                batched=batched,
+                packed=packed_cost(eager, instances, mode.alone, grad=mode.grad) + shared,
+                loop=loop,
                 building=unbuilt * BUILD,
                 packing=0.0 if mode.packs else PACKING + PACKING_CALL * eager.calls,
             )

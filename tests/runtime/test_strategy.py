@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ from tests.oracle import check_equal
 def _chooses(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
     monkeypatch.setattr(module, "importing", lambda: 0.0)  # whatever other tests have imported
+
+
+weight = torch.ones(4, 4)
 
 
 class Chain(nn.Module):
@@ -100,9 +104,10 @@ CHOICES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     **dict.fromkeys(ROWS, (LOOP, LOOP)),
     "adaptive computation time": ((0, 0), LOOP),
     "pointer network": ((0, 0), LOOP),
-    "greedy autoencoder": ((0, 0), LOOP),
+    "greedy autoencoder": ((9, 0), LOOP),  # more waits than four instances show
     "scatter graph network": (PACKED, PACKED),
-    "MPNN with edge_index": (PACKED, LOOP),
+    "MPNN with edge_index": (PACKED, PACKED),
+    "nn.LSTM, new T": (PACKED, PACKED),
     "attention, 9 lengths": (PACKED, LOOP),
     "embed, MLP, mean": (PACKED, LOOP),
     "Conv1d": (PACKED, LOOP),
@@ -135,7 +140,8 @@ def test_builds_launches_and_fallbacks_of_each_row(name: str, grad: bool, batche
         assert not built
         assert not len(engine.table.signatures), "nothing was recorded"
     else:
-        assert batches == [row.instances - SCOUTS, *[row.instances] * (rounds - loops - packed - 1)]
+        assert batches[0] in (row.instances - SCOUTS, row.instances)
+        assert batches[1:] == [row.instances] * (rounds - loops - packed - 1)
         assert 0 < len(built) <= 30
 
 
@@ -205,13 +211,13 @@ def test_sizes_that_come_again_are_noticed() -> None:
     def run(strategy: Strategy, n: int, length: Callable[[int], int]) -> list[bool]:
         found = []
         for k in range(n):
-            choice = strategy.choose(256, grad=False)
+            choice = strategy.choose(1024, grad=False)
             for i in range(choice.scouts):
                 with strategy.watched(grad=False).watch():
                     x = torch.ones(length(SCOUTS * k + i), 4)
                     for _ in range(30):
-                        x = torch.tanh(x) * 2
-            found.append("batched" in (choice.how, choice.scouts and strategy.decide(256, grad=False)))
+                        x = torch.nn.functional.linear(x, weight)
+            found.append("batched" in (choice.how, choice.scouts and strategy.decide(1024, grad=False)))
         return found
 
     always_new = run(Strategy(), 40, lambda i: 5 + i)
@@ -224,15 +230,15 @@ def test_one_that_did_not_pay_is_tried_again_after_a_while() -> None:
     strategy = Strategy()
     tried = []
     for k in range(300):
-        choice = strategy.choose(64, grad=False)
+        choice = strategy.choose(1024, grad=False)
         for _ in range(choice.scouts):
             with strategy.watched(grad=False).watch():
                 x = torch.ones(4)
                 for _ in range(50):
                     x = torch.tanh(x) * 2
-        if "batched" in (choice.how, choice.scouts and strategy.decide(64, grad=False)):
+        if "batched" in (choice.how, choice.scouts and strategy.decide(1024, grad=False)):
             tried.append(k + 1)
-            strategy.ran(Counts(64, calls=6400, phases=200, waits=6400), 64, grad=False)
+            strategy.ran(Counts(1024, calls=102400, phases=3200, waits=102400), 1024, grad=False)
     assert tried[0] == 1
     assert 2 <= len(tried) <= 4, "seldom, and ever more so"
     assert tried[1] > 50
@@ -257,18 +263,19 @@ def test_graphs_are_built_from_a_credit() -> None:
 
 def test_what_would_pay_waits_until_its_graphs_are_earned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LENT", 0.0)
+    monkeypatch.setattr(module, "FIRST_CREDIT", 2.0)
     strategy = Strategy()
     found = []
     for _ in range(400):
-        choice = strategy.choose(48, grad=False)
+        choice = strategy.choose(400, grad=False)
         for _ in range(choice.scouts):
             with strategy.watched(grad=False).watch():
                 x = torch.ones(4)
                 for _ in range(8):
-                    x = torch.relu(torch.sigmoid(torch.tanh(x) * 2) + x)
-        found.append("batched" in (choice.how, choice.scouts and strategy.decide(48, grad=False)))
+                    x = torch.relu(torch.nn.functional.linear(torch.tanh(x), weight))
+        found.append("batched" in (choice.how, choice.scouts and strategy.decide(400, grad=False)))
         if len(found) == 1:
-            assert "operations have to be built first" in strategy.describe(48, grad=False)
+            assert "operations have to be built first" in strategy.describe(400, grad=False)
     first = found.index(True)
     assert 10 < first < 300 and all(found[first:])
 
@@ -301,17 +308,19 @@ def test_operators_that_run_instance_by_instance_make_packing_dearer() -> None:
     assert "packed" in {strategy.choose(64, grad=True, packs=True).how for _ in range(4)}
 
 
-def test_savings_are_spent_ahead_once() -> None:
+def test_savings_are_spent_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_CREDIT", 2.0)
+
     def would_batch(strategy: Strategy) -> bool:
         found = []
         for _ in range(2):
-            choice = strategy.choose(48, grad=False)
+            choice = strategy.choose(400, grad=False)
             for _ in range(choice.scouts):
                 with strategy.watched(grad=False).watch():
                     x = torch.ones(4)
                     for _ in range(8):
-                        x = torch.relu(torch.sigmoid(torch.tanh(x) * 2) + x)
-            found.append("batched" in (choice.how, choice.scouts and strategy.decide(48, grad=False)))
+                        x = torch.relu(torch.nn.functional.linear(torch.tanh(x), weight))
+            found.append("batched" in (choice.how, choice.scouts and strategy.decide(400, grad=False)))
         return found[1]
 
     assert would_batch(Strategy())
@@ -326,19 +335,30 @@ def test_costs_add_up() -> None:
         Counts(64, calls=1000, steps=20, phases=3, waits=64, grad=True)
     )
     assert batched_cost(counts) < batched_cost(Counts(64, calls=1000, python_steps=20, phases=3, waits=64))
-    assert loop_cost(Eager(10, 5), 64, grad=True) > loop_cost(Eager(10, 5), 64, grad=False) > 0
+    eager = Eager(calls=10, operators=15)
+    assert loop_cost(eager, 64, grad=True) > loop_cost(eager, 64, grad=False) > 0
+    assert loop_cost(replace(eager, nodes=9), 64, grad=True) > loop_cost(eager, 64, grad=True)
 
 
 def test_scouts_count_calls_steps_and_waits() -> None:
+    def forward() -> torch.Tensor:
+        y = torch.tanh(torch.tanh(x)) + x
+        if y.sum() > 0:
+            y = y * 2
+        torch.nn.functional.linear(x.view(2, 2), y.view(2, 2))
+        return y
+
     seen = Seen()
-    x = torch.ones(4)
+    x = torch.ones(4, requires_grad=True)
     for _ in range(2):
         with seen.watch():
-            y = torch.tanh(torch.tanh(x)) + x
-            if y.sum() > 0:
-                y = y * 2
-            torch.nn.functional.linear(x.view(2, 2), y.view(2, 2))
-    assert (seen.calls, seen.inner, seen.waits) == (2 * 10, 2, 2)  # linear is two calls of ATen
+            y = forward()
+        seen.gave(y)
+    assert (seen.calls, seen.waits) == (2 * 10, 2)
+    assert (seen.operators, seen.views) == (2 * 8, 2 * 3)  # linear is two calls of ATen, one of them a view
+    assert seen.nodes == 2 * 5, (
+        "tanh, tanh, add, mul and x, which gets a gradient; nobody asks for the others'"
+    )
     expected = seen.expected(100, grad=False)
     assert expected.phases == 2 and expected.waits == 100
     assert expected.python_steps == 0
