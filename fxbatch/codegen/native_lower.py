@@ -57,10 +57,13 @@ class NativeProgram:
     given: tuple[int, ...]  # the shared operands that `prepare` takes
 
 
-def make_program(module: fx.GraphModule, shared: Sequence[torch.Tensor]) -> NativeProgram | str:
-    """The native program of an operation graph whose last inputs are the shared operands `shared`."""
+def make_program(
+    module: fx.GraphModule, shared: Sequence[torch.Tensor], *, adding: bool = False
+) -> NativeProgram | str:
+    """The native program of an operation graph whose last inputs are the shared operands `shared`. adding: it adds to
+    its results, which are float32, and can't fail."""
     try:
-        return Lowering(module.graph, shared).run()
+        return Lowering(module.graph, shared, adding).run()
     except NotNative as reason:
         return str(reason)
 
@@ -82,6 +85,7 @@ class Lowering:
 
     graph: fx.Graph
     shared: Sequence[torch.Tensor]
+    adding: bool = False
     bases: list[list[int]] = field(default_factory=list)
     items: list[list[int]] = field(default_factory=list)
     spans: dict[fx.Node, Span] = field(default_factory=dict)
@@ -99,6 +103,8 @@ class Lowering:
         self.hoisted, self.kept = find_prepared(self.graph)
         if not all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs):
             raise NotNative("a result that is no dense tensor")
+        if self.adding and not self._can_add():
+            raise NotNative("a result that can't be added to")
         self._inputs()
         self._place()
         for node in self.outputs:
@@ -110,7 +116,10 @@ class Lowering:
         for i, node in enumerate(self.outputs):
             if i not in self.place.values():
                 out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
-                self.copy(out, self.span(node))
+                if self.adding:
+                    self.loops(out, [out, self.span(node)], calls.CODES["add"], 1.0)
+                else:
+                    self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
             raise NotNative(f"more than {MOST_BASES} tensors")
         bases, code = (
@@ -140,7 +149,8 @@ class Lowering:
         for i, node in enumerate(self.outputs):
             while node.target is aten.reshape.default:
                 node = node.args[0]  # type: ignore[assignment]
-            if self._writes(node) and node not in self.place:
+            whole = not self.adding or self._added_in_place(node, self.outputs[i])
+            if self._writes(node) and node not in self.place and whole:
                 self.place[node] = i
         for node in reversed(self.graph.nodes):
             if node.target is not aten.cat.default or not self._writes(node):
@@ -157,6 +167,16 @@ class Lowering:
                     self.pieces[x] = node, piece
                 else:
                     self.copied[node].append(piece)
+
+    def _can_add(self) -> bool:
+        """Whether no index that is out of range may end the program when some results were added to."""
+        sums = all(x.target not in ROW_CALLS or x.target in _SUMS for x in self.graph.nodes)
+        return sums and all(dtype_of(x) is torch.float32 for x in self.outputs)
+
+    def _added_in_place(self, node: fx.Node, result: fx.Node) -> bool:
+        """Whether a product, as it is or reshaped, is a result that nobody else reads."""
+        alone = len(node.users) == len(result.users) == 1 and self.outputs.count(result) == 1
+        return alone and node.target is aten.mm.default and (node is result or node is result.args[0])
 
     def _writes(self, node: fx.Node) -> bool:
         """Whether instructions of its own write the node."""
@@ -449,7 +469,7 @@ def product(lowering: Lowering, node: fx.Node) -> None:
     if added:
         _need(not node.kwargs and len(args) == 3, "a product with factors")
         lowering.copy(out, lowering.span(args.pop(0)))
-    a, b = lowering.span(args[0]), lowering.span(args[1])
+    a, b = (_in_memory(lowering, lowering.span(x)) for x in args)
     _is(out, torch.float32)
     (rows, columns), depth = out.shape, a.shape[1]
     _need(columns[0] == 0, "as many columns as rows")
@@ -465,7 +485,16 @@ def product(lowering: Lowering, node: fx.Node) -> None:
         *_matrix(a),
         *_matrix(b),
     ]
-    lowering.add(item, depth=depth, flag=int(added))
+    lowering.add(item, depth=depth, flag=int(added or (lowering.adding and node in lowering.place)))
+
+
+def _in_memory(lowering: Lowering, span: Span) -> Span:
+    """A span, or the memory that a number is written to: a state of zeros, multiplied by its weights."""
+    if span.base >= 0 or not span.shape:
+        return span
+    whole = contiguous(lowering.base(span.shape, span.dtype, OWN), span.shape, span.dtype)
+    lowering.copy(whole, span)
+    return whole
 
 
 def lookup(lowering: Lowering, node: fx.Node) -> None:
@@ -651,3 +680,4 @@ ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
     aten.scatter_add.default: put,
     aten.embedding_dense_backward.default: table_gradient,
 }
+_SUMS = (aten.mm.default, aten.sum.dim_IntList, aten.sum.default)

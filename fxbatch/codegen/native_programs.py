@@ -40,6 +40,7 @@ class NativeStep:
     given: tuple[int, ...]
     forms: tuple[tuple[Shape, torch.dtype], ...]
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
+    adding: Any = None  # the program that adds to its results, where there is one
 
     def prepared(self, shared: Sequence[torch.Tensor], workspace: Workspace) -> list[torch.Tensor] | None:
         """The tensors that depend on shared operands alone; None where they aren't as the program has them."""
@@ -75,8 +76,11 @@ def make_step(
     kernel: object,
     shared: Sequence[torch.Tensor],
     sources: Sequence[InputSource],
+    *,
+    sums: bool = False,
 ) -> NativeStep | str:
-    """The step of a kernel whose first inputs come from `sources` and whose last are `shared`."""
+    """The step of a kernel whose first inputs come from `sources` and whose last are `shared`. sums: its results may be
+    added to those of another."""
     if reason := available():
         return reason
     if not isinstance(kernel, Kernel):
@@ -90,10 +94,12 @@ def make_step(
     products.settle()
     try:
         program = extension.Program(made.bases, made.instructions, columns)
+        more = make_program(module, shared, adding=True) if sums else ""
+        adding = None if isinstance(more, str) else extension.Program(more.bases, more.instructions, columns)
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, kernel, made.fixed, made.given, forms, tuple(sizes))
+    return NativeStep(name, program, kernel, made.fixed, made.given, forms, tuple(sizes), adding)
 
 
 def forward_step(
@@ -121,7 +127,7 @@ def parameters_step(
     """The gradients of parameters: rows of all steps, and shared operands in."""
     if graphs.parameters is None:
         return "no gradients"
-    return make_step(graphs.signature.name, graphs.parameters, kernel, shared, ())
+    return make_step(graphs.signature.name, graphs.parameters, kernel, shared, (), sums=True)
 
 
 def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> InputSource:

@@ -121,20 +121,33 @@ class NativeKernels:
         self.counts, self._table = array("q"), array("q")  # rows of each; pointers and bytes
         self._results: list[list[torch.Tensor]] = []
         self.held: list[torch.Tensor] = []  # until `run`, what has no other owner
+        self._programs: list[Any] = []
+        self._sums: dict[int, torch.Tensor] = {}  # results that others may be added to, by shared operand
         self._failed: list[int] = []
 
     def add(
-        self, step: NativeStep, n: int, inputs: Sequence[Span], shared: Sequence[torch.Tensor]
+        self,
+        step: NativeStep,
+        n: int,
+        inputs: Sequence[Span],
+        shared: Sequence[torch.Tensor],
+        of: Sequence[int],
     ) -> list[torch.Tensor] | None:
-        """Its results, to be written; None where it can't read what it is given. inputs: pointers and bytes of
-        contiguous rows, which the caller holds until `run`."""
+        """Its results, to be written, empty where it adds to those of another; None where it can't read what it is
+        given. inputs: pointers and bytes of contiguous rows, which the caller holds until `run`; of: the positions of
+        the shared operands that the results belong to."""
         if not 0 < n <= _ROWS:
             return None
         given = places_of_shared(step, shared)
         fixed = None if given is None else step.prepared(shared, self._workspace)
         if given is None or fixed is None:
             return None
-        results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
+        operands = [id(shared[i]) for i in of]
+        adds = step.adding is not None and bool(operands) and all(x in self._sums for x in operands)
+        if adds:
+            results = [self._sums[x] for x in operands]
+        else:
+            results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
         places = [*inputs, *given]
         for tensor in (*results, *fixed):
             found = place_of(tensor)
@@ -143,15 +156,18 @@ class NativeKernels:
             places.append(found)
         for place in places:
             self._table.extend(place)
+        if step.adding is not None and not adds:
+            self._sums.update(zip(operands, results, strict=True))
         self.steps.append(step)
+        self._programs.append(step.adding if adds else step.program)
         self.counts.append(n)
         self._results.append(results)
         self.held += fixed
-        return results
+        return [] if adds else results
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         """Run them all, or some."""
-        programs, last = tuple(step.program for step in self.steps), len(self.steps) if last is None else last
+        programs, last = tuple(self._programs), len(self.steps) if last is None else last
         if profiler_enabled() and last - first > 1:
             for i in range(first, last):
                 with named_step(self.steps[i].name, self.counts[i], "parameter gradients"):

@@ -75,13 +75,15 @@ class Left:
 def parameter_gradients(
     operations: Sequence[CompiledOperation], left: Left, workspace: Workspace, kernels: NativeKernels | None
 ) -> Iterator[tuple[CompiledOperation, Sequence[torch.Tensor]]]:
-    """The gradients that each operation gives its shared operands, which have no other owner. kernels: runs native
+    """The gradients that operations give their shared operands, which have no other owner. kernels: runs native
     programs; None where nothing is to run in C."""
     operations = [op for op in operations if op.parameters is not None]
     made = [None if kernels is None else _add_native(op, left, kernels) for op in operations]
     if kernels is not None:
         kernels.run()
     for compiled, found in zip(operations, made, strict=True):
+        if found is not None and not found:
+            continue  # added to those of another
         if found is None or kernels is None or kernels.failed(found):
             assert compiled.parameters is not None
             n, shared = left.memory.calls[compiled], left.memory.shared[compiled.signature]
@@ -104,4 +106,6 @@ def _add_native(
     if None in places:
         return None
     n, shared = left.memory.calls[compiled], left.memory.shared[compiled.signature]
-    return kernels.add(step, n, [place for place in places if place is not None], shared)
+    return kernels.add(
+        step, n, [place for place in places if place is not None], shared, compiled.grad_shared
+    )

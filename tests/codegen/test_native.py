@@ -318,6 +318,50 @@ def test_no_rows_are_left_to_python() -> None:
     assert run_native(module, 0, [torch.randn(0, 3)]) is None
 
 
+def gradients_of_a_cell(graph: fx.Graph, gates: fx.Node, x: fx.Node) -> list[fx.Node]:
+    """Of weights, of weights that a state of zeros is multiplied by, and twice of a bias."""
+    turned = add_call(graph, aten.permute.default, (gates, [1, 0]))
+    bias = add_call(graph, aten.sum.dim_IntList, (gates, [0]))
+    column = add_call(graph, aten.reshape.default, (bias, [4, 1]))
+    zeros = add_call(graph, aten.full.default, ([1, 5], 0.0), {"dtype": torch.float32})
+    return [
+        add_call(graph, aten.mm.default, (turned, x)),
+        add_call(graph, aten.mm.default, (column, zeros)),
+        bias,
+        bias,
+    ]
+
+
+def test_gradients_are_added_to_what_is_there() -> None:
+    """A program that adds gives what was there and what the other writes, also where a result comes twice."""
+    module = graph_of(gradients_of_a_cell, (4, torch.float32), (3, torch.float32))
+    made = make_program(module, (), adding=True)
+    assert isinstance(made, NativeProgram)
+    adding = extension.Program(made.bases, made.instructions, np.zeros((0, 5), dtype=np.int64))
+    for n in ROWS:
+        ins = [torch.randn(n, 4), torch.randn(n, 3)]
+        fresh = run_native(module, n, ins)
+        assert fresh is not None and not fresh[1].any()
+        torch.testing.assert_close(
+            fresh[0].double(), ins[0].double().t() @ ins[1].double(), rtol=1e-5, atol=1e-4
+        )
+        before = [torch.randn_like(t) for t in fresh]
+        outs = [t.clone() for t in before]
+        spans = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *outs)]
+        assert extension.run(adding, extension.Room(), n, np.array(spans, dtype=np.int64))
+        for out, old, new in zip(outs, before, fresh, strict=True):
+            torch.testing.assert_close(out, old + new, rtol=2e-6, atol=2e-5)
+
+
+def test_what_may_fail_adds_to_nothing() -> None:
+    module = graph_of(
+        lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, 6, -1, False))],
+        (3, torch.float32),
+        (torch.int64,),
+    )
+    assert make_program(module, (), adding=True) == "a result that can't be added to"
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     (

@@ -87,6 +87,37 @@ def test_gradients_of_all_parameters_are_one_call(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1 and calls[0] >= 3
 
 
+class FirstWithoutState(nn.Module):
+    """Its cell is two operations: the first call has a state of zeros of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+        state = self.cell(words[0])
+        for word in words[1:]:
+            state = self.cell(word, state)
+        return state[0]
+
+
+@needs_extension
+def test_gradients_of_two_operations_are_added_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[int] = []
+    add = NativeKernels.add
+
+    def noting(*args: Any) -> Any:
+        made = add(*args)
+        results.append(-1 if made is None else len(made))
+        return made
+
+    monkeypatch.setattr(NativeKernels, "add", noting)
+    made = FirstWithoutState()
+    check_equal(made, [[torch.randn(3) for _ in range(n)] for n in (1, 2, 4)])
+    assert sorted(results) == [0, 0, 4, 4]  # of two runs
+
+
 @needs_extension
 def test_programs_and_their_memory_belong_together() -> None:
     program = extension.Program(
