@@ -2,7 +2,7 @@
 
 In: while recording, module calls whose shapes were not met before; before a phase runs, its program. Out: entries
 that need no run on fake tensors; a program in which packed calls whose inputs are at hand have run, all of one level
-at once, and are constants, and so are the rows that are read of them (`encoded[3]`).
+at once, and are constants, and so are the rows that are read of them (`encoded[3]`, `for row in encoded`).
 
     entry = packed_calls.entry(recorder, entries, args, kwargs, arguments)    # None: as any other call
     program = packed_calls.resolve(run, program)
@@ -34,6 +34,7 @@ MEMBERS = 3  # calls of different shapes that are met before a family is built
 MOST_SIZES = 4
 
 _GETITEM = torch.Tensor.__getitem__
+_ROW_READS = (_GETITEM, torch.Tensor.unbind, torch.unbind)
 
 
 @dataclass(eq=False)
@@ -55,6 +56,9 @@ class PackedCalls:
     def __init__(self, *, verify: bool) -> None:
         self.verify = verify
         self.families: list[CallFamily] = []
+        self.first: dict[
+            Signature, CallFamily
+        ] = {}  # of calls that were recorded before their family was built
 
     # -- while recording ------------------------------------------------------------------------------
 
@@ -79,12 +83,15 @@ class PackedCalls:
             if family.function is not None:  # from now on its first members are packed as well
                 for key in family.keys:
                     entries.pop(key, None)
+                for signature in [member.signature for member in family.members]:
+                    if _fitting_sizes(family.function, signature.inputs) is not None:
+                        self.first[signature] = family
                 recorder.lasts = False
         function = family.function
         if function is None:
             return None
-        sizes = _sizes_of(function, types)
-        if sizes is None or not function.graph.fitting(sizes).all():
+        sizes = _fitting_sizes(function, types)
+        if sizes is None:
             return None
         member = family.members[0]
         assert member.outcome is not None
@@ -190,8 +197,10 @@ class PackedCalls:
 
         held: what packed calls of this minibatch gave, by value; it grows.
         """
-        packed = [s for s, signature in enumerate(program.signatures) if signature.sizes is not None]
-        if not held and (not packed or not np.isin(program.sig, packed).any()):
+        met = np.unique(program.sig).tolist()
+        families = {s: self._family_of(program.signatures[s]) for s in met}
+        packed = {s: family for s, family in families.items() if family is not None}
+        if not packed and not len(_readers(program, held)):
             return program
         work = _Resolution(program, held)
         self._run_packed(work, packed, grad=grad)
@@ -200,17 +209,21 @@ class PackedCalls:
         work.take_rows()
         return work.program_with_constants(table)
 
-    def _run_packed(self, work: _Resolution, packed: list[int], *, grad: bool) -> None:
+    def _family_of(self, signature: Signature) -> CallFamily | None:
+        """Whose function runs calls of a signature."""
+        found: CallFamily | None = signature.sizes
+        return self.first.get(signature) if found is None and self.first else found
+
+    def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         program = work.program
-        waiting = np.flatnonzero(np.isin(program.sig, packed)).tolist()
+        waiting = np.flatnonzero(np.isin(program.sig, list(packed))).tolist()
         while waiting:
             ready = [c for c in waiting if work.has_inputs(c)]
             if not ready:
                 return
             by_family: dict[CallFamily, list[int]] = {}
             for c in ready:
-                found = program.signatures[program.sig[c]].sizes
-                by_family.setdefault(found, []).append(c)
+                by_family.setdefault(packed[int(program.sig[c])], []).append(c)
             for family, calls in by_family.items():
                 self._step(work, family, calls, grad=grad)
             done = set(ready)
@@ -265,26 +278,24 @@ class _Resolution:
         self.resolved[c] = True
 
     def take_rows(self) -> None:
-        """Rows of what packed calls gave, where they are read one by one: views."""
+        """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""
         p = self.program
         rows: dict[int, Sequence[torch.Tensor]] = {}
-        for s, signature in enumerate(p.signatures):
-            lifted = signature.operation.target is take_row
-            fixed = None if lifted else _fixed_row(signature)
-            if not lifted and fixed is None:
+        for c in _readers(p, self.held).tolist():
+            if self.resolved[c]:
                 continue
-            for c in np.flatnonzero((p.sig == s) & ~self.resolved).tolist():
-                given = self._inputs(c)
-                if given[0] not in self.held:
-                    continue
-                place = self.constant.get(given[1]) if lifted else fixed
-                if not isinstance(place, int):
-                    continue
-                if given[0] not in rows:
-                    with torch.set_grad_enabled(self.held[given[0]].requires_grad):
-                        rows[given[0]] = self.held[given[0]].unbind(0)
-                self.constant[int(p.first_value[c])] = rows[given[0]][place]
-                self.resolved[c] = True
+            given = self._inputs(c)
+            place = _row_read(p.signatures[p.sig[c]])
+            if place is _LIFTED:
+                place = self.constant.get(given[1])
+            if place is None or given[0] not in self.held or not isinstance(place, (int, slice)):
+                continue
+            if given[0] not in rows:
+                with torch.set_grad_enabled(self.held[given[0]].requires_grad):
+                    rows[given[0]] = self.held[given[0]].unbind(0)
+            found = rows[given[0]][place] if isinstance(place, slice) else [rows[given[0]][place]]
+            self.constant.update(enumerate(found, int(p.first_value[c])))
+            self.resolved[c] = True
 
     def program_with_constants(self, table: SignatureTable) -> Program:
         """The program, with a constant for each value of what has run."""
@@ -318,22 +329,41 @@ class _Resolution:
         return dataclasses.replace(made, constants=constants)
 
 
-def _fixed_row(signature: Signature) -> int | None:
-    """The index of `x[3]`, whose index was put back as a plain number."""
-    if signature.operation.target is not _GETITEM or signature.arguments is None:
+_LIFTED = object()
+
+
+def _row_read(signature: Signature) -> Any:
+    """Which rows of its first input a call reads: a number of `x[3]`, all for `x.unbind(0)` (which `for row in x` is
+    as well), _LIFTED where the number is its second input, None where it is another call."""
+    target = signature.operation.target
+    if target is take_row:
+        return _LIFTED
+    if signature.arguments is None or target not in _ROW_READS:
         return None
-    leaves = signature.arguments.leaves
-    plain = len(leaves) == 2 and type(leaves[0]) is Slot and type(leaves[1]) is int
-    return leaves[1] if plain else None
+    first, *rest = signature.arguments.leaves
+    if type(first) is not Slot or len(rest) > 1:
+        return None
+    if target is _GETITEM:
+        return rest[0] if rest and type(rest[0]) is int else None
+    return slice(None) if rest in ([], [0]) else None
+
+
+def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
+    """The calls that read one of these values, in order."""
+    if not held:
+        return np.zeros(0, dtype=np.int64)
+    given = np.fromiter(held, dtype=np.int64, count=len(held))
+    return np.unique(program.reader[np.isin(program.inputs, given)])
 
 
 def _own(types: Sequence[TensorType], dynamic: Sequence[Sequence[int]]) -> list[int]:
     return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
 
 
-def _sizes_of(function: PackedFunction, types: Sequence[TensorType]) -> list[np.ndarray] | None:
-    """The sizes of one call; None where another dimension differs from the family's."""
+def _fitting_sizes(function: PackedFunction, types: Sequence[TensorType]) -> list[np.ndarray] | None:
+    """The sizes of one call; None where the function is not for them, or another dimension than its own differs."""
     for t, dims, example in zip(types, function.dynamic, function.graph.tensors, strict=False):
         if any(d not in dims and size != example.shape[d] for d, size in enumerate(t.shape)):
             return None
-    return [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]
+    sizes = [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]
+    return sizes if function.graph.fitting(sizes).all() else None
