@@ -11,17 +11,23 @@ English Web Treebank (universal part-of-speech tags).
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
-from rich.progress import track
+from fxbatch_examples.command import (
+    add_checkpoint,
+    in_batches,
+    keep,
+    loop_if,
+    positive,
+    resume,
+    run,
+    train_epoch,
+    training_options,
+)
 from torch import Tensor, nn
 
 import fxbatch
@@ -113,8 +119,7 @@ def encode(sentence: Tagged, words: Vocabulary, tags: Vocabulary) -> Sentence:
 def accuracy(model: Tagger, sentences: Sequence[Sentence], batch_size: int) -> float:
     """The share of words whose best tag is the right one."""
     right = words = 0
-    for start in range(0, len(sentences), batch_size):
-        batch = sentences[start : start + batch_size]
+    for batch in in_batches(sentences, batch_size):
         for sentence, scores in zip(batch, model(batch), strict=True):
             best = torch.stack(list(scores)).argmax(1)
             right += int((best == torch.stack(list(sentence.tags))).sum())
@@ -124,17 +129,10 @@ def accuracy(model: Tagger, sentences: Sequence[Sentence], batch_size: int) -> f
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on EWT; the accuracy on its dev sentences after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--data", help="folder that holds ud_ewt/")
-    parser.add_argument("--epochs", type=positive, default=3)
-    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument("--batch-size", type=positive, default=64)
-    parser.add_argument("--hidden", type=positive, default=256)
-    parser.add_argument("--device", type=device, default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
-    add_checkpoint(parser)
-    args = parser.parse_args(argv)
+    options = training_options(main.__doc__, "ud_ewt", epochs=3)
+    options.add_argument("--hidden", type=positive, default=256)
+    add_checkpoint(options)
+    args = options.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
 
@@ -146,29 +144,19 @@ def main(argv: Sequence[str] | None = None) -> float:
     tags = Vocabulary.build((t.upos for s in raw for t in s.tokens), device=args.device)
     train, dev = ([encode(sentence, words, tags) for sentence in part] for part in (raw, raw_dev))
     model = build(len(words), len(tags), hidden=args.hidden).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), args.rate)
     found = 0.0
     done = resume(args.checkpoint, args, model, optimizer)
     if done >= args.epochs:
         found = accuracy(model, dev, args.batch_size)
-    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
+    with loop_if(args.disabled):
         for epoch in range(1, args.epochs + 1):
             shuffle.shuffle(train)
             if epoch <= done:
                 continue
-            begin = time.perf_counter()
-            batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
-            total = 0.0
-            for batch in track(batches, description=f"epoch {epoch}"):
-                loss = model.loss(batch).sum()
-                optimizer.zero_grad()
-                (loss / len(batch)).backward()
-                optimizer.step()
-                total += loss.item()
-            seconds = time.perf_counter() - begin
+            mean, seconds = train_epoch(epoch, in_batches(train, args.batch_size), model.loss, optimizer)
             keep(args.checkpoint, epoch, args, model, optimizer)
             found = accuracy(model, dev, args.batch_size)
-            mean = total / len(train)
             print(f"epoch {epoch}: loss a sentence {mean:.3f}, dev accuracy {found:.2%}, {seconds:.0f} s")
     return found
 

@@ -13,19 +13,24 @@ too few to learn spelling from.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import functools
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
-from rich.progress import track
+from fxbatch_examples.command import (
+    add_checkpoint,
+    in_batches,
+    keep,
+    loop_if,
+    resume,
+    run,
+    train_epoch,
+    training_options,
+)
 from torch import Tensor, nn
 
 import fxbatch
@@ -200,25 +205,17 @@ def evaluate(model: CharTagger, part: Part, names: Sequence[str], batch_size: in
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on WikiNER; entity F1 on Wikigold after each epoch, the last one returned."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--data", help="folder that holds ner/")
-    parser.add_argument("--epochs", type=positive, default=3)
-    parser.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
-    parser.add_argument(
+    options = training_options(main.__doc__, "ner", epochs=3, rate=0.002)
+    options.add_argument(
         "--held-out", type=int, default=0, help="keep the last HELD_OUT of WikiNER for a score"
     )
-    parser.add_argument("--batch-size", type=positive, default=64)
-    parser.add_argument("--rate", type=float, default=0.002, help="Adam's")
-    parser.add_argument("--dropout", type=float, default=0.33, help="of the words' vectors and states")
-    parser.add_argument("--rare", type=int, default=5, help="words seen at most so often are spelled out")
-    parser.add_argument(
+    options.add_argument("--dropout", type=float, default=0.33, help="of the words' vectors and states")
+    options.add_argument("--rare", type=int, default=5, help="words seen at most so often are spelled out")
+    options.add_argument(
         "--spell", type=float, default=0.1, help="share of the others spelled out in training"
     )
-    parser.add_argument("--device", type=device, default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
-    add_checkpoint(parser)
-    args = parser.parse_args(argv)
+    add_checkpoint(options)
+    args = options.parse_args(argv)
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
     found = load(args.data, args.limit, args.rare, args.device, args.held_out)
@@ -229,28 +226,18 @@ def main(argv: Sequence[str] | None = None) -> float:
     done = resume(args.checkpoint, args, model, optimizer)
     if done >= args.epochs:
         score = evaluate(model, found.parts["dev"], found.names, args.batch_size)
-    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
+    with loop_if(args.disabled):
         for epoch in range(1, args.epochs + 1):
             shuffle.shuffle(train)
             if epoch <= done:
                 continue
-            begin = time.perf_counter()
             chance = random.Random(f"{args.seed} {epoch}")
             spelled = [spell_out(sentence, args.spell, chance) for sentence in train]
-            batches = [spelled[i : i + args.batch_size] for i in range(0, len(spelled), args.batch_size)]
-            total = 0.0
-            for batch in track(batches, description=f"epoch {epoch}"):
-                loss = model.loss(batch).sum()
-                optimizer.zero_grad()
-                (loss / len(batch)).backward()
-                optimizer.step()
-                total += loss.item()
-            seconds = time.perf_counter() - begin
+            mean, seconds = train_epoch(epoch, in_batches(spelled, args.batch_size), model.loss, optimizer)
             keep(args.checkpoint, epoch, args, model, optimizer)
             scores = {n: evaluate(model, p, found.names, args.batch_size) for n, p in found.parts.items()}
             score = scores["dev"]
             shown = ", ".join(f"{name} {each}" for name, each in scores.items())
-            mean = total / len(train)
             print(f"epoch {epoch}: loss a sentence {mean:.3f}, {shown}, {seconds:.0f} s")
     return score.f1
 

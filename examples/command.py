@@ -2,24 +2,31 @@
 
 In: an example's `main`, its options, its model and optimizer. Out: an exit status; a training that goes on.
 
-    options.add_argument("--epochs", type=positive, default=3)
-    done = resume(args.checkpoint, settings, model, optimizer)           # epochs that the checkpoint has
+    options = training_options("Train on EWT.", "ud_ewt", epochs=3)
+    done = resume(args.checkpoint, args, model, optimizer)           # epochs that the checkpoint has
+    loss, seconds = train_epoch(1, batches, model.loss, optimizer)
     run(main)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fxbatch_examples.train_sentiment import FORMAT, load_checkpoint, save_checkpoint
-from torch import nn
+from rich.progress import track
+from torch import Tensor, nn
 
+import fxbatch
 from fxbatch.errors import DataError
+
+T = TypeVar("T")
 
 # Options that a training may be gone on with other values of.
 FREE = ("epochs", "checkpoint", "data", "device", "disabled")
@@ -41,6 +48,49 @@ def device(text: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
     return text
+
+
+def training_options(
+    description: str | None, folder: str, *, epochs: int, rate: float = 1e-3
+) -> argparse.ArgumentParser:
+    """The options that each training has; `folder` of the data folder is read, `rate` is Adam's."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--data", help=f"folder that holds {folder}/")
+    options.add_argument("--epochs", type=positive, default=epochs)
+    options.add_argument("--limit", type=positive, help="train on the first LIMIT instances, test on as many")
+    options.add_argument("--batch-size", type=positive, default=64)
+    options.add_argument("--rate", type=float, default=rate, help="Adam's")
+    options.add_argument("--device", type=device, default="cpu")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--disabled", action="store_true", help="one instance at a time, undecorated")
+    return options
+
+
+def loop_if(disabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within it one instance is run at a time where that was asked for."""
+    return fxbatch.disabled() if disabled else contextlib.nullcontext()
+
+
+def in_batches(data: Sequence[T], size: int) -> list[Sequence[T]]:
+    """The data cut into minibatches; the last may be smaller."""
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+def train_epoch(
+    epoch: int,
+    batches: Sequence[Sequence[T]],
+    losses: Callable[[Sequence[T]], Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> tuple[float, float]:
+    """One step a minibatch on the mean of its losses, with a bar; the mean loss of an instance, and the seconds."""
+    begin, total = time.perf_counter(), 0.0
+    for batch in track(batches, description=f"epoch {epoch}"):
+        loss = losses(batch).sum()
+        optimizer.zero_grad()
+        (loss / len(batch)).backward()
+        optimizer.step()
+        total += loss.item()
+    return total / sum(map(len, batches)), time.perf_counter() - begin
 
 
 def add_checkpoint(options: argparse.ArgumentParser) -> None:

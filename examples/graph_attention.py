@@ -10,19 +10,14 @@ in GIN's layers goes over the rows of the minibatch. ESOL (solubility) or QM9; r
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import random
 from collections.abc import Sequence
 
 import torch
 from fxbatch_examples import molecules
-from fxbatch_examples.command import device, positive, run
-from rich.progress import track
+from fxbatch_examples.command import run, training_options
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.data.paths import find_data
 
 Graph = dict[str, Tensor]
 
@@ -113,47 +108,16 @@ def minibatch(*, kind: str = "gat", graphs: int = 6, seed: int = 0) -> tuple[Gra
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on 90 % of the molecules; root mean squared error on the rest after each epoch."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--data", help="folder that holds molecules/")
-    parser.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
-    parser.add_argument("--kind", choices=("gin", "gat"), default="gin")
-    parser.add_argument("--epochs", type=positive, default=20)
-    parser.add_argument("--limit", type=positive, help="use the first LIMIT molecules")
-    parser.add_argument("--batch-size", type=positive, default=64)
-    parser.add_argument("--device", type=device, default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--disabled", action="store_true", help="one graph at a time, undecorated (gat)")
-    args = parser.parse_args(argv)
+    options = training_options(main.__doc__, "molecules", epochs=20)
+    options.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
+    options.add_argument("--kind", choices=("gin", "gat"), default="gin")
+    args = options.parse_args(argv)
     if args.disabled and args.kind == "gin":
-        parser.error("--disabled: GIN's BatchNorm goes over the minibatch, and the loop has none")
+        options.error("--disabled: GIN's BatchNorm goes over the minibatch, and the loop has none")
     torch.manual_seed(args.seed)
-    path = find_data("molecules", args.data) / f"graphs_{args.set}.npz"
-    raw, sizes, scale = molecules.load(path, args.limit, args.device)
-    random.Random(args.seed).shuffle(raw)
-    data = [(graph_of(m), m.target) for m in raw]
-    dev, train = data[: len(data) // 10], data[len(data) // 10 :]
+    raw, sizes, scale = molecules.load_set(args)
     model = build(*sizes, kind=args.kind).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    error = 0.0
-    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
-        for epoch in range(1, args.epochs + 1):
-            random.Random(epoch).shuffle(train)
-            model.train()
-            for i in track(range(0, len(train), args.batch_size), description=f"epoch {epoch}"):
-                loss = errors(model, train[i : i + args.batch_size]).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            model.eval()
-            with torch.no_grad():
-                error = (errors(model, dev).mean(0).sqrt() * scale).mean().item()
-            print(f"epoch {epoch}: dev root mean squared error {error:.3f}")
-    return error
-
-
-def errors(model: GraphNetwork, data: Sequence[tuple[Graph, Tensor]]) -> Tensor:
-    """Squared errors `[graphs, targets]`."""
-    return (model([g for g, _ in data]) - torch.stack([target for _, target in data])).square()
+    return molecules.train(args, model, [(graph_of(m), m.target) for m in raw], scale)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ message passing as in Gilmer et al. 2017). Molecules differ in everything: atoms
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from fxbatch_examples.command import device, positive, run
-from rich.progress import track
+from fxbatch_examples.command import in_batches, loop_if, run, train_epoch, training_options
 from torch import Tensor, nn
 
 import fxbatch
@@ -132,43 +131,50 @@ def minibatch(
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Train on 90 % of the molecules; root mean squared error on the rest after each epoch."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--data", help="folder that holds molecules/")
-    parser.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
-    parser.add_argument("--epochs", type=positive, default=20)
-    parser.add_argument("--limit", type=positive, help="use the first LIMIT molecules")
-    parser.add_argument("--batch-size", type=positive, default=64)
-    parser.add_argument("--device", type=device, default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--disabled", action="store_true", help="one molecule at a time, undecorated")
-    args = parser.parse_args(argv)
+    options = training_options(main.__doc__, "molecules", epochs=20)
+    options.add_argument("--set", choices=("delaney", "qm9"), default="delaney", help="ESOL, or QM9")
+    args = options.parse_args(argv)
     torch.manual_seed(args.seed)
-    shuffle = random.Random(args.seed)
-    path = find_data("molecules", args.data) / f"graphs_{args.set}.npz"
-    molecules, sizes, scale = load(path, args.limit, args.device)
-    shuffle.shuffle(molecules)
-    dev, train = molecules[: len(molecules) // 10], molecules[len(molecules) // 10 :]
+    molecules, sizes, scale = load_set(args)
     model = build(*sizes).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return train(args, model, [(molecule, molecule.target) for molecule in molecules], scale)
+
+
+def train(
+    args: argparse.Namespace, model: nn.Module, data: Sequence[tuple[Any, Tensor]], scale: Tensor
+) -> float:
+    """Train `model(instances)`, which gives `[instances, targets]`; the error on the first tenth of the data."""
+    shuffle = random.Random(args.seed)
+    data = list(data)
+    shuffle.shuffle(data)
+    dev, train = data[: len(data) // 10], data[len(data) // 10 :]
+    optimizer = torch.optim.Adam(model.parameters(), args.rate)
+
+    def losses(batch: Sequence[tuple[Any, Tensor]]) -> Tensor:
+        return errors(model, batch).mean(1)
+
     error = 0.0
-    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
+    with loop_if(args.disabled):
         for epoch in range(1, args.epochs + 1):
             shuffle.shuffle(train)
-            batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
-            for batch in track(batches, description=f"epoch {epoch}"):
-                loss = errors(model, batch).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            model.train()
+            _, seconds = train_epoch(epoch, in_batches(train, args.batch_size), losses, optimizer)
+            model.eval()
             with torch.no_grad():
                 error = (errors(model, dev).mean(0).sqrt() * scale).mean().item()
-            print(f"epoch {epoch}: dev root mean squared error {error:.3f}")
+            print(f"epoch {epoch}: dev root mean squared error {error:.3f}, {seconds:.0f} s")
     return error
 
 
-def errors(model: MoleculeNetwork, molecules: Sequence[Molecule]) -> Tensor:
-    """Squared errors `[molecules, targets]`."""
-    return (model(molecules) - torch.stack([molecule.target for molecule in molecules])).square()
+def errors(model: nn.Module, data: Sequence[tuple[Any, Tensor]]) -> Tensor:
+    """Squared errors `[instances, targets]`."""
+    predictions: Tensor = model([instance for instance, _ in data])
+    return (predictions - torch.stack([target for _, target in data])).square()
+
+
+def load_set(args: argparse.Namespace) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:
+    """`load` of the set that was asked for."""
+    return load(find_data("molecules", args.data) / f"graphs_{args.set}.npz", args.limit, args.device)
 
 
 def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:

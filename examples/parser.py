@@ -13,15 +13,23 @@ scores before it, so the loop asks for values; all parsers of a minibatch advanc
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from fxbatch_examples.command import add_checkpoint, device, keep, positive, resume, run
-from rich.progress import track
+from fxbatch_examples.command import (
+    add_checkpoint,
+    in_batches,
+    keep,
+    loop_if,
+    positive,
+    resume,
+    run,
+    train_epoch,
+    training_options,
+)
 from torch import Tensor, nn
 
 import fxbatch
@@ -285,8 +293,7 @@ def attachment(model: Parser, sentences: Sequence[Sentence], batch_size: int) ->
     """Unlabelled and labelled attachment score over all words."""
     model.eval()
     unlabelled = labelled = words = 0
-    for start in range(0, len(sentences), batch_size):
-        batch = sentences[start : start + batch_size]
+    for batch in in_batches(sentences, batch_size):
         for sentence, parse in zip(batch, model(batch), strict=True):
             for word, (head, relation) in enumerate(zip(parse.heads, parse.relations, strict=True)):
                 attached = head == sentence.heads[word]
@@ -299,45 +306,40 @@ def attachment(model: Parser, sentences: Sequence[Sentence], batch_size: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     """Train on the projective sentences of EWT; attachment scores on all dev sentences after each epoch."""
-    options = argparse.ArgumentParser(description=main.__doc__)
-    options.add_argument("--data", help="folder that holds ud_ewt/")
-    options.add_argument("--epochs", type=positive, default=3)
-    options.add_argument("--limit", type=positive, help="train on the first LIMIT sentences, test on as many")
-    options.add_argument("--batch-size", type=positive, default=64)
+    options = training_options(main.__doc__, "ud_ewt", epochs=3)
     options.add_argument("--hidden", type=positive, default=125)
-    options.add_argument("--device", type=device, default="cpu")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--disabled", action="store_true", help="one sentence at a time, undecorated")
     add_checkpoint(options)
     args = options.parse_args(argv)
+    return train(args, functools.partial(build, hidden=args.hidden))
+
+
+def train(
+    args: argparse.Namespace,
+    build: Callable[[int, int, int], Parser],
+    prepare: Callable[[Sentence], Sentence] | None = None,
+) -> tuple[float, float]:
+    """Train what `build(words, tags, relations)` gives, on sentences as `prepare` makes them."""
     torch.manual_seed(args.seed)
     shuffle = random.Random(args.seed)
     train, dev, sizes = load(args.data, args.limit, args.device)
-    model = build(*sizes, hidden=args.hidden).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters())
+    if prepare is not None:
+        train, dev = [list(map(prepare, part)) for part in (train, dev)]
+    model = build(*sizes).to(args.device)
+    optimizer = torch.optim.Adam(model.parameters(), args.rate)
     found = (0.0, 0.0)
     done = resume(args.checkpoint, args, model, optimizer)
     if done >= args.epochs:
         found = attachment(model, dev, args.batch_size)
-    with fxbatch.disabled() if args.disabled else contextlib.nullcontext():
+    with loop_if(args.disabled):
         for model.round in range(1, args.epochs + 1):
             shuffle.shuffle(train)
             if model.round <= done:
                 continue
-            begin = time.perf_counter()
-            batches = [train[i : i + args.batch_size] for i in range(0, len(train), args.batch_size)]
-            total = 0.0
-            for batch in track(batches, description=f"epoch {model.round}"):
-                loss = model.loss(batch).sum()
-                optimizer.zero_grad()
-                (loss / len(batch)).backward()
-                optimizer.step()
-                total += loss.item()
-            seconds = time.perf_counter() - begin
+            batches = in_batches(train, args.batch_size)
+            mean, seconds = train_epoch(model.round, batches, model.loss, optimizer)
             keep(args.checkpoint, model.round, args, model, optimizer)
             found = attachment(model, dev, args.batch_size)
             scores = f"UAS {found[0]:.2%}, LAS {found[1]:.2%}"
-            mean = total / len(train)
             print(f"epoch {model.round}: loss a sentence {mean:.3f}, dev {scores}, {seconds:.0f} s")
     return found
 

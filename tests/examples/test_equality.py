@@ -13,6 +13,7 @@ from examples import (
     bilstm_tagger,
     char_tagger,
     childsum_tree_lstm,
+    deep_sets,
     graph_attention,
     language_model,
     lattice_lstm,
@@ -22,14 +23,20 @@ from examples import (
     parser,
     rnng,
     seq2seq,
+    transformer_parser,
+    transformer_tagger,
     tree_lstm,
 )
 from tests.oracle import check_equal
 
-WITH_LOSS = [bilstm_tagger, char_tagger, childsum_tree_lstm, lattice_lstm, parser]
+WITH_LOSS = [
+    *(bilstm_tagger, char_tagger, childsum_tree_lstm, lattice_lstm, parser),
+    *(transformer_parser, transformer_tagger),
+]
 WITH_FORWARD = [
     *(bilstm_tagger, char_tagger, childsum_tree_lstm, language_model, lattice_lstm),
     *(mixture_of_experts, module_networks, molecules, rnng, graph_attention),
+    deep_sets,
 ]
 
 

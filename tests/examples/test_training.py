@@ -14,6 +14,7 @@ from examples import (
     bilstm_tagger,
     char_tagger,
     childsum_tree_lstm,
+    deep_sets,
     graph_attention,
     language_model,
     lattice_lstm,
@@ -23,6 +24,8 @@ from examples import (
     parser,
     rnng,
     seq2seq,
+    transformer_parser,
+    transformer_tagger,
 )
 from fxbatch.errors import DataError
 
@@ -100,6 +103,9 @@ FILES: list[tuple[Callable[..., Any], list[str]]] = [
     (language_model.main, ["--hidden", "8"]),
     (molecules.main, ["--set", "qm9"]),
     (graph_attention.main, ["--kind", "gat"]),
+    (deep_sets.main, ["--set", "qm9"]),
+    (transformer_tagger.main, ["--hidden", "8", "--layers", "1", "--dropout", "0", "--held-out", "4"]),
+    (transformer_parser.main, ["--hidden", "8", "--layers", "1", "--limit", "8"]),
     (childsum_tree_lstm.main, ["--limit", "12"]),
     (seq2seq.main, ["--limit", "16", "--longest", "3"]),
     (lattice_lstm.main, ["--limit", "8"]),
