@@ -326,6 +326,72 @@ static PyObject *native_run(PyObject *module, PyObject *args)
     return PyBool_FromLong(good);
 }
 
+/* --- Where tensors are: Python's methods, asked from here ------------------------------------------------ */
+
+static PyObject *plain_tensors; /* classes whose numbers are in memory as they are */
+
+static int64_t asked(PyObject *object, const char *method) /* -1 with an exception */
+{
+    PyObject *found = PyObject_CallMethod(object, method, NULL);
+    int64_t number = found ? (int64_t)PyLong_AsUnsignedLongLong(found) : -1;
+    Py_XDECREF(found);
+    return number;
+}
+
+/* The start of `size` bytes in a tensor's memory; 0: nowhere, -1: an exception. */
+static int64_t place_in_memory(PyObject *tensor, int64_t size)
+{
+    PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
+    if (!storage) { /* wrapped by a transform, sparse, opaque */
+        if (!PyErr_ExceptionMatches(PyExc_NotImplementedError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    int64_t start = asked(tensor, "data_ptr"), end = 0; /* 0: functional, or zeros without memory */
+    if (start && !PyErr_Occurred())
+        end = asked(storage, "data_ptr");
+    if (end && !PyErr_Occurred())
+        end += asked(storage, "nbytes");
+    Py_DECREF(storage);
+    return PyErr_Occurred() ? -1 : start + size <= end ? start : 0;
+}
+
+/* address(tensor, size): codegen/native.py says what it is. */
+static PyObject *native_address(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    int64_t size = count == 2 ? PyLong_AsLongLong(args[1]) : -1;
+    if (size < 0 || !plain_tensors)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "address(tensor, size)");
+    int plain = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_tensors); i++)
+        plain |= (PyObject *)Py_TYPE(args[0]) == PyTuple_GET_ITEM(plain_tensors, i);
+    if (!plain)
+        Py_RETURN_NONE;
+    PyObject *cpu = PyObject_GetAttrString(args[0], "is_cpu");
+    plain = cpu == Py_True;
+    Py_XDECREF(cpu);
+    static const char *const lazy[] = {"is_neg", "is_conj"};
+    for (int i = 0; i < 2 && plain; i++)
+        plain = asked(args[0], lazy[i]) == 0;
+    int64_t start = plain && size ? place_in_memory(args[0], size) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    if (!plain || (size && !start))
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong((unsigned long long)start);
+}
+
+static PyObject *native_set_plain(PyObject *module, PyObject *classes)
+{
+    (void)module;
+    if (!PyTuple_Check(classes))
+        return PyErr_Format(PyExc_TypeError, "a tuple of classes");
+    Py_XSETREF(plain_tensors, Py_NewRef(classes));
+    Py_RETURN_NONE;
+}
+
 static PyObject *native_set_products(PyObject *module, PyObject *address)
 {
     (void)module;
@@ -414,6 +480,8 @@ static PyMethodDef methods[] = {
     {"set_choice", native_set_choice, METH_O, "set_choice(bytes): which library multiplies, by layout and rows."},
     {"products", native_products, METH_NOARGS, "products() -> (whether BLAS is there, the level of our loops)."},
     {"product", native_product, METH_VARARGS, "product(a, b, out, rows, width, depth, layout, library, repeats)."},
+    {"address", (PyCFunction)(void (*)(void))native_address, METH_FASTCALL, "address(tensor, size): where it is, or None."},
+    {"set_plain", native_set_plain, METH_O, "set_plain(classes of tensors whose numbers are in memory as they are)."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };

@@ -8,11 +8,12 @@ native.address(weight, weight.nbytes)      # where C finds it, None where C must
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fxbatch.torch_private import product_address, storage_of, thread_addresses
+from fxbatch.torch_private import product_address, thread_addresses
 from fxbatch.trace.integers import PLAIN_TENSORS
 
 Span = tuple[int, int]  # pointer and bytes
@@ -25,6 +26,7 @@ except ImportError:  # no compiler when the project was installed
 if extension is not None:
     extension.set_products(product_address())
     extension.set_threads(*thread_addresses())
+    extension.set_plain(PLAIN_TENSORS)
 
 
 def available() -> str:
@@ -32,21 +34,14 @@ def available() -> str:
     return "" if extension is not None else "the extension fxbatch.codegen._native was not built"
 
 
-def address(tensor: torch.Tensor, size: int) -> int | None:
-    """Where the `size` bytes from a tensor's first element on are in this machine's memory; None where C must not look.
+def _nowhere(tensor: torch.Tensor, size: int) -> int | None:
+    return None
 
-    All pointers that C is given come from here. Subclasses (fake tensors), what a transform or functionalization wraps,
-    tensors on devices (meta), of a lazy sign, zero tensors without memory and storages that were given back have none.
-    """
-    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
-        return None
-    if not size:
-        return 0
-    storage = storage_of(tensor)
-    if storage is None:
-        return None
-    start = tensor.data_ptr()  # 0: functional, or zeros without memory
-    return start if start and start + size <= storage.data_ptr() + storage.nbytes() else None
+
+# Where the `size` bytes from a tensor's first element on are in this machine's memory; None where C must not look. All
+# pointers that C is given come from here. Subclasses (fake tensors), what a transform or functionalization wraps,
+# tensors on devices (meta), of a lazy sign, zero tensors without memory and storages that were given back have none.
+address: Callable[[torch.Tensor, int], int | None] = _nowhere if extension is None else extension.address
 
 
 def place_of(tensor: torch.Tensor) -> Span | None:

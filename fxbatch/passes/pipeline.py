@@ -75,16 +75,20 @@ class Pipeline:
     def __call__(self, program: Program) -> Program:
         """The program after all passes; an exception gets a note that names the pass."""
         records = []
+        calls, clock = len(program), time.perf_counter()
         for name, rewrite in self.passes.items():
-            start, before = time.perf_counter(), len(program)
+            before, start = calls, clock
             try:
-                program = rewrite(program)
+                rewritten = rewrite(program)
                 if self.verify:
-                    verify_program(program)
+                    verify_program(rewritten)
             except Exception as error:
                 error.add_note(f"in pass {name}, on a program of {before} calls")
                 raise
-            records.append(Record(name, before, len(program), time.perf_counter() - start))
+            if rewritten is not program:
+                program, calls = rewritten, len(rewritten)
+            clock = time.perf_counter()
+            records.append(Record(name, before, calls, clock - start))
         self.records = tuple(records)
         return program
 

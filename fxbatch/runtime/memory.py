@@ -271,7 +271,7 @@ class Pieces:
         for device, lines in layout.lines:
             piece = self.pool.take(device, lines)
             self._pieces.append(piece)
-            begins.append(0 if extension is None else address(piece, lines * LINE) or 0)
+            begins.append(address(piece, lines * LINE) or 0)
         places = layout.places.copy()
         offsets = places[:, 0].tolist()
         if len(begins) == 1:
