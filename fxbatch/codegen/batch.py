@@ -19,7 +19,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxbatch.codegen.body import devices_of, entered_modes, fake_rows, fake_shared, mutates
+from fxbatch.codegen.body import (
+    devices_of,
+    entered_modes,
+    fake_rows,
+    fake_shared,
+    gradients_of,
+    mutates,
+)
 from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.shapes import evaluate, fit, rows_node
 from fxbatch.ir import Layout, Signature
@@ -137,14 +144,7 @@ def _trace_joint(
     def joint(groups: Any, weights: Any, gradients: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             outputs = _run_batched(body, groups, weights, dummy)
-        wanted = [x for x in (*groups, *weights) if x.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-        grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if wanted and pairs:
-            ends, starts = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        found = iter(grads)
-        slots = [next(found) if x.requires_grad else None for x in (*groups, *weights)]
+        slots = gradients_of(outputs, gradients, [*groups, *weights])
         for i, x in enumerate((*groups, *weights)):
             slots[i] = _zeros(x) if slots[i] is None and filled[i] else slots[i]
         present[:] = [slot is not None for slot in slots]

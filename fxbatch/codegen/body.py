@@ -268,3 +268,16 @@ def make_sparse(graph: fx.Graph, wanted: list[int]) -> None:
         results[index] = node
     graph.output_node().args = (tuple(results),)
     eliminate_dead(graph)
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], starts: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradient of each operand, given those of the outputs; None where it needs none, or no path leads to it."""
+    wanted = [x for x in operands if x.requires_grad]
+    pairs = [(o, g) for o, g in zip(outputs, starts, strict=True) if o.requires_grad]
+    if not wanted or not pairs:
+        return [None] * len(operands)
+    ends, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ends, wanted, given, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in operands]

@@ -8,12 +8,13 @@ A wrong batching rule anywhere below makes this raise NotBatchable, so that the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
 
-from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes
+from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
 from fxbatch.ir import TensorType
 from fxbatch.torch_private import QuietDispatchMode
@@ -27,6 +28,7 @@ _TOLERANCE = {
     torch.float64: 1e-8, torch.complex128: 1e-8,
 }  # fmt: skip
 Rows = list[torch.Tensor]
+Draw = Callable[[TensorType, int, torch.Generator], torch.Tensor]
 
 
 class ZeroGradient(NotBatchable):
@@ -126,6 +128,152 @@ def _definite(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
     return (x @ x.mH + torch.eye(kind.shape[-1], dtype=x.dtype, device=x.device)) if square else x
 
 
+class Outcome(NamedTuple):
+    """What an operation gives, and the gradients of what it takes: None where there is none."""
+
+    outputs: Rows
+    inputs: list[torch.Tensor | None]
+    shared: list[torch.Tensor | None]
+
+    @property
+    def all(self) -> list[torch.Tensor | None]:
+        return [*self.outputs, *self.inputs, *self.shared]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The graphs, and for which operands gradients are compared."""
+
+    graphs: OperationGraphs
+    needs: Sequence[bool]  # of inputs
+    shared_needs: Sequence[bool]
+    shared: Sequence[torch.Tensor]
+
+    def draw(self, draw: Draw, n: int, seed: int) -> tuple[Rows, Rows]:
+        """Numbers for the inputs, and gradients for the outputs."""
+        gen, signature = torch.Generator().manual_seed(seed), self.graphs.signature
+        inputs = [draw(kind, n, gen) for kind in signature.inputs]
+        return inputs, [_normal(kind, n, gen) for kind in signature.outputs]
+
+    def eager(self, inputs: Rows, given: Rows, n: int) -> Outcome | None:
+        """One row at a time, gradients `given`; None where the numbers are not in this operation's domain."""
+        try:
+            return _lean(self.shared, lambda: self._eager(inputs, given, n))
+        except (RuntimeError, ValueError, IndexError, ArithmeticError):
+            return None
+
+    def _eager(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+        signature = self.graphs.signature
+        rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
+        weights = [  # as they are: bodies that write to them are refused before
+            x.detach().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
+            for x, need in zip(self.shared, self.shared_needs, strict=True)
+        ]
+        with entered_modes(signature.modes, devices_of(signature)):
+            # copies, here and of gradients: as_strided counts from the start of memory
+            results = [signature.run([x[i].clone() for x in rows], weights) for i in range(n)]
+        outputs = [torch.stack(column) for column in zip(*results, strict=True)]
+        for i, (x, kind) in enumerate(zip(outputs, signature.outputs, strict=True)):
+            if tuple(x.shape[1:]) != tuple(kind.shape):
+                raise NotBatchable(
+                    f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
+                )
+        ends = [o for row in results for o in row]
+        starts = [g[i].clone() for i in range(n) for g in given]
+        found = gradients_of(ends, starts, [*rows, *weights])
+        return Outcome([o.detach() for o in outputs], found[: len(rows)], found[len(rows) :])
+
+    def batched(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+        """The same from the three graphs."""
+        return _lean(self.shared, lambda: self._batched(inputs, given, n))
+
+    @torch.no_grad()
+    def _batched(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+        graphs, shared = self.graphs, self.shared
+        groups = _grouped(graphs, inputs)
+        results = list(graphs.forward(n, *groups, *shared))
+        width = len(graphs.signature.outputs)
+        tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
+        pick: Callable[[Sequence[Ref]], Rows] = lambda refs: [tensors[r.kind][r.index] for r in refs]  # noqa: E731
+        input_grads: list[torch.Tensor | None] = [None] * len(inputs)
+        shared_grads: list[torch.Tensor | None] = [None] * len(shared)
+        if graphs.backward is not None:
+            starts = [given[i] for i in graphs.grad_outputs]
+            found = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
+            for index, grad in zip(graphs.grad_groups, found, strict=False):
+                members = graphs.layout.groups[index]
+                for i, m in enumerate(members):
+                    input_grads[m] = grad if len(members) == 1 else grad[:, i]
+            tensors["extra"] = found[len(graphs.grad_groups) :]
+        if graphs.parameters is not None:
+            grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
+            for index, grad in zip(graphs.grad_shared, grads, strict=True):
+                shared_grads[index] = grad
+        return Outcome(results[:width], input_grads, shared_grads)
+
+    def agrees(self, draw: Draw) -> bool:
+        """Whether these numbers could be compared on. Raises NotBatchable where the graphs differ from eager."""
+        for n in (3, 1):
+            inputs, given = self.draw(draw, n, n)
+            reference = self.eager(inputs, given, n)
+            if reference is None:
+                return False
+            results = self.batched(inputs, given, n)
+            try:
+                _compare(results, reference, self.graphs)
+            except NotBatchable:
+                if not self._as_exact(results, reference, inputs, given, n):
+                    raise
+        return True
+
+    def _as_exact(self, results: Outcome, reference: Outcome, inputs: Rows, given: Rows, n: int) -> bool:
+        """Whether the batched results are as exact as eager's, by float64: the numbers are ill-conditioned."""
+        kinds = (torch.float32, torch.int64, torch.bool)
+        if any(t.dtype not in kinds for t in self.graphs.signature.inputs):
+            return False
+        exact = replace(self, shared=_doubled(self.shared)).eager(_doubled(inputs), _doubled(given), n)
+        if exact is None:
+            return False
+        triples = zip(results.all, reference.all, exact.all, strict=True)
+        return all(_no_worse(*triple) for triple in triples)
+
+    def check_large(self) -> None:
+        """Where eager is finite on large numbers, the graphs are too: a branch that a `where` did not take may
+        overflow, and zero times infinity is no zero (the gradient of log_ndtr)."""
+
+        def large(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+            x = _normal(kind, n, gen)
+            return (40 * x).to(kind.dtype) if kind.differentiable else x
+
+        inputs, given = self.draw(large, 2, 2)
+        reference = self.eager(inputs, given, 2)
+        if reference is None:
+            return
+        for a, b in zip(self.batched(inputs, given, 2).all, reference.all, strict=True):
+            if a is None or b is None or a.shape != b.shape:
+                continue
+            if any(bool((torch.isfinite(y) & ~torch.isfinite(x)).any()) for x, y in _pieces(a, b)):
+                raise NotBatchable("large numbers overflow where they don't in eager")
+
+    def check_integers(self) -> None:
+        """Negative and larger integers may mean something else (labels end at -1) or be an error."""
+        if all(t.differentiable or t.dtype is torch.bool for t in self.graphs.signature.inputs):
+            return
+        for low, high in ((-1, 2), (0, 4)):
+
+            def integers(
+                kind: TensorType, n: int, gen: torch.Generator, low: int = low, high: int = high
+            ) -> torch.Tensor:
+                if kind.differentiable or kind.dtype is torch.bool:
+                    return _normal(kind, n, gen)
+                return torch.randint(low, high, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
+
+            inputs, given = self.draw(integers, 3, high)
+            reference = self.eager(inputs, given, 3)
+            if reference is not None:
+                _compare(self.batched(inputs, given, 3), reference, self.graphs)
+
+
 def check_graphs(
     graphs: OperationGraphs,
     input_needs: Sequence[bool],
@@ -136,177 +284,26 @@ def check_graphs(
     if graphs.random:
         return False
     needs = [a and t.differentiable for a, t in zip(input_needs, graphs.signature.inputs, strict=True)]
-    for draw in (_normal, _positive, _definite):
-        for n in (3, 1):
-            gen = torch.Generator().manual_seed(n)
-            inputs = [draw(kind, n, gen) for kind in graphs.signature.inputs]
-            try:
-                given = [_normal(kind, n, gen) for kind in graphs.signature.outputs]
-                reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, n)
-            except (RuntimeError, ValueError, IndexError, ArithmeticError):
-                break  # not in this operation's domain: other numbers
-            results = run_graphs(graphs, inputs, shared, reference[3], n)
-            try:
-                _compare(results, reference, graphs)
-            except NotBatchable as error:
-                if not _as_exact(results, reference, graphs, inputs, needs, shared_needs, shared, n):
-                    raise error
-        else:
-            _check_large(graphs, needs, shared_needs, shared)
-            _check_integers(graphs, needs, shared_needs, shared)
-            return True
-    return False
+    check = _Check(graphs, needs, shared_needs, shared)
+    if not any(map(check.agrees, (_normal, _positive, _definite))):
+        return False
+    check.check_large()
+    check.check_integers()
+    return True
 
 
-def _check_large(
-    graphs: OperationGraphs,
-    needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-) -> None:
-    """Where eager is finite on large numbers, the graphs are too: a branch that a `where` did not take may
-    overflow, and zero times infinity is no zero (the gradient of log_ndtr)."""
-    gen = torch.Generator().manual_seed(2)
-    drawn = [(kind, _normal(kind, 2, gen)) for kind in graphs.signature.inputs]
-    inputs = [(40 * x).to(kind.dtype) if kind.differentiable else x for kind, x in drawn]
-    try:
-        given = [_normal(kind, 2, gen) for kind in graphs.signature.outputs]
-        reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, 2)
-    except (RuntimeError, ValueError, IndexError, ArithmeticError):
-        return  # not in this operation's domain
-    results = run_graphs(graphs, inputs, shared, reference[3], 2)
-    ours = [*results[0], *results[1], *results[2]]
-    theirs = [*reference[0], *reference[1], *reference[2]]
-    for a, b in zip(ours, theirs, strict=True):
-        if a is None or b is None or a.shape != b.shape:
-            continue
-        if any(bool((torch.isfinite(y) & ~torch.isfinite(x)).any()) for x, y in _pieces(a, b)):
-            raise NotBatchable("large numbers overflow where they don't in eager")
-
-
-def _check_integers(
-    graphs: OperationGraphs,
-    needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-) -> None:
-    """Negative and larger integers may mean something else (labels end at -1) or be an error."""
-    kinds = graphs.signature.inputs
-    if all(kind.differentiable or kind.dtype is torch.bool for kind in kinds):
-        return
-    for low, high in ((-1, 2), (0, 4)):
-        gen = torch.Generator().manual_seed(high)
-        inputs = [_normal(kind, 3, gen) for kind in kinds]
-        for i, kind in enumerate(kinds):
-            if not kind.differentiable and kind.dtype is not torch.bool:
-                drawn = torch.randint(low, high, (3, *kind.shape), generator=gen)
-                inputs[i] = drawn.to(kind.device, kind.dtype)
-        try:
-            given = [_normal(kind, 3, gen) for kind in graphs.signature.outputs]
-            reference = by_rows(graphs, inputs, needs, shared_needs, shared, given, 3)
-        except (RuntimeError, ValueError, IndexError, ArithmeticError):
-            continue  # not in this operation's domain
-        _compare(run_graphs(graphs, inputs, shared, reference[3], 3), reference, graphs)
-
-
-Reference = tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None], Rows]
-
-
-def by_rows(
-    graphs: OperationGraphs,
-    inputs: Rows,
-    needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-    given: Rows,
-    n: int,
-) -> Reference:
-    """Outputs, input gradients, shared gradients and the output gradients used (`given`), one row at a time."""
-    return _lean(shared, lambda: _by_rows(graphs, inputs, needs, shared_needs, shared, given, n))
-
-
-def _by_rows(
-    graphs: OperationGraphs,
-    inputs: Rows,
-    needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-    given: Rows,
-    n: int,
-) -> Reference:
-    signature = graphs.signature
-    rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-    weights = [  # as they are: bodies that write to them are refused before
-        x.detach().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
-        for x, need in zip(shared, shared_needs, strict=True)
-    ]
-    with entered_modes(signature.modes, devices_of(signature)):
-        # copies, here and of gradients: as_strided counts from the start of memory
-        results = [signature.run([x[i].clone() for x in rows], weights) for i in range(n)]
-    outputs = [torch.stack(column) for column in zip(*results, strict=True)]
-    for i, (x, kind) in enumerate(zip(outputs, signature.outputs, strict=True)):
-        if tuple(x.shape[1:]) != tuple(kind.shape):
-            raise NotBatchable(
-                f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
-            )
-    pairs = [
-        (o, g[i].clone())
-        for i, row in enumerate(results)
-        for o, g in zip(row, given, strict=True)
-        if o.requires_grad
-    ]
-    wanted = [x for x in (*rows, *weights) if x.requires_grad]
-    grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
-    if pairs and wanted:
-        ends, starts = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-    found = iter(grads)
-    slots = [next(found) if x.requires_grad else None for x in (*rows, *weights)]
-    return [o.detach() for o in outputs], slots[: len(rows)], slots[len(rows) :], given
-
-
-def run_graphs(
-    graphs: OperationGraphs, inputs: Rows, shared: Sequence[torch.Tensor], given: Rows, n: int
-) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """The same from the three graphs."""
-    return _lean(shared, lambda: _run_graphs(graphs, inputs, shared, given, n))
-
-
-@torch.no_grad()
-def _run_graphs(
-    graphs: OperationGraphs, inputs: Rows, shared: Sequence[torch.Tensor], given: Rows, n: int
-) -> tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]]:
-    layout = graphs.layout
-    groups = [inputs[g[0]] if len(g) == 1 else torch.stack([inputs[m] for m in g], 1) for g in layout.groups]
-    results = list(graphs.forward(n, *groups, *shared))
-    width = len(graphs.signature.outputs)
-    tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
-    pick: Callable[[Sequence[Ref]], Rows] = lambda refs: [tensors[r.kind][r.index] for r in refs]  # noqa: E731
-    input_grads: list[torch.Tensor | None] = [None] * len(inputs)
-    shared_grads: list[torch.Tensor | None] = [None] * len(shared)
-    if graphs.backward is not None:
-        starts = [given[i] for i in graphs.grad_outputs]
-        found = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
-        for index, grad in zip(graphs.grad_groups, found, strict=False):
-            members = layout.groups[index]
-            for i, m in enumerate(members):
-                input_grads[m] = grad if len(members) == 1 else grad[:, i]
-        tensors["extra"] = found[len(graphs.grad_groups) :]
-    if graphs.parameters is not None:
-        grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
-        for index, grad in zip(graphs.grad_shared, grads, strict=True):
-            shared_grads[index] = grad
-    return results[:width], input_grads, shared_grads
+def _grouped(graphs: OperationGraphs, rows: Rows) -> Rows:
+    return [rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups]
 
 
 def refuse_backward_arguments(body: fx.GraphModule) -> None:
     """Raises NotBatchable for look-ups whose padding, scaling or sparseness only their own backward knows."""
     for node in body.graph.nodes:
         if node.target is torch.ops.aten.embedding.default:
-            given = list(
-                node.args[2:]
-            )  # padding, whether it is scaled, whether it is sparse: as many as were given
-            if any(given[1:]) or given[:1] > [-1]:
+            given = node.args[
+                2:
+            ]  # padding, whether it is scaled, whether it is sparse: as many as were given
+            if any(given[1:]) or given[:1] > (-1,):
                 raise NotBatchable(
                     "its table's gradient has padding, is scaled or sparse, which autograd is not told"
                 )
@@ -316,33 +313,20 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     """Raises NotBatchable where autograd through the forward graph does not give eager's gradients: the graph says how
     a number is computed, not what the user's code wants its gradient to be (custom functions, writes to `.data`)."""
     signature = graphs.signature
-    needs = [t.differentiable for t in signature.inputs]
-    weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
     if graphs.random or not signature.modes.grad:
         return
+    needs = [t.differentiable for t in signature.inputs]
+    weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
+    check = _Check(graphs, needs, [x.requires_grad for x in weights], shared)
     for draw in (_normal, _positive, _definite):
-        gen = torch.Generator().manual_seed(3)
-        inputs = [draw(kind, 3, gen) for kind in signature.inputs]
-        given = [_normal(kind, 3, gen) for kind in signature.outputs]
-        try:
-            reference = by_rows(graphs, inputs, needs, [x.requires_grad for x in weights], shared, given, 3)
-        except (RuntimeError, ValueError, IndexError, ArithmeticError):
-            continue  # not in this operation's domain: other numbers
-        rows = [x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-        groups = [
-            rows[g[0]] if len(g) == 1 else torch.stack([rows[m] for m in g], 1) for g in graphs.layout.groups
-        ]
-        outputs = list(graphs.forward(3, *groups, *weights))[: len(signature.outputs)]
-        wanted = [x for x in (*rows, *weights) if x.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, reference[3], strict=True) if o.requires_grad]
-        grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            ends, starts = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        found = iter(grads)
-        slots = [next(found) if x.requires_grad else None for x in (*rows, *weights)]
-        operands = (*rows, *weights)
-        ours, theirs = _or_zeros(slots, operands), _or_zeros([*reference[1], *reference[2]], operands)
+        inputs, given = check.draw(draw, 3, 3)
+        reference = check.eager(inputs, given, 3)
+        if reference is None:
+            continue
+        operands = [*(x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)), *weights]
+        outputs = graphs.forward(3, *_grouped(graphs, inputs), *weights)[: len(signature.outputs)]
+        ours = _or_zeros(gradients_of(outputs, given, operands), operands)
+        theirs = _or_zeros([*reference.inputs, *reference.shared], operands)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             _close(a, b, f"the gradient of operand {i} by autograd", 0.0)
         return
@@ -352,56 +336,27 @@ def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Ten
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
 
 
-def _compare(
-    got: tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]],
-    reference: Reference,
-    graphs: OperationGraphs,
-) -> None:
+def _compare(got: Outcome, reference: Outcome, graphs: OperationGraphs) -> None:
     signature = graphs.signature
     kinds = [t.dtype for t in (*signature.inputs, *signature.outputs)]
-    lowest = max(
-        (_TOLERANCE.get(t, 0.0) for t in [*kinds, *(t for _, t in signature.modes.autocast)]), default=0.0
-    )
-    for i, (a, b) in enumerate(zip(got[0], reference[0], strict=True)):
+    kinds += [t for _, t in signature.modes.autocast]
+    lowest = max((_TOLERANCE.get(t, 0.0) for t in kinds), default=0.0)
+    for i, (a, b) in enumerate(zip(got.outputs, reference.outputs, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise NotBatchable(
                 f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}"
             )
         _close(a, b, f"output {i}", lowest)
-    for what, ours, theirs in (("input", got[1], reference[1]), ("shared operand", got[2], reference[2])):
+    pairs = (("input", got.inputs, reference.inputs), ("shared operand", got.shared, reference.shared))
+    for what, ours, theirs in pairs:
         for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-            if y is None and (x is None or not x.any()):
-                continue
-            if what == "input" and y is None:
+            if y is None and (what == "input" or x is None or not x.any()):
                 continue
             if x is None and y is not None and not y.any():
                 raise ZeroGradient(what, i)
             if x is None or y is None:
                 raise NotBatchable(f"the gradient of {what} {i} is {'missing' if x is None else 'extra'}")
             _close(x, y, f"the gradient of {what} {i}", lowest)
-
-
-def _as_exact(
-    results: tuple[Rows, list[torch.Tensor | None], list[torch.Tensor | None]],
-    reference: Reference,
-    graphs: OperationGraphs,
-    inputs: Rows,
-    needs: Sequence[bool],
-    shared_needs: Sequence[bool],
-    shared: Sequence[torch.Tensor],
-    n: int,
-) -> bool:
-    """Whether the batched results are as exact as eager's, by float64: the numbers are ill-conditioned."""
-    signature = graphs.signature
-    if any(t.dtype not in (torch.float32, torch.int64, torch.bool) for t in signature.inputs):
-        return False
-    wide_inputs, wide_shared, given = (_doubled(x) for x in (inputs, shared, reference[3]))
-    try:
-        exact = by_rows(graphs, wide_inputs, needs, shared_needs, wide_shared, given, n)
-    except (RuntimeError, ValueError, IndexError, ArithmeticError):
-        return False
-    triples = [triple for i in range(3) for triple in zip(results[i], reference[i], exact[i], strict=True)]
-    return all(_no_worse(*triple) for triple in triples)
 
 
 def _no_worse(a: torch.Tensor | None, b: torch.Tensor | None, true: torch.Tensor | None) -> bool:

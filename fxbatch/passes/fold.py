@@ -21,6 +21,7 @@ import torch
 from fxbatch.batched_graph import BatchedGraph, GraphBuilder, Node, Read
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, Schedule, Signature, Slot, Template, TensorType
 from fxbatch.passes.schedule import depth_schedule, depths
+from fxbatch.passes.select import reorder
 
 
 def batch_calls(program: Program, schedule: Schedule) -> BatchedGraph:
@@ -289,7 +290,7 @@ def _carry(
     program: Program, depth: np.ndarray, made: np.ndarray, count: np.ndarray
 ) -> tuple[Program, Schedule]:
     """Add `count[v]` identity calls for each value v, then put all calls in order of depth."""
-    calls, added = len(program), int(count.sum())
+    added = int(count.sum())
     value = np.repeat(np.arange(program.values), count)
     start = np.cumsum(count) - count  # of each value's identity calls
     hop = np.arange(added) - np.repeat(start, count)
@@ -299,44 +300,24 @@ def _carry(
     maker_instance[program.known :] = program.instance[program.call_of_value]
 
     all_depth = np.concatenate([depth, made[value] + 1 + hop])
-    order = np.argsort(all_depth, kind="stable")
-    sig = np.concatenate([program.sig, len(program.signatures) + type_of]).astype(np.int32)[order]
-    position = np.empty(calls + added, dtype=np.int64)  # of each call, new ones last, in the new order
-    position[order] = np.arange(calls + added)
-    width = np.concatenate([program.width[program.sig], np.ones(added, dtype=np.int64)])
-    first = np.empty(calls + added, dtype=np.int64)
-    first[order] = program.known + np.cumsum(width[order]) - width[order]
-
-    own = np.arange(program.values)  # the new id of each old value
-    own[program.known :] = (
-        first[program.call_of_value] + own[program.known :] - program.first_value[program.call_of_value]
-    )
-    carrier = first[calls:]  # the value of each identity call
+    carrier = program.values + np.arange(added)  # the value of each identity call
 
     def at_depth(values: np.ndarray, below: np.ndarray) -> np.ndarray:
-        """The new id of each value as depth `below` has it."""
+        """Each value as depth `below` has it."""
         hops = below - made[values]
         carried = carrier[np.minimum(start[values] + np.maximum(hops, 1) - 1, added - 1)]
-        return np.where(hops > 0, carried, own[values])
+        return np.where(hops > 0, carried, values)
 
     inputs = at_depth(program.inputs, depth[program.reader] - 1)
     before = at_depth(value, made[value] + hop)
-    rewritten = dataclasses.replace(
+    wide = dataclasses.replace(
         program,
         signatures=signatures,
-        sig=sig,
-        inputs=_in_order(program, inputs, before, order),
-        instance=np.concatenate([program.instance, maker_instance[value]])[order],
+        sig=np.concatenate([program.sig, len(program.signatures) + type_of]).astype(np.int32),
+        inputs=np.concatenate([inputs, before]),
+        instance=np.concatenate([program.instance, maker_instance[value]]),
         outputs=at_depth(program.outputs, np.full(len(program.outputs), int(depth.max(initial=0)))),
     )
+    order = np.argsort(all_depth, kind="stable")
+    rewritten = reorder(wide, order)
     return rewritten, depth_schedule(rewritten, all_depth[order], "fold")
-
-
-def _in_order(program: Program, inputs: np.ndarray, added: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The input entries of old and added calls, in the new order of calls."""
-    arity = np.concatenate([program.arity[program.sig], np.ones(len(added), dtype=np.int64)])
-    entries = np.concatenate([inputs, added])
-    start = (np.cumsum(arity) - arity)[order]
-    arity = arity[order]
-    within = np.arange(int(arity.sum())) - np.repeat(np.cumsum(arity) - arity, arity)
-    return entries[np.repeat(start, arity) + within]

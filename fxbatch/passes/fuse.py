@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.on_demand import networkx as nx
 from fxbatch.passes.components import components
+from fxbatch.passes.select import reorder, select_calls
 from fxbatch.passes.signature_graph import source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
@@ -570,12 +571,8 @@ class _Rewriter:
         self.sigs: list[np.ndarray] = []
         self.inputs: list[np.ndarray] = []
         self.instances: list[np.ndarray] = []
-        self.call_of = np.full(program.values, -1, dtype=np.int64)
-        self.call_of[program.known :] = program.call_of_value
-        self.output_of = np.zeros(program.values, dtype=np.int64)
-        self.output_of[program.known :] = (
-            np.arange(program.known, program.values) - program.first_value[program.call_of_value]
-        )
+        self.value_of = np.arange(program.values)  # of each value the one that takes its place
+        self.values = program.values
         self.added = len(program)
 
     def run(self) -> Program:
@@ -607,8 +604,9 @@ class _Rewriter:
         program = self.program
         outside = np.zeros(program.values, dtype=bool)
         outside[program.outputs] = True
-        maker = self.call_of[program.inputs]
-        crossing = (maker < 0) | (group_of[maker] != group_of[program.reader])
+        crossing = program.inputs < program.known
+        maker = program.call_of_value[np.maximum(program.inputs - program.known, 0)]
+        crossing |= group_of[maker] != group_of[program.reader]
         outside[program.inputs[crossing]] = True
         return outside
 
@@ -634,8 +632,8 @@ class _Rewriter:
         self.inputs.append(np.stack(columns, axis=1).reshape(-1) if columns else np.zeros(0, np.int64))
         self.instances.append(program.instance[match.calls[:, 0]])
         for j, output in enumerate(group.outputs):
-            self.call_of[made[output]] = numbers
-            self.output_of[made[output]] = j
+            self.value_of[made[output]] = self.values + np.arange(len(numbers)) * len(group.outputs) + j
+        self.values += len(numbers) * len(group.outputs)
 
     def _number(self, signature: Signature) -> int:
         if signature not in self.signatures[len(self.program.signatures) :]:
@@ -644,33 +642,17 @@ class _Rewriter:
 
     def _assemble(self) -> Program:
         program = self.program
-        kept = np.flatnonzero(~self.gone)
-        number = np.concatenate([kept, np.arange(len(program), self.added)])
-        position = np.concatenate([self.position[kept], *self.positions])
-        sig = np.concatenate([program.sig[kept], *self.sigs]).astype(np.int32)
-        entries = np.repeat(~self.gone, program.arity[program.sig])
-        inputs = np.concatenate([program.inputs[entries], *self.inputs])
-        instance = np.concatenate([program.instance[kept], *self.instances]).astype(np.int32)
-        order = np.argsort(position, kind="stable")
-        arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
-        width = np.array([len(s.outputs) for s in self.signatures], dtype=np.int64)
-        first = np.full(self.added + 1, -1, dtype=np.int64)
-        ordered = sig[order]
-        first[number[order]] = program.known + np.cumsum(width[ordered]) - width[ordered]
-        value = first[self.call_of] + self.output_of
-        value[: program.known] = np.arange(program.known)
-        count = arity[sig]
-        start = (np.cumsum(count) - count)[order]
-        count = count[order]
-        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        return dataclasses.replace(
+        wide = dataclasses.replace(
             program,
             signatures=tuple(self.signatures),
-            sig=ordered,
-            inputs=value[inputs[np.repeat(start, count) + within]],
-            instance=instance[order],
-            outputs=value[program.outputs],
+            sig=np.concatenate([program.sig, *self.sigs]).astype(np.int32),
+            inputs=self.value_of[np.concatenate([program.inputs, *self.inputs])],
+            instance=np.concatenate([program.instance, *self.instances]).astype(np.int32),
+            outputs=self.value_of[program.outputs],
         )
+        keep = np.concatenate([~self.gone, np.ones(self.added - len(program), dtype=bool)])
+        position = np.concatenate([self.position, *self.positions])[keep]
+        return reorder(select_calls(wide, keep), np.argsort(position, kind="stable"))
 
 
 def _wiring(
