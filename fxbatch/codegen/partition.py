@@ -10,7 +10,7 @@ taken is row-wise `[n, ...]`, so that rows of many steps can be put one after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -68,15 +68,16 @@ def _row_type(node: fx.Node) -> TensorType:
     return kind
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes and all that they need, as an ordered set."""
+def ancestors(nodes: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> dict[fx.Node, None]:
+    """The nodes and all that they need, as an ordered set; of `stops` not what these need."""
     seen: dict[fx.Node, None] = {}
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node not in seen:
             seen[node] = None
-            stack.extend(node.all_input_nodes)
+            if node not in stops:
+                stack.extend(node.all_input_nodes)
     return seen
 
 
@@ -254,15 +255,7 @@ def _used(
     wanted: list[fx.Node], first: list[fx.Node], second: list[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Which of the two lists the wanted nodes are computed from."""
-    stops = dict.fromkeys([*first, *second])
-    seen: dict[fx.Node, None] = {}
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen[node] = None
-            if node not in stops:
-                stack.extend(node.all_input_nodes)
+    seen = ancestors(wanted, dict.fromkeys([*first, *second]))
     return [x for x in first if x in seen], [x for x in second if x in seen]
 
 
@@ -275,7 +268,7 @@ def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Grap
         name = node.name if node.op == "placeholder" else f"kept_{node.name}"
         known[node] = graph.placeholder(name)
         known[node].meta = dict(node.meta)
-    needed = _between(wanted, known)
+    needed = ancestors(wanted, known)
     for node in joint.graph.nodes:
         if node in needed and node not in known:
             if node.op == "placeholder":
@@ -284,15 +277,3 @@ def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Grap
     graph.output(tuple(known[x] for x in wanted))
     eliminate_dead(graph)
     return graph
-
-
-def _between(wanted: list[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
-    seen: dict[fx.Node, None] = {}
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen[node] = None
-            if node not in known:
-                stack.extend(node.all_input_nodes)
-    return seen

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.shapes import add_call, dtype, is_tensor, rows_node, shape, shape_argument
+from fxbatch.codegen.shapes import add_call, dtype, is_tensor, shape, shape_argument
 
 aten = torch.ops.aten
 
@@ -247,7 +247,7 @@ def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _neutral(value: float, sides: tuple[int, ...]) -> Rule:
     def rule(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        if node.kwargs.get("alpha", 1) != 1:
+        if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
             return None
         for side in sides:
             other, kept = node.args[side], node.args[1 - side]
@@ -255,13 +255,6 @@ def _neutral(value: float, sides: tuple[int, ...]) -> Rule:
             if number == value and same_form(kept, node):
                 return kept
         return None
-
-    return rule
-
-
-def _neutral_scalar(value: float) -> Rule:
-    def rule(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        return node.args[0] if node.args[1] == value and same_form(node.args[0], node) else None
 
     return rule
 
@@ -325,13 +318,11 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     aten.div.Tensor: (_neutral(1.0, (1,)),),
     aten.add.Tensor: (_neutral(0.0, (0, 1)),),
     aten.sub.Tensor: (_neutral(0.0, (1,)),),
-    aten.mul.Scalar: (_neutral_scalar(1),),
-    aten.div.Scalar: (_neutral_scalar(1),),
-    aten.add.Scalar: (_neutral_scalar(0),),
+    aten.mul.Scalar: (_neutral(1.0, (1,)),),
+    aten.div.Scalar: (_neutral(1.0, (1,)),),
+    aten.add.Scalar: (_neutral(0.0, (1,)),),
     aten.cat.default: (_one_cat,),
     aten.convolution_backward.default: (_mask_outputs,),
     aten.native_layer_norm_backward.default: (_mask_outputs,),
     aten.native_group_norm_backward.default: (_mask_outputs,),
 }
-
-__all__ = ["RULES", "apply_rules", "clean", "eliminate_dead", "is_random", "rows_node", "share_equal"]

@@ -19,7 +19,8 @@ from benchmarks import compiled_steps, gpu
 from fxbatch.ir import INDEX
 from fxbatch.runtime import constants, run, step_views
 from fxbatch.runtime.constants import stack_distinct
-from fxbatch.runtime.devices import count_waits, host_numbers, move, to_device
+from fxbatch.runtime.devices import host_numbers, move, to_device
+from tests.compile.waits import count_waits
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 
 
