@@ -30,6 +30,8 @@ from fxbatch.signature import (
     Template,
     TensorType,
     kept_by_signatures,
+    quoted,
+    signature_text,
     tensor_type,
 )
 
@@ -179,21 +181,61 @@ class Program:
         return np.repeat(np.arange(len(self.sig)), self.arity[self.sig])
 
     def __str__(self) -> str:
-        from fxbatch.text import print_program
-
         return print_program(self)
 
-    def to_networkx(self) -> Any:
-        """The merged graph, call by call: a networkx.MultiDiGraph. A view, built on demand."""
-        from fxbatch.views import program_to_networkx
 
-        return program_to_networkx(self)
+def print_program(program: Program) -> str:
+    """The program as text that `parse_program` reads back."""
+    return "\n".join(program_lines(program))
 
-    def to_fx(self) -> torch.fx.GraphModule:
-        """The program as one executable fx.GraphModule, a node a call. A view, built on demand."""
-        from fxbatch.views import program_to_fx
 
-        return program_to_fx(self)
+def program_lines(program: Program) -> list[str]:
+    """The lines of `print_program`: head, known values, signatures, calls, results."""
+    lines = [f"program instances={program.instances}"]
+    if program.known:
+        known = program.known_types if program.known_types is not None else np.zeros(0, np.int32)
+        names = (str(program.types[t]) if 0 <= t < len(program.types) else "?" for t in known.tolist())
+        lines.append("  known " + ", ".join(f"v{i}: {name}" for i, name in enumerate(names)))
+    lines += [f"  s{i} {signature_text(s)}" for i, s in enumerate(program.signatures)]
+    lines += call_lines(program, range(len(program)))
+    lines.append("  return " + ", ".join(f"v{v}" for v in program.outputs.tolist()))
+    return [line.rstrip() for line in lines]
+
+
+def call_lines(program: Program, calls: Sequence[int] | range) -> list[str]:
+    """The line of each call: `v4, v5 = s2 cell(v0, v1) @0`."""
+    nth = _payload_positions(program)
+    lines = []
+    for c in calls:
+        s = int(program.sig[c])
+        made = ", ".join(f"v{v}" for v in range(program.first_value[c], program.first_value[c + 1]))
+        read = program.inputs[program.input_offsets[c] : program.input_offsets[c + 1]]
+        payload = program.constants.get(s)
+        tail = _payload_text(payload[nth[c]]) if payload is not None and nth[c] < len(payload) else ""
+        name = quoted(program.signatures[s].name)
+        head = f"{made} = " if made else ""
+        lines.append(
+            f"  {head}s{s} {name}({', '.join(f'v{v}' for v in read.tolist())}){tail} @{program.instance[c]}"
+        )
+    return lines
+
+
+def _payload_positions(program: Program) -> np.ndarray:
+    """int64 [calls]: how many earlier calls have the same signature."""
+    order = np.argsort(program.sig, kind="stable")
+    ordered = program.sig[order]
+    starts = np.searchsorted(ordered, ordered, side="left")
+    out = np.empty(len(order), dtype=np.int64)
+    out[order] = np.arange(len(order)) - starts
+    return out
+
+
+def _payload_text(payload: Any) -> str:
+    if isinstance(payload, torch.Tensor):
+        if payload.dim() or payload.device.type == "meta":
+            return ""
+        payload = payload.detach().item()
+    return f" = {payload!r}"
 
 
 def offsets(counts: np.ndarray, start: int = 0) -> np.ndarray:

@@ -8,6 +8,8 @@ signature.run([x], [weight])                    # the per-instance body
 from __future__ import annotations
 
 import functools
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,6 +22,7 @@ from fxbatch.torch_private import TreeSpec, reparametrized, tree_flatten, tree_u
 
 T = TypeVar("T")
 Body = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of one instance: inputs to outputs
+_PLAIN = re.compile(r"[^\s()\"=;@]+")
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -331,3 +334,36 @@ def structural_twin(
         name: m if m is None else structural_twin(m, twins) for name, m in module._modules.items()
     }
     return twin
+
+
+def quoted(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def signature_text(s: Signature) -> str:
+    op = s.operation
+    text = (
+        f"{op.kind} {quoted(op.name)}({', '.join(map(str, s.inputs))}) -> ({', '.join(map(str, s.outputs))})"
+    )
+    if s.shared:
+        text += f" shared={json.dumps([operand.name for operand in s.shared])}"
+    if s.static_text():
+        text += f" static={json.dumps(s.static_text())}"
+    if s.modes != Modes():
+        text += f" modes={json.dumps(_modes_text(s.modes))}"
+    if op.random:
+        text += " random"
+    if op.identity:
+        text += " identity"
+    if s.reason:
+        text += f" reason={json.dumps(s.reason)}"
+    return text
+
+
+def _modes_text(modes: Modes) -> str:
+    dtype = dtype_name(modes.default_dtype)
+    return str(modes) + ("" if modes.default_dtype == torch.float32 else f" default({dtype})")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(tensor_type((), dtype, torch.device("cpu"))).removesuffix("[]")

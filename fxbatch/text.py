@@ -42,9 +42,9 @@ from fxbatch.ir import (
     TensorType,
     tensor_type,
 )
+from fxbatch.signature import dtype_name, quoted, signature_text
 from fxbatch.torch_private import tree_flatten
 
-_PLAIN = re.compile(r"[^\s()\"=;@]+")
 _VALUES = re.compile(r"v(\d+)")
 _NAME = r"(\"(?:[^\"\\]|\\.)*\"|[^\s()\"=;@]+)"
 _CALL = re.compile(rf"(?:((?:v\d+(?:, )?)+) = )?s(\d+) {_NAME}\(([v\d, ]*)\)(?: = (.*))? @(\d+)")
@@ -54,49 +54,13 @@ class ParseError(FxbatchError, ValueError):
     """A text is no program; the message shows the line and what was expected."""
 
 
-def print_program(program: Program) -> str:
-    """The program as text that `parse_program` reads back."""
-    return "\n".join(program_lines(program))
-
-
-def program_lines(program: Program) -> list[str]:
-    """The lines of `print_program`: head, known values, signatures, calls, results."""
-    lines = [f"program instances={program.instances}"]
-    if program.known:
-        known = program.known_types if program.known_types is not None else np.zeros(0, np.int32)
-        names = (str(program.types[t]) if 0 <= t < len(program.types) else "?" for t in known.tolist())
-        lines.append("  known " + ", ".join(f"v{i}: {name}" for i, name in enumerate(names)))
-    lines += [f"  s{i} {_signature_text(s)}" for i, s in enumerate(program.signatures)]
-    lines += call_lines(program, range(len(program)))
-    lines.append("  return " + ", ".join(f"v{v}" for v in program.outputs.tolist()))
-    return [line.rstrip() for line in lines]
-
-
-def call_lines(program: Program, calls: Sequence[int] | range) -> list[str]:
-    """The line of each call: `v4, v5 = s2 cell(v0, v1) @0`."""
-    nth = _payload_positions(program)
-    lines = []
-    for c in calls:
-        s = int(program.sig[c])
-        made = ", ".join(f"v{v}" for v in range(program.first_value[c], program.first_value[c + 1]))
-        read = program.inputs[program.input_offsets[c] : program.input_offsets[c + 1]]
-        payload = program.constants.get(s)
-        tail = _payload_text(payload[nth[c]]) if payload is not None and nth[c] < len(payload) else ""
-        name = _name(program.signatures[s].name)
-        head = f"{made} = " if made else ""
-        lines.append(
-            f"  {head}s{s} {name}({', '.join(f'v{v}' for v in read.tolist())}){tail} @{program.instance[c]}"
-        )
-    return lines
-
-
 def print_schedule(program: Program, schedule: Schedule) -> str:
     """One line a step: its signature, how many calls, which values they make."""
     lines = [f"schedule {schedule.policy} steps={len(schedule)} calls={len(schedule.order)}"]
     for k, calls in enumerate(schedule.steps()):
         made = ", ".join(_ranges([f"v{program.first_value[c]}" for c in calls[:8]], len(calls)))
         kinds = sorted({int(s) for s in program.sig[calls]})
-        names = " | ".join(f"s{s} {_name(program.signatures[s].name)}" for s in kinds) or "nothing"
+        names = " | ".join(f"s{s} {quoted(program.signatures[s].name)}" for s in kinds) or "nothing"
         lines.append(f"  step {k}: {names} x{len(calls)}: {made}")
     return "\n".join(lines)
 
@@ -113,7 +77,7 @@ def print_plan(plan: Plan, signatures: Sequence[Signature] = ()) -> str:
 
 def step_text(plan: Plan, k: int, step: Step, signatures: Sequence[Signature] = ()) -> str:
     """The line of one step of a plan: `step 3: s2 cell x4 (a0 view 0:8) -> a0[8:12]`."""
-    name = f" {_name(signatures[step.signature].name)}" if step.signature < len(signatures) else ""
+    name = f" {quoted(signatures[step.signature].name)}" if step.signature < len(signatures) else ""
     reads = []
     for gather in step.inputs:
         where: object = f"{gather.start}:{gather.start + gather.rows}"
@@ -129,53 +93,6 @@ def step_text(plan: Plan, k: int, step: Step, signatures: Sequence[Signature] = 
 
 def _ranges(names: list[str], total: int) -> list[str]:
     return names if len(names) == total else [*names, f"... {total - len(names)} more"]
-
-
-def _name(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
-
-
-def _payload_positions(program: Program) -> np.ndarray:
-    """int64 [calls]: how many earlier calls have the same signature."""
-    order = np.argsort(program.sig, kind="stable")
-    ordered = program.sig[order]
-    starts = np.searchsorted(ordered, ordered, side="left")
-    out = np.empty(len(order), dtype=np.int64)
-    out[order] = np.arange(len(order)) - starts
-    return out
-
-
-def _payload_text(payload: Any) -> str:
-    if isinstance(payload, torch.Tensor):
-        if payload.dim() or payload.device.type == "meta":
-            return ""
-        payload = payload.detach().item()
-    return f" = {payload!r}"
-
-
-def _signature_text(s: Signature) -> str:
-    op = s.operation
-    text = (
-        f"{op.kind} {_name(op.name)}({', '.join(map(str, s.inputs))}) -> ({', '.join(map(str, s.outputs))})"
-    )
-    if s.shared:
-        text += f" shared={json.dumps([operand.name for operand in s.shared])}"
-    if s.static_text():
-        text += f" static={json.dumps(s.static_text())}"
-    if s.modes != Modes():
-        text += f" modes={json.dumps(_modes_text(s.modes))}"
-    if op.random:
-        text += " random"
-    if op.identity:
-        text += " identity"
-    if s.reason:
-        text += f" reason={json.dumps(s.reason)}"
-    return text
-
-
-def _modes_text(modes: Modes) -> str:
-    dtype = _short(modes.default_dtype)
-    return str(modes) + ("" if modes.default_dtype == torch.float32 else f" default({dtype})")
 
 
 class _Static:
@@ -241,8 +158,8 @@ class _Reader:
             raise ValueError(f"expected signature s{len(self.signatures)}, got {index}")
         if self.given is not None:
             given = self.given[len(self.signatures)]
-            if _signature_text(given) != rest:
-                raise ValueError(f"expected `{_signature_text(given)}`, the signature given for {index}")
+            if signature_text(given) != rest:
+                raise ValueError(f"expected `{signature_text(given)}`, the signature given for {index}")
             self.signatures.append(given)
         else:
             self.signatures.append(_parse_signature(rest))
@@ -255,8 +172,8 @@ class _Reader:
         if s >= len(self.signatures):
             raise ValueError(f"no signature s{s}")
         signature = self.signatures[s]
-        if _name(signature.name) != found[3]:
-            raise ValueError(f"s{s} is {_name(signature.name)}, not {found[3]}")
+        if quoted(signature.name) != found[3]:
+            raise ValueError(f"s{s} is {quoted(signature.name)}, not {found[3]}")
         expected = list(range(len(self.types), len(self.types) + len(signature.outputs)))
         if made != expected:
             raise ValueError(f"expected it to make {', '.join(f'v{v}' for v in expected)}")
@@ -316,13 +233,9 @@ def parse_type(text: str) -> TensorType:
     )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(tensor_type((), dtype, torch.device("cpu"))).removesuffix("[]")
-
-
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
-    return {_short(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    return {dtype_name(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 def _dtype(name: str) -> torch.dtype:

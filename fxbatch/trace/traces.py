@@ -47,6 +47,7 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
+from fxbatch.views import program_to_fx, program_to_networkx
 
 
 @dataclass(frozen=True)
@@ -319,11 +320,11 @@ class Trace:
 
     def to_fx(self, model: torch.nn.Module | None = None) -> torch.fx.GraphModule:
         """An executable graph of this instance, operations as call_module nodes."""
-        return self.program(model).to_fx()
+        return program_to_fx(self.program(model))
 
     def to_networkx(self, model: torch.nn.Module | None = None) -> Any:
         """The calls as a networkx.MultiDiGraph."""
-        return self.program(model).to_networkx()
+        return program_to_networkx(self.program(model))
 
     def __str__(self) -> str:
         lines, value, at = [], 0, 0
