@@ -25,6 +25,7 @@ from fxbatch.checking import Call, Prepared, checked, run_ready_watched, run_wat
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance, is_traced, traced_items
@@ -94,6 +95,7 @@ class Autobatched:
         self._never_owned = not first or first in options.shared
         self._in_a_class = _defined_in_a_class(fn)
         self._takes_one: dict[bool, bool] = {}  # by whether there is an owner
+        self._in_columns: set[int] = set()  # how many arguments, each a minibatch, calls of a method have had
         self._own = _Engines()
         self._lock = threading.Lock()
 
@@ -145,8 +147,17 @@ class Autobatched:
         ]
         return tuple(item) if len(required) > 1 and isinstance(item, (tuple, list)) else (item,)
 
-    def split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
+    def split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Instance]:
         """The arguments of each instance."""
+        head = () if owner is None else (owner,)
+        if not kwargs and len(args) in self._in_columns and (columns := Columns.of(head, args)) is not None:
+            return columns
+        found = self._split(owner, args, kwargs)
+        if owner is not None and not kwargs and args and not set(self._positional) & set(self.options.shared):
+            self._in_columns.add(len(args))  # a method that takes so many arguments
+        return found
+
+    def _split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
         head = () if owner is None else (owner,)
         takes_one = self._takes_one.get(owner is None)
         if takes_one is None:
@@ -219,7 +230,8 @@ class Autobatched:
             return self.one_by_one(instances)
         engine = self.engine(owner)
         if self._is_checked(engine):
-            return self._checked(engine, owner, instances, lambda: run_watched(engine, self.fn, instances))
+            listed = list(instances)
+            return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
         strategy = engine.strategy
         once = (
             not inside_functorch() and not saved_tensors_are_packed()
@@ -227,7 +239,7 @@ class Autobatched:
         if strategy is not None and once:
             return self._chosen(engine, strategy, instances)
         packed = engine.packed.call(self.fn, instances, self.options.out)
-        return engine.call(self.fn, instances, self.options.out) if packed is NOT_PACKED else packed
+        return engine.call(self.fn, list(instances), self.options.out) if packed is NOT_PACKED else packed
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, packed, by the plain loop, or its first instances by the loop and
@@ -248,7 +260,7 @@ class Autobatched:
                 return self._put_together(results + found) if first else found
             how = strategy.not_packed(count, grad=grad, tried=engine.packed.forward is not None)
         if how == "batched":
-            found = engine.call_counted(self.fn, rest, out, first=first)
+            found = engine.call_counted(self.fn, list(rest), out, first=first)
             return self._put_together(results + found) if first else found
         results += self._loop(rest, None, first=first)
         if text := strategy.warning(grad=grad):

@@ -14,8 +14,10 @@ function (`Alone`), with its reason in `Lowered.alone`.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,17 +112,33 @@ class Emitter:
         self.lengths_of: dict[Any, str] = {}
         self.columns_of: dict[Any, str] = {}
         self.alone: list[tuple[str, str]] = []
+        self.written: dict[str, str] = {}  # code -> the name that holds what it gives
+        self.draws = (
+            False  # whether the operator that is written draws numbers: twice the same is not the same then
+        )
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
 
     # -- writing ------------------------------------------------------------------------------------
 
     def line(self, code: str) -> str:
-        """Assign an expression to a new name."""
+        """A name for an expression: a new one, unless the same was written before."""
+        if code.isidentifier():
+            return code
+        if code in self.written and not self.draws:
+            return self.written[code]
         self._count += 1
         name = f"v{self._count}"
         self.lines.append(f"{name} = {code}")
+        if not self.draws:
+            self.written[code] = name
         return name
+
+    def forget(self, lines: int, written: int) -> None:
+        """Take back what was written since there were so many lines and names."""
+        del self.lines[lines:]
+        while len(self.written) > written:
+            self.written.popitem()
 
     def const(self, value: Any) -> str:
         """An expression for a Python object."""
@@ -342,13 +360,15 @@ def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule,
                 value = e.env[x]
                 for a in value.axes:
                     e.lengths(value.shape[a])
+                if any(
+                    value.name == o.name and value is not o for o in outputs
+                ):  # two tensors, here as there
+                    value = replace(value, name=e.line(f"{value.name}.clone()"))
                 outputs.append(value)
     return _assembled(e, outputs)
 
 
 def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None], alone: Rule) -> None:
-    import operator
-
     if node.target is operator.getitem:
         e.env[node] = e.env[node.args[0]][node.args[1]]
         return
@@ -357,19 +377,46 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None]
         return
     if node.target._schema.name in _OF_MEMORY:
         raise NoPackedForm(f"{node.target} asks for the memory of a tensor")
-    before = len(e.lines)
+    before = len(e.lines), len(e.written)
+    e.draws = _draws(node.target)
     rule = rule_of(node.target)
     try:
         if rule is None:
             raise NoRule("no rule for it")
         e.env[node] = rule(e, node)
     except (NoRule, UnknownExpressionError) as error:
-        del e.lines[before:]
+        e.forget(*before)
         e.alone.append((str(node.target), str(error)))
         try:
             e.env[node] = alone(e, node)
         except (NoRule, UnknownExpressionError) as worse:
             raise NoPackedForm(f"{node.target}: {worse}") from None
+
+
+def _draws(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator may draw random numbers."""
+    names = [target._schema.name, *[a.name for a in target._schema.arguments]]
+    return torch.Tag.nondeterministic_seeded in target.tags or any("dropout" in name for name in names)
+
+
+_NAME = re.compile(r"\b[iv]\d+\b")
+
+
+def _freeing(lines: list[str], kept: set[str]) -> list[str]:
+    """The lines without those that nobody reads; each name is deleted after the last line that reads it, so that its
+    memory is used again."""
+    found: list[str] = []
+    read = set(kept)
+    for line in reversed(lines):
+        name, assigned, code = line.partition(" = ")
+        if assigned and name not in read:
+            continue
+        last = dict.fromkeys(x for x in _NAME.findall(code if assigned else line) if x not in read)
+        if last:
+            found.append(f"del {', '.join(last)}")
+            read.update(last)
+        found.append(line)
+    return found[::-1]
 
 
 def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
@@ -378,7 +425,11 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     head += [f"L{i} = z.lengths[{i}]" for i in range(len(sizes))]
     head += [f"c{i} = z.columns[{i}]" for i in range(len(columns))]
     names = ", ".join(f"i{i}" for i in range(len(e.graph.inputs)))
-    head += [f"{names}, = inputs"] if names else []
-    body = [*head, *e.lines, f"return [{', '.join(o.name for o in outputs)}]"]
+    head += [f"{names}, = inputs", "del inputs[:]"] if names else []
+    body = [
+        *head,
+        *_freeing(e.lines, {o.name for o in outputs}),
+        f"return [{', '.join(o.name for o in outputs)}]",
+    ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
     return Lowered(source, e.constants, outputs, sizes, columns, e.alone)

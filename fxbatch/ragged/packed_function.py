@@ -47,16 +47,18 @@ class Minibatch:
         found = torch.iinfo(dtype)
         return found.min if how == "max" else found.max
 
+    def last(self, dtype: torch.dtype, descending: bool) -> Any:
+        """What is sorted behind everything else."""
+        if dtype == torch.bool:
+            return not descending
+        if not dtype.is_floating_point:
+            found = torch.iinfo(dtype)
+            return found.min if descending else found.max
+        return float("-inf") if descending else float("nan")
+
     def extreme(self, size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
         """amax or amin over the rows of each instance; equal rows share the gradient."""
-        padded = size.pad(rows.detach(), self.fill(rows.dtype, how[1:]))
-        found = padded.amax(1) if how == "amax" else padded.amin(1)
-        if not (torch.is_grad_enabled() and rows.requires_grad):
-            return found
-        chosen = rows == size.each(found)
-        weight = chosen.to(rows.dtype) / size.each(size.sum(chosen.to(rows.dtype)))
-        kept = torch.where(chosen, rows, 0) * weight
-        return size.sum(kept) if bool(found.isfinite().all()) else _extreme_of_infinite(size, rows, how)
+        return size.extreme(rows, self.fill(rows.dtype, how[1:]), how)
 
     def interleaved(self, parts: Sequence[Lengths]) -> torch.Tensor:
         """The order that takes the rows of several tensors to those of each instance one after another."""
@@ -109,13 +111,24 @@ class Minibatch:
             out = out.masked_fill((k_size.column == 0)[:, None, None, None], 0)
         return out
 
-    def instances(self, rank: int) -> torch.Tensor:
-        """int64 [n, 1, ...]: the numbers of the instances."""
-        return torch.arange(self.n, device=self.device).view(-1, *[1] * (rank - 1))
-
-    def rows(self, size: Lengths, index: torch.Tensor, instance: torch.Tensor) -> torch.Tensor:
-        """Rows of all instances that indices into the rows of each mean."""
-        return size.rows_of(index, size.offsets[instance], size.column[instance])
+    def rows(self, size: Lengths, index: torch.Tensor, own: Lengths | None) -> torch.Tensor:
+        """Rows of all instances that indices into the rows of each mean. own: how many indices each instance has, if
+        their first dimension is its own; else they are [n, ...]."""
+        trailing = [1] * (index.dim() - 1)
+        if index.is_cpu and index.dtype == torch.int64:  # in numpy, where a launch is 0.5 us
+            numbers = index.numpy()
+            first, sizes = (
+                (x if own is None else np.repeat(x, own.sizes)).reshape(-1, *trailing)
+                for x in (size.starts, size.sizes)
+            )
+            if (
+                numbers.view(np.uint64) < sizes.view(np.uint64)
+            ).all():  # no negative ones, none beyond the last
+                return torch.from_numpy(numbers + first)
+        if own is None:
+            return size.rows_of(index, size.offsets.view(-1, *trailing), size.column.view(-1, *trailing))
+        segment = own.segment.view(-1, *trailing)
+        return size.rows_of(index, size.offsets[segment], size.column[segment])
 
     def recurrent(
         self,
@@ -136,6 +149,24 @@ class Minibatch:
         ends = [h.index_select(1, unsorted).transpose(0, 1).unsqueeze(2) for h in found[1:]]
         return (found[0].index_select(0, back), *ends)
 
+    def windows(
+        self,
+        size: Lengths,
+        out: Lengths,
+        rows: torch.Tensor,
+        kernel: int,
+        left: int,
+        stride: int,
+        dilation: int,
+    ) -> torch.Tensor:
+        """The rows that each place of a sliding kernel meets, zeros beyond the ends of the instance: [total of out,
+        kernel, ...]. left: how far the first place begins before the first row."""
+        place = (out.positions * stride - left)[:, None] + np.arange(kernel) * dilation
+        beyond = (place < 0) | (place >= size.sizes[out.segments][:, None])
+        met = np.where(beyond, size.total, place + size.starts[out.segments][:, None])
+        index = torch.from_numpy(met.reshape(-1)).to(self.device)
+        return size.extended(rows).index_select(0, index).view(out.total, kernel, *rows.shape[1:])
+
     def conv1d(
         self,
         size: Lengths,
@@ -144,23 +175,24 @@ class Minibatch:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         left: int,
-        right: int,
         stride: int,
         dilation: int,
         groups: int,
     ) -> torch.Tensor:
         """A convolution along the rows of each instance: [total, channels] => [total of out, channels].
 
-        All instances lie on one line, with gaps of zeros as long as the padding.
+        Each row that it gives is one product with the rows that its kernel meets; those beyond an end are zero.
         """
-        gap = max(left, right)
-        starts = size.starts + gap * np.arange(1, size.n + 1)
-        places = torch.from_numpy(starts[size.segments] + size.positions).to(self.device)
-        line = rows.new_zeros((size.total + gap * (size.n + 1) + stride, rows.shape[1]))
-        line = line.index_copy(0, places, rows)
-        made = F.conv1d(line.t().unsqueeze(0), weight, bias, 1, 0, dilation, groups)[0].t()
-        first = (starts - left)[out.segments] + out.positions * stride
-        return made.index_select(0, torch.from_numpy(first).to(self.device))
+        kernel, channels = weight.shape[2], rows.shape[1]
+        given = self.windows(size, out, rows, kernel, left, stride, dilation)
+        if groups == 1:
+            flat = weight.transpose(1, 2).reshape(len(weight), kernel * channels)
+            return F.linear(given.flatten(1), flat, bias)
+        each = channels // groups
+        given = given.view(out.total, kernel, groups, each).permute(2, 0, 1, 3).flatten(2)
+        flat = weight.view(groups, -1, each, kernel).permute(0, 3, 2, 1).flatten(1, 2)
+        made = torch.bmm(given, flat).transpose(0, 1).flatten(1)
+        return made if bias is None else made + bias
 
     def class_weights(
         self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
@@ -183,11 +215,6 @@ class Minibatch:
 
 
 _RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-
-
-def _extreme_of_infinite(size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
-    parts = rows.split(size.list)
-    return torch.stack([p.amax(0) if how == "amax" else p.amin(0) for p in parts])
 
 
 @dataclass
@@ -252,13 +279,10 @@ class PackedFunction:
         n = len(columns[0])
         found = self.sizes(*sizes)
         count = len(self.lowered.lengths)
-        lengths = [
-            Lengths(np.broadcast_to(np.asarray(x, dtype=np.int64), (n,)), device) for x in found[:count]
-        ]
+        lengths = [Lengths.of(x, n, device) for x in found[:count]]
         z = Minibatch(n, lengths, found[count:], device)
-        by_size = dict(zip(self.lowered.lengths, lengths, strict=True))
         inputs = [
-            self.packed(i, column, dims, by_size, sizes, device)
+            self.packed(i, column, dims, sizes, device)
             for i, (column, dims) in enumerate(zip(columns, self.dynamic, strict=True))
         ]
         return self.function(z, [*inputs, *shared]), z
@@ -268,7 +292,6 @@ class PackedFunction:
         place: int,
         column: Sequence[torch.Tensor],
         dims: Sequence[int],
-        known: dict[Any, Lengths],
         sizes: Sequence[np.ndarray],
         device: torch.device,
     ) -> torch.Tensor:

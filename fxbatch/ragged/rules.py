@@ -196,11 +196,13 @@ def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
     target: Any = node.target
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
     parts = []
+    named = False
     for a in target._schema.arguments:
         x = arguments.get(a.name, a.default_value)
         if a.has_default_value() and x == a.default_value and not isinstance(x, Code):
+            named = True  # what follows one that is left out
             continue
-        parts.append(f"{a.name}={e.source(x)}" if a.kwarg_only else e.source(x))
+        parts.append(f"{a.name}={e.source(x)}" if a.kwarg_only or named else e.source(x))
     return f"{e.const(packet)}({', '.join(parts)})"
 
 
@@ -352,7 +354,15 @@ def _reduced(e: Emitter, node: fx.Node, x: Packed, dims: list[int], first: str) 
 def _kept(e: Emitter, node: fx.Node, code: str) -> Packed:
     """A reduced value with the dimensions of size 1 that keepdim=True leaves."""
     val = node.meta["val"]
+    if not e.bound(node).get("keepdim"):
+        return e.made(code, val)
     return e.made(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
+
+
+def _divided(e: Emitter, v: Packed, size: Any, node: fx.Node) -> Packed:
+    """A value divided by a size of the instance."""
+    count = e.line(f"z.tensor({e.column(size)}, {e.const(v.dtype)})")
+    return e.made(f"{v.name} / {e.aligned(Packed(count, DENSE, (), v.dtype), v.shape)}", node.meta["val"])
 
 
 def _count(x: Packed, dims: list[int]) -> int:
@@ -388,14 +398,38 @@ def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
         x = Packed(e.line(f"{x.name}.to({e.const(dtype)})"), x.layout, x.shape, dtype)
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "0", "sum")
+    if product := _of_products(e, node, x, dims):
+        return _kept(e, node, product)
     name, size = _reduced(e, node, x, dims, "sum")
     return _kept(e, node, f"{size}.sum({name})")
+
+
+def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
+    """A sum or mean over rows that are products with a parameter, which nothing else reads: "" for another."""
+    linear = node.args[0]
+    assert isinstance(linear, fx.Node)
+    if linear.target is not torch.ops.aten.linear.default or len(linear.users) > 1 or dims != list(x.axes):
+        return ""
+    a = e.bound(linear)
+    rows, weight, bias = a["input"], a["weight"], a["bias"]
+    if rows.layout != PACKED or rows.axes != x.axes or weight.layout != WHOLE or rows.dtype != x.dtype:
+        return ""
+    how = node.target._schema.name.removeprefix("aten::")
+    given = f"{rows.name}, {weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
+    return f"{e.lengths(x.shape[x.axes[0]])}.of_products({given}, {how!r})"
 
 
 @over("mean")
 def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout == PADDED:
-        raise NoRule("a mean over one of two sizes of its own")
+        made = _masked_reduction(e, node, x, dims, "0", "sum")
+        for a in dims:
+            if a in x.axes:
+                made = _divided(e, made, x.shape[a], node)
+        count = _count(x, dims)
+        return made if count == 1 else e.made(f"{made.name} / {count}", node.meta["val"])
+    if product := _of_products(e, node, x, dims):
+        return _kept(e, node, product)
     name, size = _reduced(e, node, x, dims, "sum")
     return _kept(e, node, f"{size}.divided({size}.sum({name}), {_count(x, dims)})")
 
@@ -404,7 +438,8 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     how = node.target._schema.name.removeprefix("aten::")
     if x.layout == PADDED:
-        raise NoRule("an extreme over one of two sizes of its own")
+        fill = e.line(f"z.fill({e.const(x.dtype)}, {how[1:]!r})")
+        return _masked_reduction(e, node, x, dims, fill, how)
     if [d for d in dims if d not in x.axes]:
         raise NoRule("an extreme over rows and columns: ties share their gradient")
     name, size = _reduced(e, node, x, dims, how)
@@ -414,13 +449,25 @@ def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 @over("max", "min")
 def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     how = node.target._schema.name.removeprefix("aten::")
-    if "dim" not in e.bound(node) or x.layout != PACKED:
-        raise NoRule("an extreme of all elements")
+    if "dim" not in e.bound(node):
+        return _extreme_of_all(e, node, x, how)
+    if x.layout != PACKED:
+        raise NoRule("an extreme over one of two sizes of its own")
     size = e.lengths(x.shape[x.axes[0]])
-    name = e.line(f"{size}.pad({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
+    name = e.line(f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
     values, indices = node.meta["val"]
     shape = "".join(f"{d}, " for d in shape_of(values))
     return tuple(e.made(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
+
+
+def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
+    """torch.max(x): its elements as one row each; equal ones share the gradient, as those of amax do."""
+    if x.layout != PACKED:
+        raise NoRule("an extreme of all elements of two sizes of its own")
+    size = e.lengths(x.shape[x.axes[0]])
+    return e.made(
+        f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).flatten(1).a{how}(1)", node.meta["val"]
+    )
 
 
 @over("argmax", "argmin")
@@ -429,7 +476,7 @@ def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("a place among all elements")
     size = e.lengths(x.shape[x.axes[0]])
-    return _kept(e, node, f"{size}.pad({x.name}, z.fill({e.const(x.dtype)}, {how[3:]!r})).{how}(1)")
+    return _kept(e, node, f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how[3:]!r})).{how}(1)")
 
 
 @over("any", "all")
@@ -464,15 +511,86 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     return e.made(f"{size}.hide({start}, {place}).{how}({place})", node.meta["val"])
 
 
-@over("cumsum")
-def _cumsum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+@over("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
+def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Running sums, products and extremes: what follows a row is not in it, so padding may be anything that leaves
+    what is computed of it finite."""
+    if x.layout != PACKED:
+        raise NoRule("a running result along one of two sizes of its own")
     size = e.lengths(x.shape[dims[0]])
-    dtype = node.meta["val"].dtype
-    if x.layout == PACKED:
-        return e.made(
-            f"{size}.unpad({size}.pad({x.name}, 0).to({e.const(dtype)}).cumsum(1))", node.meta["val"]
-        )
-    raise NoRule("a running sum along one of two sizes of its own")
+    how = node.target._schema.name.removeprefix("aten::")
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        start = x.name if x.dtype == val.dtype else e.line(f"{x.name}.to({e.const(val.dtype)})")
+        padded = {"cumsum": f"pad({start}, 0)", "cumprod": f"pad({start}, 1)"}.get(how, f"spread({start})")
+        return e.made(f"{size}.unpad({size}.{padded}.{how}(1))", val)
+    name = e.line(f"{size}.spread({x.name}).{how}(1)")
+    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+
+
+@over("sort", "argsort")
+def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Rows in order: padding is what comes last, and stable sorts keep it behind rows that are equal to it."""
+    if x.layout != PACKED:
+        raise NoRule("it sorts along one of two sizes of its own")
+    size = e.lengths(x.shape[dims[0]])
+    down = bool(e.bound(node)["descending"])
+    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
+    name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return e.made(f"{size}.unpad({name}[1])", val)
+    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+
+
+@over("topk")
+def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """The first rows of a sort. That no instance has fewer is asked when the body is traced."""
+    a = e.bound(node)
+    if x.layout != PACKED or depends(a["k"]) or not a["sorted"]:
+        raise NoRule("as many as an instance has, or along one of two sizes of its own")
+    size, down = e.lengths(x.shape[dims[0]]), bool(a["largest"])
+    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
+    name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    place = f".movedim(1, {dims[0] + 1})" if dims[0] else ""
+    return tuple(e.made(f"{name}[{i}][:, :{a['k']}]{place}", t) for i, t in enumerate(node.meta["val"]))
+
+
+@over("prod")
+def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    if x.layout != PACKED or dims != list(x.axes) or x.dtype != node.meta["val"].dtype:
+        raise NoRule("a product of more than the rows")
+    return _kept(e, node, f"{e.lengths(x.shape[x.axes[0]])}.pad({x.name}, 1).prod(1)")
+
+
+@over("count_nonzero")
+def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    name = e.line(f"({x.name} != 0).to(torch.int64)")
+    counted = Packed(name, x.layout, x.shape, torch.int64)
+    if x.layout == PADDED:
+        return _masked_reduction(e, node, counted, dims, "0", "sum")
+    name, size = _reduced(e, node, counted, dims, "sum")
+    return _kept(e, node, f"{size}.sum({name})")
+
+
+@over("roll")
+def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    shifts = e.bound(node)["shifts"]
+    if x.layout != PACKED or dims != list(x.axes) or len(shifts) != 1 or depends(shifts[0]):
+        raise NoRule("shifts of more than the rows")
+    return e.made(
+        f"{x.name}.index_select(0, {e.lengths(x.shape[dims[0]])}.rolled({shifts[0]}))", node.meta["val"]
+    )
+
+
+@over("var_mean", "std_mean")
+def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    how = node.target._schema.name.removeprefix("aten::").removesuffix("_mean")
+    spread, mean = _variance(e, node, x, dims, how)
+    values = zip((spread, mean), node.meta["val"], strict=True)
+    return tuple(
+        e.made(f"{name}.reshape(n, {''.join(f'{d}, ' for d in shape_of(t))})", t) for name, t in values
+    )
 
 
 @over("flip")
@@ -486,7 +604,11 @@ def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 @over("var", "std")
 def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
-    how = node.target._schema.name.removeprefix("aten::")
+    return _kept(e, node, _variance(e, node, x, dims, node.target._schema.name.removeprefix("aten::"))[0])
+
+
+def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -> tuple[str, str]:
+    """The variance (or its root) and the mean over the rows."""
     arguments = e.bound(node)
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("over more than the rows")
@@ -498,7 +620,7 @@ def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(
         f"{size}.sum({square}) / z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})"
     )
-    return _kept(e, node, name if how == "var" else f"z.root({name})")
+    return name if how == "var" else e.line(f"z.root({name})"), mean
 
 
 @over("norm", "linalg_vector_norm")

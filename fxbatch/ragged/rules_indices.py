@@ -41,21 +41,14 @@ def _table(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
     return e.line(f"{name}.reshape({size}.total, *{name}.shape[2:])"), size
 
 
-def _instances(e: Emitter, index: Packed) -> str:
-    """The instance of each element of an index's rows, as something that broadcasts to it; "" for one row each."""
-    if index.layout == DENSE:
-        return f"z.instances({index.name}.dim())"
-    size = e.lengths(index.shape[index.axes[0]])
-    return f"{size}.segment.view(-1, {'1, ' * (index.rank - 1)})"
-
-
 def _rows(e: Emitter, index: Packed, size: str) -> str:
     """Rows of the table that indices mean."""
     if index.layout == PADDED:
         raise NoRule("indices with two sizes of their own")
     if index.dtype == torch.bool:
         raise NoRule("a mask")
-    return e.line(f"z.rows({size}, {index.name}, {_instances(e, index)})")
+    own = e.lengths(index.shape[index.axes[0]]) if index.layout == PACKED else None
+    return e.line(f"z.rows({size}, {index.name}, {own})")
 
 
 def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lower import DENSE, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
 from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.rules import RULES, rule
 
@@ -43,6 +43,27 @@ def _recurrent(e: Emitter, node: fx.Node) -> Any:
     return (rows, *ends)
 
 
+@rule("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _cell(e: Emitter, node: fx.Node) -> Any:
+    """Cells act on each row."""
+    a = e.bound(node)
+    many = isinstance(a["hx"], (list, tuple))
+    x, *states = [e.to_dense(v) for v in (a["input"], *(a["hx"] if many else [a["hx"]]))]
+    weights = [v for name, v in a.items() if name[:2] in ("w_", "b_")]
+    if any(isinstance(w, Packed) and w.layout != WHOLE for w in weights) or x.layout not in (DENSE, PACKED):
+        raise NoRule("weights of each instance")
+    if x.rank != 2 or 1 in x.axes or any(h.shape[0] != x.shape[0] or h.layout != x.layout for h in states):
+        raise NoRule("states that are no rows beside those of the input")
+    rows = [v.name if v.layout == PACKED else e.line(f"{v.name}.flatten(0, 1)") for v in (x, *states)]
+    a["input"], a["hx"] = Code(rows[0]), [Code(h) for h in rows[1:]] if many else Code(rows[1])
+    made = e.line(e.call(node.target, a))
+    val = node.meta["val"]
+    back = "" if x.layout == PACKED else f".unflatten(0, (n, {x.shape[0]}))"
+    if not many:
+        return e.made(made + back, val)
+    return tuple(e.made(f"{made}[{i}]{back}", t) for i, t in enumerate(val))
+
+
 @rule("conv1d")
 def _conv1d(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
@@ -60,17 +81,30 @@ def _conv1d(e: Emitter, node: fx.Node) -> Any:
     padding = a["padding"]
     if isinstance(padding, str):
         left = reach // 2 if padding == "same" else 0
-        right = reach - left if padding == "same" else 0
     else:
-        left = right = int(padding[0])
+        left = int(padding[0])
     val = node.meta["val"]
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
     rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
     given = f"{weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
     name = e.line(
-        f"z.conv1d({size}, {out}, {rows}, {given}, {left}, {right}, {stride}, {dilation}, {e.source(a['groups'])})"
+        f"z.conv1d({size}, {out}, {rows}, {given}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
     )
     return e.made(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
+
+
+@rule("avg_pool1d")
+def _pool(e: Emitter, node: fx.Node) -> Any:
+    """Means of the rows that a sliding kernel meets."""
+    a = e.bound(node)
+    x, val = e.to_dense(a["self"]), node.meta["val"]
+    time = x.rank - 1
+    kernel, padding = a["kernel_size"][0], a["padding"][0]
+    stride = a["stride"][0] if a["stride"] else kernel
+    if x.axes != (time,) or not own_dimensions(shape_of(val)) or a["ceil_mode"] or not a["count_include_pad"]:
+        raise NoRule("pooling of this kind")
+    size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[time])
+    return e.made(f"z.windows({size}, {out}, {x.name}, {kernel}, {padding}, {stride}, 1).mean(1)", val)
 
 
 for _name in NAMES:

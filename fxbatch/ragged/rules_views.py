@@ -262,11 +262,6 @@ def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: Any, ste
     return e.made(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
 
-@rule("narrow")
-def _narrow(e: Emitter, node: fx.Node) -> Any:
-    raise NoRule("narrow")
-
-
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _split(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
@@ -390,6 +385,8 @@ def _factory(e: Emitter, node: fx.Node) -> Any:
             raise NoRule("filled with a size")
         filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
         return e.made(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
+    if "size" not in a and not axes and not random and not isinstance(a.get("self"), Packed):
+        return Packed(e.line(e.call(target, a)), WHOLE, shape, val.dtype)
     if "size" not in a:
         raise NoRule("a factory of this kind")
     a["size"] = Code(f"[{', '.join([*lead, *rest])}]")
@@ -418,6 +415,51 @@ def _arange(e: Emitter, node: fx.Node) -> Any:
     elif start:
         name = f"({name} + {start})"
     return e.made(name if val.dtype == torch.int64 else f"{name}.to({e.const(val.dtype)})", val)
+
+
+@rule("eye")
+def _eye(e: Emitter, node: fx.Node) -> Any:
+    """The unit matrix; of an instance's own size it is one for all, as large as the largest."""
+    a = e.bound(node)
+    val = node.meta["val"]
+    shape = shape_of(val)
+    if not own_dimensions(shape):
+        return Packed(e.line(e.call(node.target, a)), WHOLE, shape, val.dtype)
+    if len(own_dimensions(shape)) != 2:
+        raise NoRule("a unit matrix with one size of its own")
+    sizes = [f"{e.lengths(d)}.longest" for d in shape]
+    made = f"torch.eye({', '.join(sizes)}, dtype={e.const(val.dtype)}, device=z.device)"
+    return e.made(f"{made}.expand(n, -1, -1)", val)
+
+
+@rule("diagonal")
+def _diagonal(e: Emitter, node: fx.Node) -> Any:
+    a = e.bound(node)
+    x = a["self"]
+    whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
+    if not whole or a["offset"] or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}:
+        raise NoRule("this diagonal")
+    return e.made(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", node.meta["val"])
+
+
+@rule("repeat")
+def _repeat(e: Emitter, node: fx.Node) -> Any:
+    """Copies along dimensions that are the same for all instances."""
+    a = e.bound(node)
+    x, times = a["self"], a["repeats"]
+    lead = len(times) - x.rank
+    if (
+        x.layout not in (DENSE, PACKED)
+        or any(depends(t) for t in times)
+        or any(times[lead + d] != 1 for d in x.axes)
+    ):
+        raise NoRule("copies of its own size")
+    val = node.meta["val"]
+    name = x.name
+    for _ in range(lead):
+        name = e.line(f"{name}.unsqueeze(1)")
+    counts = [1, *times[:lead], *[times[lead + d] for d in x.rest]]
+    return e.made(f"{name}.repeat({', '.join(map(str, counts))})", val)
 
 
 @rule("tril", "triu")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ class SizedGraph:
                 self.symbols.append(original)
                 self.free.append(expression(node.meta["val"].shape[d]))
         self._refuse_specialised()
-        self.guards = list(dict.fromkeys(g.expr for g in env.guards))
+        self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
             self._holds = columns_function(self.guards, self.symbols)
         except UnknownExpressionError as error:
@@ -90,6 +91,10 @@ class SizedGraph:
         for symbol, now in zip(self.symbols, self.free, strict=True):
             if not depends(now) and depends(symbol):
                 raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
+
+    def certain(self, smallest: Sequence[int]) -> bool:
+        """Whether nothing but the smallest of each size has to be known for the graph to be the body."""
+        return not self.guards and not self.assumed and min(smallest, default=2) > 1
 
     def fitting(self, columns: Sequence[np.ndarray]) -> np.ndarray:
         """bool [n]: for which instances the graph is the body; columns: their sizes, one column a symbol."""
@@ -137,12 +142,24 @@ class SizedGraph:
             shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
             made = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
             given.append(made)
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
             module, _ = _trace(self.body, given, [()] * len(given), self.kept, self.flags_known)
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
+        finally:
+            log.disabled = disabled
         values = dict(zip(self.symbols, sizes, strict=True))
         return _same_nodes(self.module.graph, module.graph, values)
+
+
+def _of_all_but_small(guard: Any) -> bool:
+    """Whether a guard holds for all sizes of 2 and more by its form."""
+    if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Ne)) or not isinstance(guard.lhs, sympy.Symbol):
+        return False
+    least = 2 if isinstance(guard, sympy.Ge) else 1
+    return isinstance(guard.rhs, sympy.Integer) and guard.rhs <= least
 
 
 def _trace(

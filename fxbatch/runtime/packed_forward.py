@@ -29,6 +29,7 @@ from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
+from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
@@ -44,6 +45,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.body_reads import Reads
+from fxbatch.trace.columns import Bounds, sizes_of
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
@@ -90,22 +92,18 @@ class Family:
     alone: int = 0  # instances that ran by themselves, as no graph was theirs
     built: int = 0
     failed: int = 0  # minibatches in which it raised something
+    dynamic: tuple[tuple[int, ...], ...] = ()  # per tensor its own dimensions, in order
 
-    @property
-    def dynamic(self) -> tuple[tuple[int, ...], ...]:
-        """Per tensor its own dimensions, in order."""
-        return tuple(tuple(sorted(own)) for own in self.own)
-
-    def note(self, shapes: Sequence[set[torch.Size]], differ: Sequence[set[int]]) -> None:
-        """Take in the shapes of a minibatch; where another dimension differs, graphs are built anew."""
+    def note(self, bounds: Sequence[Bounds]) -> None:
+        """Take in the sizes of a minibatch; where another dimension differs, graphs are built anew."""
         changed = False
-        for own, new, met, seen in zip(self.own, differ, shapes, self.shapes, strict=True):
-            shape = next(iter(met))
-            more = new | {d for d in range(len(shape)) if shape[d] != seen[d]}
-            if not more <= own:
-                own |= more
-                changed = True
+        for own, (low, high), seen in zip(self.own, bounds, self.shapes, strict=True):
+            for d, size in enumerate(seen):
+                if d not in own and not low[d] == high[d] == size:
+                    own.add(d)
+                    changed = True
         if changed:
+            self.dynamic = tuple(tuple(sorted(own)) for own in self.own)
             self.variants, self.reason, self.built = [], "", 0
         if sum(map(len, self.own)) > MOST_SIZES or any(len(own) > 2 for own in self.own):
             self.reason = "too many sizes of its own"
@@ -119,6 +117,8 @@ class PackedForward:
         self.root = root
         self.families: dict[Any, Family] = {}
         self.examined: Examined | None = None
+        self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
+        self.content = 0
         self.reason = ""
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
@@ -159,52 +159,56 @@ class PackedForward:
 
     def _family(self, fn: Any, columns: _Columns) -> Family | None:
         """The family of these instances, with the dimensions that have differed; None where none has."""
-        shapes = [set(met) for met in columns.shapes]
-        differ = [
-            {d for d in range(len(next(iter(s)))) if len({shape[d] for shape in s}) > 1}
-            if len(s) > 1
-            else set()
-            for s in shapes
-        ]
-        if (not any(differ) and not self.families) or self._look(fn) is None:
+        bounds = columns.bounds
+        differ = any(low != high for low, high in bounds)
+        if (not differ and not self.families) or self._look(fn) is None:
             return None
         key = self._key(columns.kind)
         family = self.families.get(key)
         if family is None:
-            if not any(differ):
+            if not differ:
                 return None
             if len(self.families) >= MOST_FAMILIES:
                 self.families.clear()
-            family = Family([set() for _ in shapes], [tuple(met[0]) for met in columns.shapes])
+            family = Family([set() for _ in bounds], [tuple(s[0].tolist()) for s in columns.shapes])
             self.families[key] = family
-        family.note(shapes, differ)
+        family.note(bounds)
         return family if any(family.own) else None
 
     def _key(self, kind: _Kind) -> Any:
         """All that a packed function depends on but the sizes."""
         assert self.examined is not None
         needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
-        return (self.examined.key, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs)
+        return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs)
 
     def _look(self, fn: Any) -> Examined | None:
         """The module as it is; None where its code or hooks can't be known."""
         assert self.root is not None
         found = self.examined
         if found is None:
-            found = Examined(self.root, Reads(BodyRoots(self.root, "forward", fn, ())))
+            found = self._now(Examined(self.root, Reads(BodyRoots(self.root, "forward", fn, ()))))
         elif not found.unchanged():
-            found = Examined(self.root, found.reads.again())
-        self.examined = found
+            found = self._now(Examined(self.root, found.reads.again()))
         mixes = found.coupled and self.options.batch_norm != "minibatch"
         self.reason = found.reason or (found.coupled if mixes else "")
         return None if self.reason else found
 
+    def _now(self, found: Examined) -> Examined:
+        """Note how the module is."""
+        if len(self.contents) >= MOST_FAMILIES:
+            self.contents.clear()
+            self.families.clear()
+        self.examined, self.content = found, self.contents.setdefault(found.key, len(self.contents))
+        return found
+
     def _work(
         self, fn: Any, family: Family, columns: _Columns, sizes: Sequence[np.ndarray]
-    ) -> list[tuple[Variant | None, np.ndarray]] | None:
-        """Which variant runs which instances, and None for those that run by themselves."""
+    ) -> list[tuple[Variant | None, np.ndarray | None]] | None:
+        """Which variant runs which instances (None: all), and None for those that run by themselves."""
+        if family.variants and family.variants[0].function.graph.certain(columns.smallest(family.dynamic)):
+            return [(family.variants[0], None)]
         left = np.ones(columns.n, dtype=bool)
-        work: list[tuple[Variant | None, np.ndarray]] = []
+        work: list[tuple[Variant | None, np.ndarray | None]] = []
         for variant in family.variants:
             fits = variant.function.graph.fitting([s[left] for s in sizes])
             places = np.flatnonzero(left)[fits]
@@ -259,7 +263,7 @@ class PackedForward:
             )
             if not effects.unknown:
                 break
-            examined = self.examined = Examined(self.root, examined.reads.again(effects.unknown))
+            examined = self._now(Examined(self.root, examined.reads.again(effects.unknown)))
             if examined.reason:
                 raise BodyError(examined.reason)
         changed = body.changed() or effects.changed
@@ -279,7 +283,7 @@ class PackedForward:
         self,
         fn: Any,
         family: Family,
-        work: list[tuple[Variant | None, np.ndarray]],
+        work: list[tuple[Variant | None, np.ndarray | None]],
         instances: Sequence[Instance],
         columns: _Columns,
         sizes: Sequence[np.ndarray],
@@ -303,6 +307,7 @@ class PackedForward:
         else:
             results = [None] * len(instances)
             for variant_or_none, places in work:
+                assert places is not None
                 chosen = places.tolist()
                 if variant_or_none is None:
                     family.alone += len(chosen)
@@ -358,6 +363,14 @@ class _Body:
         self.count = count
         self.twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
         self.twin = structural_twin(root, self.twins)
+        met: set[tuple[int, str]] = set()
+        self.again: list[str] = []  # other names of tensors: of modules that are in several places
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            place = id(self.twin.get_submodule(owner)), attribute
+            if place in met:
+                self.again.append(name)
+            met.add(place)
         self.spec: TreeSpec | None = None
         self.trackers: dict[str, torch.Tensor] | None = (
             None  # counters of BatchNorm layers that are in training
@@ -370,6 +383,8 @@ class _Body:
             [next(given) if x is _TENSOR else x for x in self.plain], self.kind.spec
         )
         now = dict(zip(self.names, shared, strict=True))
+        for name in self.again:
+            del now[name]
         before = dict(now)
         for name in self.trackers or ():  # they count minibatches, when one has run
             owner, _, attribute = name.rpartition(".")
@@ -412,7 +427,8 @@ class _Columns:
     kind: _Kind
     plain: tuple[Any, ...]  # the leaves of an instance, _TENSOR for each tensor
     tensors: list[list[torch.Tensor]]  # per tensor leaf, those of all instances
-    shapes: list[list[torch.Size]]
+    shapes: list[np.ndarray]  # int64 [n, dimensions] each
+    bounds: list[Bounds]
 
     @property
     def n(self) -> int:
@@ -421,49 +437,58 @@ class _Columns:
     def sizes(self, dynamic: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """int64 [n] for each of these dimensions."""
         return [
-            np.array([s[d] for s in shapes], dtype=np.int64)
+            np.ascontiguousarray(shapes[:, d])
             for shapes, dims in zip(self.shapes, dynamic, strict=True)
             for d in dims
         ]
 
+    def smallest(self, dynamic: Sequence[Sequence[int]]) -> list[int]:
+        """The smallest size of each of these dimensions."""
+        return [low[d] for (low, _), dims in zip(self.bounds, dynamic, strict=True) for d in dims]
+
 
 def _columns(instances: Sequence[Instance]) -> _Columns | None:
     """The instances as columns of tensors; None where they are not alike or hold something else than plain data."""
+    if isinstance(instances, Columns):
+        return _alike([list(c) for c in instances.columns], *_tensors_alone(len(instances.columns)))
     args, kwargs = instances[0]
     leaves, spec = tree_flatten((args[1:], kwargs))
     plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
     places = [i for i, x in enumerate(plain) if x is _TENSOR]
     if not places or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
         return None
-    if len(places) == len(args) - 1 and not kwargs:
-        count = len(args)
-        if not all(len(a) == count and not k for a, k in instances):
+    rows = []
+    for args, kwargs in instances:
+        found, other = tree_flatten((args[1:], kwargs))
+        if other != spec or not _equal_plain(found, plain):
             return None
-        columns = [[a[i] for a, _ in instances] for i in range(1, count)]
-    else:
-        rows = []
-        for args, kwargs in instances:
-            found, other = tree_flatten((args[1:], kwargs))
-            if other != spec or not _equal_plain(found, plain):
-                return None
-            rows.append(found)
-        columns = [[row[i] for row in rows] for i in places]
-    kinds, shapes = [], []
+        rows.append(found)
+    return _alike([[row[i] for row in rows] for i in places], plain, spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _tensors_alone(count: int) -> tuple[tuple[Any, ...], TreeSpec]:
+    plain = (_TENSOR,) * count
+    return plain, tree_flatten((plain, {}))[1]
+
+
+def _alike(columns: list[list[Any]], plain: tuple[Any, ...], spec: TreeSpec) -> _Columns | None:
+    """These columns, where the tensors of each may differ in their sizes alone."""
+    kinds, shapes, bounds = [], [], []
     for column in columns:
-        if set(map(type, column)) != {torch.Tensor}:
-            return None
         first = column[0]
-        met = [t.shape for t in column]
-        if len({(t.dtype, t.requires_grad) for t in column}) != 1 or len(set(map(len, met))) != 1:
+        met = sizes_of(column) if type(first) is torch.Tensor else None
+        if met is None:
             return None
         if first.layout is not torch.strided:  # torch.cat refuses other devices and layouts among them
             return None
         kinds.append((first.dim(), first.dtype, first.device, first.requires_grad))
-        shapes.append(met)
+        shapes.append(met[0])
+        bounds.append(met[1])
     if len({device for _, _, device, _ in kinds}) != 1:
         return None
     keys = tuple(static_key(x) for x in plain if x is not _TENSOR)
-    return _Columns(_Kind(spec, keys, tuple(kinds)), plain, columns, shapes)
+    return _Columns(_Kind(spec, keys, tuple(kinds)), plain, columns, shapes, bounds)
 
 
 def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:

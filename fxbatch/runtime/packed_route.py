@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.torch_private import tree_leaves
 
@@ -31,7 +32,7 @@ class PackedRoute:
 
     def may_pack(self, instances: Sequence[Any]) -> bool:
         """Whether it is worth asking: a look at one instance."""
-        return not self.off and bool(instances) and _tensors_first(instances[0])
+        return not self.off and bool(instances) and _tensors_first(instances)
 
     def by_instance(self) -> tuple[int, int]:
         """How many operators of the packed forms run instance by instance, and how many instances ran by themselves."""
@@ -41,7 +42,7 @@ class PackedRoute:
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
         """The results of a minibatch, or NOT_PACKED."""
-        if self.off or not instances or not _tensors_first(instances[0]):
+        if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
             if not _sizes_differ(instances):
@@ -53,9 +54,11 @@ class PackedRoute:
         return NOT_PACKED if results is None else results[0]
 
 
-def _tensors_first(instance: Any) -> bool:
+def _tensors_first(instances: Sequence[Any]) -> bool:
     """Whether an instance is a tensor, or a container of tensors: a look at one, which costs nothing for trees."""
-    args = instance[0]
+    if isinstance(instances, Columns):
+        return True
+    args = instances[0][0]
     if len(args) < 2:
         return False
     first = args[1]
@@ -67,5 +70,7 @@ def _tensors_first(instance: Any) -> bool:
 
 
 def _sizes_differ(instances: Sequence[Any]) -> bool:
+    if isinstance(instances, Columns):
+        return any(len({x.shape for x in column}) > 1 for column in instances.columns)
     shapes = [[x.shape for x in tree_leaves(args[1:]) if type(x) is torch.Tensor] for args, _ in instances]
     return any(s != shapes[0] for s in shapes)

@@ -766,6 +766,7 @@ static PyTypeObject MethodType = {
 #include "_fast_modules.h"
 #include "_fast_waiting.h"
 #include "_fast_integers.h"
+#include "_fast_sizes.h"
 #include "_fast_traces.h"
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
@@ -816,7 +817,7 @@ static struct {
     const PyGetSetDef **where;
 } const getters[] = {
     {"shape", &get_shape}, {"dtype", &get_dtype}, {"device", &get_device}, {"is_cpu", &get_is_cpu},
-    {"layout", &get_layout}, {"_version", &get_version}, {"_base", &get_base},
+    {"layout", &get_layout}, {"_version", &get_version}, {"_base", &get_base}, {"requires_grad", &get_requires_grad},
 };
 
 static struct {
@@ -929,6 +930,7 @@ static PyMethodDef functions[] = {
     {"written_to", written_to, METH_O, "The first constant that was written to, or None."},
     {"leaves_of", leaves_of, METH_O, "Numbers of the constants that require gradients."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers and versions of tensors without dimensions."},
+    {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
     {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
     {"join", join, METH_VARARGS, "The columns of traces, one behind the other."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},

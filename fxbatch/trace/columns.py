@@ -73,6 +73,25 @@ def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Own
     return next((x for x, t, version in tensors if version is not None and t._version != version), None)
 
 
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension
+
+
+def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
+    """int64 [tensors, dimensions]: the sizes of plain tensors that may differ in their sizes alone, and their bounds;
+    None for others."""
+    first = tensors[0]
+    rank = first.dim()
+    sizes = np.empty((len(tensors), rank), dtype=np.int64)
+    if ExtensionSwitch.on:
+        found = _fast.sizes_of(tensors, sizes, rank)
+        return None if found is None else (sizes, (found[:rank], found[rank:]))
+    kind = (torch.Tensor, first.dtype, first.requires_grad, first.dim())
+    if any((type(t), t.dtype, t.requires_grad, t.dim()) != kind for t in tensors):
+        return None
+    sizes[:] = [t.shape for t in tensors]
+    return sizes, (tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist()))
+
+
 def leaves_of(constants: dict[int, tuple[Any, torch.Tensor, int | None]]) -> list[int]:
     """Numbers of the constants that require gradients."""
     if ExtensionSwitch.on:

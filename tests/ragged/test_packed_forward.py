@@ -11,6 +11,7 @@ from torch import nn
 import fxbatch
 from fxbatch.errors import ResultError
 from fxbatch.runtime.packed_forward import PackedForward
+from fxbatch.trace.columns import ExtensionSwitch, sizes_of
 
 
 class Tagger(nn.Module):
@@ -115,6 +116,53 @@ def test_a_branch_on_the_size_gets_a_graph_of_its_own() -> None:
     model = Branch().double()
     compare(model, words(3, 9, 1, 4, 6, 5))
     assert len(variants_of(model)) == 2
+
+
+def test_a_module_in_two_places() -> None:
+    class Shared(Mean):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.out
+
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            h = self.embed(words)
+            return self.again(h).sum(0) * self.out(h).mean(0)
+
+    torch.manual_seed(0)
+    model = Shared().double()
+    compare(model, words(3, 5, 2))
+    assert len(variants_of(model)) == 1
+
+
+def test_products_after_sums_of_no_rows() -> None:
+    class Linear(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.out(self.embed(words)).mean(0).nan_to_num()
+
+    torch.manual_seed(0)
+    model = Linear().double()
+    compare(model, words(3, 5, 2))
+    compare(model, words(3, 0, 2))
+    assert len(variants_of(model)) == 1
+
+
+def test_sizes_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns: list[list[torch.Tensor]] = [
+        [torch.zeros(2, 3), torch.zeros(5, 3)], [torch.zeros(2), torch.zeros(2, dtype=torch.int64)],
+        [torch.zeros(2), torch.zeros(2, requires_grad=True)], [torch.zeros(2), torch.zeros(2, 1)],
+        [torch.zeros(2), nn.Parameter(torch.zeros(2))], [torch.zeros(())],
+    ]  # fmt: skip
+    for column in columns:
+        here = sizes_of(column)
+        with monkeypatch.context() as twin:
+            twin.setattr(ExtensionSwitch, "on", False)
+            there = sizes_of(column)
+        assert (here is None) == (there is None)
+        if here is not None and there is not None:
+            assert here[0].tolist() == there[0].tolist() == [list(t.shape) for t in column]
+            assert here[1] == there[1]
 
 
 def test_a_loop_over_the_size_is_recorded() -> None:

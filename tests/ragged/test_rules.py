@@ -18,6 +18,7 @@ B = torch.randn(8)
 SQUARE = torch.randn(6, 6)
 SOME = [(3,), (5,), (1,), (4,), (7,)]
 ALL = [*SOME, (0,)]
+LONG = [(3,), (5,), (4,)]
 PAIRS = [(3, 2), (5, 5), (1, 4), (4, 1), (2, 7), (3, 3)]
 EMPTY_PAIRS = [*PAIRS, (0, 3)]
 
@@ -58,6 +59,25 @@ OF_ROWS: dict[str, Case] = {
     "amax with ties": (lambda x: (x > 0).double().mul(x.round()).amax(0), SOME, ()),
     "max": (lambda x: x.max(0), SOME, ()),
     "argmax": (lambda x: x.argmax(0), SOME, ()),
+    "max of all": (lambda x: x.max() * x.min(), SOME, ()),
+    "product": (lambda x: x.prod(0), ALL, ()),
+    "count": (lambda x: torch.count_nonzero(x > 0) * x.sum(0), ALL, ()),
+    "running product": (lambda x: (1e30 * x).cumprod(0) * 1e-200, SOME, ()),
+    "running extremes": (lambda x: (x.cummax(0), x.cummin(0)), SOME, ()),
+    "running logsumexp": (lambda x: x.logcumsumexp(0), SOME, ()),
+    "sort": (lambda x: (x.sort(0), x.sort(0, descending=True)[0]), ALL, ()),
+    "sort with infinities": (lambda x: x.masked_fill(x > 0, float("-inf")).sort(0, descending=True)[1], ALL, ()),
+    "argsort": (lambda x: x[x[:, 0].argsort()], ALL, ()),
+    "topk": (lambda x: x.topk(1, 0), SOME, ()),
+    "topk of columns": (lambda x: x.t().topk(1, 1, largest=False)[0], SOME, ()),
+    "roll": (lambda x: x.roll(1, 0) * x.roll(-2, 0), ALL, ()),
+    "variance and mean": (lambda x: torch.var_mean(x, 0, unbiased=False), SOME, ()),
+    "repeat": (lambda x: x.repeat(1, 2), ALL, ()),
+    "narrow": (lambda x: x.narrow(0, 1, len(x) - 1).sum(0), LONG, ()),
+    "number as a bound": (lambda x: x.clamp(max=len(x) / 10), ALL, ()),
+    "linear, mean": (lambda x, w, b: F.linear(x, w, b).mean(0), ALL, (W, B)),
+    "linear, sum": (lambda x, w, b: F.linear(x, w, b).sum(0, keepdim=True) / len(x), ALL, (W, B)),
+    "one value twice": (lambda x: (x.sum(0), x.sum(0)), ALL, ()),
     "any": (lambda x: (x > 0).any(0), ALL, ()),
     "all": (lambda x: (x > 0).all(0), ALL, ()),
     "logsumexp": (lambda x: x.logsumexp(0), SOME, ()),
@@ -106,6 +126,9 @@ OF_PAIRS: dict[str, Case] = {
     "attention": (
         lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None])[0], [*PAIRS, (2, 0), (0, 0)], ()
     ),
+    "means over each": (lambda a, b: ((a @ b.t()).mean(1).sum(0), (a @ b.t()).mean(0).sum(0)), PAIRS, ()),
+    "mean over both": (lambda a, b: (a @ b.t()).mean(), PAIRS, ()),
+    "extremes over each": (lambda a, b: ((a @ b.t()).amax(1).sum(0), (a @ b.t()).amin(0).sum(0)), PAIRS, ()),
     "rows joined": (lambda a, b: torch.cat([a, b, a]), EMPTY_PAIRS, ()),
     "three dimensions": (lambda a, b: a.unsqueeze(1) * b, PAIRS, ()),
     "bilinear": (lambda a, b, w: torch.einsum("td,de,se->ts", a, w, b), [(3, 2), (5, 4), (2, 7)], (SQUARE,)),
@@ -124,6 +147,52 @@ def test_two_sizes(name: str) -> None:
     body, sizes, shared = OF_PAIRS[name]
     function = check_packed(body, two, sizes, ((0,), (0,)), shared)
     assert not function.lowered.alone, function.lowered.source
+
+
+def test_two_results_are_two_tensors() -> None:
+    function = check_packed(lambda x: (x.sum(0), x.sum(0)), rows, SOME, ((0,),))
+    columns = [[x] for x in rows(3)]
+    (a, b), _ = function(columns, [], function.columns_of(columns), torch.device("cpu"))
+    assert a.data_ptr() != b.data_ptr()
+
+
+def test_an_extreme_of_no_rows_is_an_error() -> None:
+    function = check_packed(lambda x: x.max(0), rows, SOME, ((0,),))
+    columns = [[torch.randn(3, 6).double(), torch.randn(0, 6).double()]]
+    with pytest.raises(IndexError, match="no extreme"):
+        function(columns, [], function.columns_of(columns), torch.device("cpu"))
+
+
+def test_second_derivatives_of_extremes() -> None:
+    function = check_packed(lambda x: x.amax(0).square(), rows, SOME, ((0,),))
+    given = [torch.randn(t, 6).double().requires_grad_() for t in (3, 5)]
+    (out,), _ = function([given], [], function.columns_of([given]), torch.device("cpu"))
+    loop = torch.stack([x.amax(0).square() for x in given])
+    for a, b in zip(*[_second(made, given) for made in (out, loop)], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _second(made: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    first = torch.autograd.grad(made.square().sum(), given, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), given)  # type: ignore[arg-type]
+
+
+def test_unit_matrices_and_diagonals() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.t() + 2 * torch.eye(len(x), dtype=x.dtype)).diagonal() @ (
+            x @ torch.eye(6, dtype=x.dtype)
+        )
+
+    assert not check_packed(body, rows, SOME, ((0,),)).lowered.alone
+
+
+def test_the_same_code_is_written_once_and_memory_freed() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x.t().t().sum(0) + x.t().t().mul(2).sum(0) + x.flip(0).sum(0) + x.flip(0).mul(3).sum(0)
+
+    source = check_packed(body, rows, SOME, ((0,),)).lowered.source
+    assert source.count("reversed") == 1
+    assert "del " in source
 
 
 def test_look_up() -> None:

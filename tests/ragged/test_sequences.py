@@ -64,6 +64,12 @@ def layers() -> dict[str, tuple[nn.Module, Callable[..., Any], Any]]:
         "convolution without padding": (nn.Conv1d(6, 4, 3), columns, LONG),
         "strided, dilated convolution": (nn.Conv1d(6, 4, 3, stride=2, padding=2, dilation=2), columns, LONG),
         "convolution of the same size": (nn.Conv1d(6, 4, 5, padding="same"), columns, SOME),
+        "average pooling": (
+            nn.AvgPool1d(3, stride=2, padding=1), lambda m, x: m(x.t()).t(), LONG
+        ),
+        "GRU cell": (nn.GRUCell(6, 6), lambda m, x: m(x, torch.tanh(m(x))), ALL),
+        "LSTM cell": (nn.LSTMCell(6, 4), lambda m, x: m(x, m(x))[0], SOME),
+        "RNN cell of one row": (nn.RNNCell(6, 6), lambda m, x: m(x.sum(0)), SOME),
         "convolution in groups": (nn.Conv1d(6, 6, 3, padding=1, groups=3), columns, SOME),
         "convolution and maximum": (
             nn.Conv1d(6, 4, 3, padding=1), lambda m, x: torch.relu(m(x.t()[None])).amax(2)[0], SOME
