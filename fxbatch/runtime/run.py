@@ -246,6 +246,9 @@ class Run:
 
     def numbers(self, values: Sequence[int]) -> list[Any]:
         """The values as Python numbers in nested lists: one transfer a type and call."""
+        if len(values) == 1:
+            arena = self.memory.arena(int(self.value_type[values[0]]))
+            return [arena[int(self.value_row[values[0]])].tolist()]
         wanted = np.asarray(values, dtype=np.int64)
         kinds = self.value_type[wanted]
         if (kinds == kinds[:1]).all():

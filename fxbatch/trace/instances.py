@@ -271,12 +271,15 @@ def _content(x: Any) -> Any:
 def traced_getattr(self: torch.nn.Module, name: str) -> Any:
     """`nn.Module.__getattr__` while instances of some thread's recording wait."""
     state = self.__dict__
-    if not any(name in state.get(table, ()) for table in _OWN_TABLES):
-        recorder = current_recorder()
-        if recorder is not None and recorder.waiting is not None:
-            recorder.waiting.read(self, name, recorder.running)
-            if name in state:
-                return state[name]
+    for table in _OWN_TABLES:
+        own = state.get(table)
+        if own and name in own:
+            return own[name]
+    recorder = current_recorder()
+    if recorder is not None and recorder.waiting is not None:
+        recorder.waiting.read(self, name, recorder.running)
+        if name in state:
+            return state[name]
     return _plain_getattr(self, name)
 
 

@@ -504,6 +504,10 @@ class RecordedCalls(Columns):
 
     # Phases
 
+    def has_run(self, v: Value) -> bool:
+        """Whether a phase has run the call of a value, and its numbers are at hand."""
+        return v.id < self._known and v.device.type == "cpu"
+
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
         self._check()

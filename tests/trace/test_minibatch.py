@@ -44,9 +44,21 @@ def test_a_thousand_instances() -> None:
     assert len(recording.statistics.phases) <= 9
 
 
-def test_values_read_one_instance_at_a_time_get_a_hint() -> None:
+def test_values_that_a_phase_has_run_are_read_without_a_wait() -> None:
     def fn(x: Any) -> Any:
         return [v.item() for v in LIN(x)]
+
+    got, recording, _ = recorded(fn, X)
+    assert got == [LIN(x).tolist() for x in X]
+    assert recording.statistics.suspensions == len(X), (
+        "for the first of its numbers, which are all there then"
+    )
+    assert len(recording.statistics.phases) == 1 and not recording.statistics.hint()
+
+
+def test_tensors_read_one_at_a_time_get_a_hint() -> None:
+    def fn(x: Any) -> Any:
+        return [v.numpy(force=True).item() for v in LIN(x)]
 
     got, recording, _ = recorded(fn, X)
     assert got == [LIN(x).tolist() for x in X]
