@@ -468,6 +468,19 @@ static PyObject *native_copy(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* put(pointer, buffer): what a buffer holds, to memory of the caller's. */
+static PyObject *native_put(PyObject *module, PyObject *args)
+{
+    unsigned long long to;
+    Py_buffer from;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Ky*", &to, &from))
+        return NULL;
+    memcpy((void *)(uintptr_t)to, from.buf, (size_t)from.len);
+    PyBuffer_Release(&from);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
     {"run_all", native_run_all, METH_VARARGS, "run_all(programs, room, counts, memory, first, last): where it stopped."},
@@ -475,6 +488,7 @@ static PyMethodDef methods[] = {
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
     {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},
     {"copy", native_copy, METH_VARARGS, "copy(to, from, bytes): between pieces of memory that the caller holds."},
+    {"put", native_put, METH_VARARGS, "put(pointer, buffer): to memory that the caller holds."},
     {"set_threads", native_set_threads, METH_VARARGS, "set_threads(addresses of four functions, 0: none)."},
     {"set_loops", native_set_loops, METH_O, "set_loops(level) -> the level before, for tests."},
     {"set_choice", native_set_choice, METH_O, "set_choice(bytes): which library multiplies, by layout and rows."},

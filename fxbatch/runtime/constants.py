@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from fxbatch.codegen.native import extension
 from fxbatch.ir import Signature
 from fxbatch.runtime.devices import host_numbers, move, to_device
 from fxbatch.trace.integers import IntegerColumn, read_integers
@@ -20,33 +21,53 @@ _NUMBERS = {
 
 
 def fill_constants(
-    out: torch.Tensor,
+    rows: Callable[[], torch.Tensor],
+    place: int,
     signature: Signature,
     payload: Sequence[Any],
     first: int,
     n: int,
     order: np.ndarray | None,
 ) -> None:
-    """Write payloads `first : first + n` into the rows `out` [n, *shape], one copy to its device.
+    """Write payloads `first : first + n` into their rows [n, *shape], one copy to their device.
 
-    order: where the payload of each row is, None for as recorded.
+    rows: gives them as a tensor; place: where they are in memory, 0 where C must not write there. order: where the
+    payload of each row is, None for as recorded.
     """
     where = slice(first, first + n) if order is None else order[first : first + n]
-    if isinstance(payload, IntegerColumn) and out.dim() == 1 and out.device.type == "cpu":
-        out.copy_(torch.from_numpy(payload.numbers[where]))
+    numbers = _host_column(signature, payload, where)
+    if numbers is not None and place and numbers.flags.c_contiguous:
+        extension.put(place, numbers)
         return
+    out = rows()
     items = payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()]
-    if signature.operation.kind == "number":
+    if numbers is not None:
+        out.copy_(torch.from_numpy(numbers))
+    elif signature.operation.kind == "number":
         out.copy_(move(torch.tensor(items, dtype=out.dtype), out.device))
     elif len(items) == 1:
         out[0].copy_(items[0])
-    elif out.dim() == 1 and out.device.type == "cpu" and out.dtype in _NUMBERS:
-        numbers = read_integers(list(items), out.dtype)
-        out.copy_(torch.from_numpy(host_numbers(items, _NUMBERS[out.dtype]) if numbers is None else numbers))
     elif out.device.type == "cuda":
         stack_distinct(items, out)
     else:
         torch.stack(list(items), out=out)
+
+
+def _host_column(
+    signature: Signature, payload: Sequence[Any], where: slice | np.ndarray
+) -> np.ndarray | None:
+    """Tensors on the CPU without dimensions as an array of their type; None for all others."""
+    kind = signature.outputs[0]
+    if kind.shape or kind.device.type != "cpu" or signature.operation.kind == "number":
+        return None
+    dtype = _NUMBERS.get(kind.dtype)
+    if dtype is None:
+        return None
+    if isinstance(payload, IntegerColumn):
+        return payload.numbers[where].astype(dtype, copy=False)
+    items = list(payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()])
+    found = read_integers(items, kind.dtype)
+    return host_numbers(items, dtype) if found is None else found
 
 
 def stack_distinct(items: Sequence[torch.Tensor], out: torch.Tensor) -> None:

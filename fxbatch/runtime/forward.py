@@ -5,7 +5,8 @@ launches = execute_forward(phase, memory, workspace, native=True)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,18 +54,20 @@ def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
     compiled = phase.compiled[s]
     assert compiled is not None
     if is_constant(compiled.signature):
-        out = rows_of_output(phase, memory, k, 0)
-        _fill(phase, memory, compiled, s, out, int(phase.plan.step_offset[k]))
+        place = memory.row_place(
+            compiled.signature.outputs[0], int(phase.plan.block_start[phase.plan.first_block[k]])
+        )
+        _fill(phase, memory, s, k, lambda: rows_of_output(phase, memory, k, 0), place)
         return 0
     return run_steps(phase, memory, workspace, range(k, k + 1))
 
 
-def _fill(
-    phase: Phase, memory: Memory, compiled: CompiledOperation, s: int, out: torch.Tensor, offset: int
-) -> None:
-    payload = phase.program.constants[s]
-    first = offset - (memory.calls[compiled] - len(payload))
-    fill_constants(out, compiled.signature, payload, first, len(out), phase.plan.constant_order[s])
+def _fill(phase: Phase, memory: Memory, s: int, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
+    compiled, payload, plan = phase.compiled[s], phase.program.constants[s], phase.plan
+    assert compiled is not None
+    first = int(plan.step_offset[k]) - (memory.calls[compiled] - len(payload))
+    n = int(plan.step_rows[k])
+    fill_constants(rows, place, compiled.signature, payload, first, n, plan.constant_order[s])
 
 
 def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) -> int:
@@ -72,10 +75,8 @@ def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) 
     views = phase.views = phase.views or lay_out_steps(phase, memory)
     plan, launches = phase.plan, 0
     gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
-    signatures, sizes, offsets = (
-        x[steps.start : steps.stop].tolist() for x in (plan.step_signature, plan.step_rows, plan.step_offset)
-    )
-    for k, s, n, at in zip(steps, signatures, sizes, offsets, strict=True):
+    signatures, sizes = (x[steps.start : steps.stop].tolist() for x in (plan.step_signature, plan.step_rows))
+    for k, s, n in zip(steps, signatures, sizes, strict=True):
         compiled = phase.compiled[s]
         assert compiled is not None
         outs = views.blocks[block[k] : block[k + 1]]
@@ -87,7 +88,7 @@ def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) 
             with named_step(compiled.signature.name, n, "forward"):
                 compiled.forward(n, sources, outs, kept, saved, shared, workspace)
         elif is_constant(compiled.signature):
-            _fill(phase, memory, compiled, s, outs[0], at)
+            _fill(phase, memory, s, k, functools.partial(outs.__getitem__, 0), 0)
         else:
             launches += n
             with named_step(compiled.signature.name, n, "forward"):

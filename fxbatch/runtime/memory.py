@@ -346,6 +346,11 @@ class Memory(Pieces):
     def arena_of(self, kind: TensorType) -> torch.Tensor:
         return self.arena(self.type_ids[kind])
 
+    def row_place(self, kind: TensorType, row: int) -> int:
+        """Where a value of a type is in memory that C can write to, 0 where it can't."""
+        pointer = int(self.places[self._arena[self.type_ids[kind]], 0])
+        return pointer + row * row_bytes(kind) if pointer else 0
+
     # -- room ---------------------------------------------------------------------------------------
 
     def take(self, arrays: Arrays, layout: ArrayLayout) -> None:

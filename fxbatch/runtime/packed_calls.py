@@ -197,7 +197,7 @@ class PackedCalls:
 
         held: what packed calls of this minibatch gave, by value; it grows.
         """
-        met = np.unique(program.sig).tolist()
+        met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self._family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         if not packed and not len(_readers(program, held)):

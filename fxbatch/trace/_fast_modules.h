@@ -197,8 +197,30 @@ static PyObject *as_they_were(PyObject *Py_UNUSED(module), PyObject *parts)
 
 /* --- What bodies read (trace/body_reads.py) ---------------------------------------------------------------- */
 
+/* What a place holds now, a new reference; NULL without an error: nothing, or it is none of the kinds below. */
+static PyObject *held_now(long kind, PyObject *holder, PyObject *name, int *known)
+{
+    PyTypeObject *type = Py_TYPE(holder);
+    PyObject *found = NULL;
+    *known = 1;
+    if (kind == 0 && PyDict_Check(holder)) /* an item of a dictionary */
+        return Py_XNewRef(PyDict_GetItemWithError(holder, name));
+    if (kind == 1 && PyType_Check(holder) && PyUnicode_CheckExact(name)) /* an attribute of a class */
+        return Py_XNewRef(_PyType_Lookup((PyTypeObject *)holder, name));
+    if (kind == 3 && PyUnicode_CheckExact(name) && (found = _PyType_Lookup(type, name)) && Py_TYPE(found)->tp_descr_get) {
+        Py_INCREF(found); /* a slot of an object, a function's code */
+        PyObject *now = Py_TYPE(found)->tp_descr_get(found, holder, (PyObject *)type);
+        Py_DECREF(found);
+        if (!now && PyErr_ExceptionMatches(PyExc_AttributeError))
+            PyErr_Clear();
+        return now;
+    }
+    *known = 0;
+    return NULL;
+}
+
 /* first_other(items, start, missing): the first place from `start` on, their number if there is none, that does not hold
-   the very object that it held, or that is no item of a dictionary (kind 0) and no attribute of a class (kind 1). */
+   the very object that it held. */
 static PyObject *first_other(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *items, *missing;
@@ -206,18 +228,13 @@ static PyObject *first_other(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O!nO", &PyList_Type, &items, &i, &missing))
         return NULL;
     for (int same = 1; i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i), *holder = PyTuple_GET_ITEM(item, 1), *name = PyTuple_GET_ITEM(item, 2);
-        PyObject *now = NULL;
-        long kind = PyLong_AsLong(PyTuple_GET_ITEM(item, 0));
-        if (kind == 0 && PyDict_Check(holder))
-            now = PyDict_GetItemWithError(holder, name);
-        else if (kind == 1 && PyType_Check(holder) && PyUnicode_CheckExact(name))
-            now = _PyType_Lookup((PyTypeObject *)holder, name);
-        else
-            same = 0;
-        if (!now && PyErr_Occurred())
+        PyObject *item = PyList_GET_ITEM(items, i);
+        PyObject *now = held_now(PyLong_AsLong(PyTuple_GET_ITEM(item, 0)), PyTuple_GET_ITEM(item, 1), PyTuple_GET_ITEM(item, 2), &same);
+        if (PyErr_Occurred())
             return NULL;
-        if (!same || (now ? now : missing) != PyTuple_GET_ITEM(item, 3))
+        same = same && (now ? now : missing) == PyTuple_GET_ITEM(item, 3);
+        Py_XDECREF(now);
+        if (!same)
             break;
     }
     return PyLong_FromSsize_t(i);
