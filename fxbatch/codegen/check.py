@@ -128,7 +128,7 @@ def _definite(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
     return (x @ x.mH + torch.eye(kind.shape[-1], dtype=x.dtype, device=x.device)) if square else x
 
 
-class Outcome(NamedTuple):
+class ValuesAndGradients(NamedTuple):
     """What an operation gives, and the gradients of what it takes: None where there is none."""
 
     outputs: Rows
@@ -155,14 +155,14 @@ class _Check:
         inputs = [draw(kind, n, gen) for kind in signature.inputs]
         return inputs, [_normal(kind, n, gen) for kind in signature.outputs]
 
-    def eager(self, inputs: Rows, given: Rows, n: int) -> Outcome | None:
+    def eager(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients | None:
         """One row at a time, gradients `given`; None where the numbers are not in this operation's domain."""
         try:
             return _lean(self.shared, lambda: self._eager(inputs, given, n))
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             return None
 
-    def _eager(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+    def _eager(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         signature = self.graphs.signature
         rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
         weights = [  # as they are: bodies that write to them are refused before
@@ -181,14 +181,14 @@ class _Check:
         ends = [o for row in results for o in row]
         starts = [g[i].clone() for i in range(n) for g in given]
         found = gradients_of(ends, starts, [*rows, *weights])
-        return Outcome([o.detach() for o in outputs], found[: len(rows)], found[len(rows) :])
+        return ValuesAndGradients([o.detach() for o in outputs], found[: len(rows)], found[len(rows) :])
 
-    def batched(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+    def batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         """The same from the three graphs."""
         return _lean(self.shared, lambda: self._batched(inputs, given, n))
 
     @torch.no_grad()
-    def _batched(self, inputs: Rows, given: Rows, n: int) -> Outcome:
+    def _batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         graphs, shared = self.graphs, self.shared
         groups = _grouped(graphs, inputs)
         results = list(graphs.forward(n, *groups, *shared))
@@ -209,7 +209,7 @@ class _Check:
             grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
                 shared_grads[index] = grad
-        return Outcome(results[:width], input_grads, shared_grads)
+        return ValuesAndGradients(results[:width], input_grads, shared_grads)
 
     def agrees(self, draw: Draw) -> bool:
         """Whether these numbers could be compared on. Raises NotBatchable where the graphs differ from eager."""
@@ -226,7 +226,9 @@ class _Check:
                     raise
         return True
 
-    def _as_exact(self, results: Outcome, reference: Outcome, inputs: Rows, given: Rows, n: int) -> bool:
+    def _as_exact(
+        self, results: ValuesAndGradients, reference: ValuesAndGradients, inputs: Rows, given: Rows, n: int
+    ) -> bool:
         """Whether the batched results are as exact as eager's, by float64: the numbers are ill-conditioned."""
         kinds = (torch.float32, torch.int64, torch.bool)
         if any(t.dtype not in kinds for t in self.graphs.signature.inputs):
@@ -336,7 +338,7 @@ def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Ten
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
 
 
-def _compare(got: Outcome, reference: Outcome, graphs: OperationGraphs) -> None:
+def _compare(got: ValuesAndGradients, reference: ValuesAndGradients, graphs: OperationGraphs) -> None:
     signature = graphs.signature
     kinds = [t.dtype for t in (*signature.inputs, *signature.outputs)]
     kinds += [t for _, t in signature.modes.autocast]

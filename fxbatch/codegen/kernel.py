@@ -145,7 +145,7 @@ class Workspace:
 
 def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
     """Emit and compile the source of an operation graph."""
-    return _Emitter(module, name).emit()
+    return _KernelEmitter(module, name).emit()
 
 
 def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
@@ -184,7 +184,7 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
 
 
 @dataclass
-class _Emitter:
+class _KernelEmitter:
     module: fx.GraphModule
     name: str
     body: list[str] = field(default_factory=list)

@@ -56,7 +56,7 @@ from fxbatch.codegen.shapes import (
 from fxbatch.codegen.simplify import Rule, apply_rules, clean, constant_value, is_random, slice_bounds
 
 aten = torch.ops.aten
-Step = dict[Any, tuple[Rule, ...]] | Callable[[fx.Graph], bool]
+RewriteStep = dict[Any, tuple[Rule, ...]] | Callable[[fx.Graph], bool]
 
 
 def rewrite(graph: fx.Graph) -> fx.Graph:
@@ -635,7 +635,7 @@ def _product(node: fx.Node) -> fx.Node | None:
     return node if single else None
 
 
-REWRITES: dict[str, tuple[Step, ...]] = {
+REWRITES: dict[str, tuple[RewriteStep, ...]] = {
     # selections of rows can be written into given memory
     "lookups": ({aten.embedding.default: (_select_rows,), aten.sum.dim_IntList: (_sum_of_scattered,)},),
     # before the next: what becomes a product of matrices may have a bias

@@ -27,7 +27,7 @@ Kept = tuple[
 ]  # flat rows (None: read in place), rows as the operation reads them
 
 
-class _Group:
+class _GroupReader:
     """How the rows of an input group are read."""
 
     def __init__(self, graphs: OperationGraphs, group: int, kept: tuple[int, ...]) -> None:
@@ -73,7 +73,7 @@ def forward_function(
     graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | CompiledGraph
 ) -> StepFunction:
     """`(n, sources, outs, kept, saved, shared, workspace)`: the forward of a step."""
-    groups = [_Group(graphs, g, kept) for g in range(len(graphs.layout.groups))]
+    groups = [_GroupReader(graphs, g, kept) for g in range(len(graphs.layout.groups))]
 
     def forward(
         n: int,
@@ -94,7 +94,10 @@ def backward_function(
     graphs: OperationGraphs, kept: tuple[int, ...], kernel: Kernel | CompiledGraph
 ) -> StepFunction:
     """`(n, grads, sources, outs, kept, saved, shared, group_grads, extra, workspace)`: the backward of a step."""
-    refs = [(r, _Group(graphs, r.index, kept) if r.kind == "group" else None) for r in graphs.backward_inputs]
+    refs = [
+        (r, _GroupReader(graphs, r.index, kept) if r.kind == "group" else None)
+        for r in graphs.backward_inputs
+    ]
 
     def backward(
         n: int,

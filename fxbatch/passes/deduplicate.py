@@ -60,7 +60,7 @@ FEWEST_CALLS = 1000
 LEAST_SHARE = 0.125
 REMEMBERED = 256
 
-Structure = tuple[int, int]
+StructureKey = tuple[int, int]
 
 
 def deduplicate(program: Program, *, least: float = 0.0) -> Program:
@@ -83,7 +83,7 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
         np.empty_like, (program.sig, program.inputs, program.instance, program.outputs)
     )
     keep = np.empty(len(program), dtype=bool)
-    merger = _Merger(program, begin, np.concatenate([np.empty(0, dtype=np.int64), *contents.values()]))
+    merger = _EqualCalls(program, begin, np.concatenate([np.empty(0, dtype=np.int64), *contents.values()]))
     kept = merger.run(sig, inputs, instance, outputs, keep)
     if kept >= len(program) * (1 - least):
         return program
@@ -99,7 +99,7 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
 
 
 @cython.cclass
-class _Merger:
+class _EqualCalls:
     """One pass over the calls in recorded order: what a call reads is numbered anew before it is looked up, so that
     what was merged earlier is equal here."""
 
@@ -323,14 +323,14 @@ class Deduplicator:
 
     def __init__(self) -> None:
         # The structure of the result; None where it came with other data.
-        self._result: OrderedDict[Structure, Structure | None] = OrderedDict()
+        self._result: OrderedDict[StructureKey, StructureKey | None] = OrderedDict()
 
     def __call__(self, program: Program) -> Program:
         """The program itself, or a smaller one with its results."""
         if len(program) < FEWEST_CALLS:
             return program
         structure = _structure(program)
-        missing: Structure = (-1, 0)
+        missing: StructureKey = (-1, 0)
         before = self._result.pop(structure, missing)
         smaller = program if before is None else deduplicate_large(program)
         after = structure if smaller is program else _structure(smaller)
@@ -341,5 +341,5 @@ class Deduplicator:
         return program if changed else smaller
 
 
-def _structure(program: Program) -> Structure:
+def _structure(program: Program) -> StructureKey:
     return program.known, checksum(program.sig, program.inputs, program.outputs)

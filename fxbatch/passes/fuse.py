@@ -87,7 +87,7 @@ def find_blocks(program: Program, stream: Stream) -> list[tuple[int, ...]]:
     """
     if len(stream.calls) < 2 * MUTUAL:
         return []
-    return _Merger(program, stream).run()
+    return _RunMerger(program, stream).run()
 
 
 def fusible(signature: Signature) -> bool:
@@ -101,7 +101,7 @@ def fusible(signature: Signature) -> bool:
     return not (signature.reason or signature.operation.identity or embeds)
 
 
-class _Merger:
+class _RunMerger:
     """Neighbouring runs are merged, pair by pair, until no pair qualifies."""
 
     def __init__(self, program: Program, stream: Stream) -> None:
@@ -191,7 +191,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class Block:
+class CallBlock:
     """A run of signatures, how its inputs are wired inside, and the groups it is cut into.
 
     Flat input slots number the inputs of all members, flat output slots the outputs. `wired[slot]` is the
@@ -208,12 +208,12 @@ class Block:
 class Match:
     """Where a block occurs: calls [n, members], and the values of its flat input slots [n, slots]."""
 
-    block: Block
+    block: CallBlock
     calls: np.ndarray
     values: np.ndarray
 
 
-def learn_blocks(program: Program, stream: Stream) -> list[Block]:
+def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
     """The blocks of a program, longest first, each with the groups it is cut into.
 
         blocks = learn_blocks(program, Stream(program))             # once a family of programs
@@ -232,7 +232,7 @@ def learn_blocks(program: Program, stream: Stream) -> list[Block]:
         wired = _wired(program, calls, _values(program, calls, signatures))
         rows, times = np.unique(wired, axis=0, return_counts=True)
         common = rows[int(np.argmax(times))]
-        blocks.append(Block(signatures, tuple(common.tolist()), []))
+        blocks.append(CallBlock(signatures, tuple(common.tolist()), []))
     matches = find_matches(program, stream, blocks)
     recurrent_in, recurrent_out = _recurrences(program, matches) if matches else ([], [])
     for number, match in enumerate(matches):
@@ -319,14 +319,14 @@ def _group(match: Match, members: tuple[int, ...]) -> Group:
     return Group(members, tuple(slots), alias)
 
 
-def owners(block: Block) -> tuple[list[int], list[int]]:
+def owners(block: CallBlock) -> tuple[list[int], list[int]]:
     """The member of each flat input slot, and of each flat output slot."""
     ins = [k for k, s in enumerate(block.signatures) for _ in s.inputs]
     outs = [k for k, s in enumerate(block.signatures) for _ in s.outputs]
     return ins, outs
 
 
-def find_matches(program: Program, stream: Stream, blocks: list[Block]) -> list[Match]:
+def find_matches(program: Program, stream: Stream, blocks: list[CallBlock]) -> list[Match]:
     """Where each block occurs with its own wiring; no call is in two matches, longer blocks first."""
     taken = np.zeros(len(stream.calls), dtype=bool)
     matches = []
@@ -483,10 +483,10 @@ def _compose(wiring: Wiring, inputs: int, shared: dict[tuple[int, str], SharedOp
 
 
 @dataclass(eq=False)
-class _Family:
+class _Learned:
     signatures: tuple[Signature, ...]
     calls: int
-    blocks: list[Block]
+    blocks: list[CallBlock]
 
 
 class Fuser:
@@ -495,7 +495,7 @@ class Fuser:
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
         self.hits = self.misses = 0
-        self.families: OrderedDict[tuple[int, ...], _Family] = OrderedDict()
+        self.families: OrderedDict[tuple[int, ...], _Learned] = OrderedDict()
         self.made: OrderedDict[Hashable, Signature] = OrderedDict()
 
     def __call__(self, program: Program) -> Program:
@@ -509,7 +509,7 @@ class Fuser:
         if not stream.ordered:
             return program
         found = [m for m in find_matches(program, stream, family.blocks) if len(m.calls)]
-        return _Rewriter(program, self, found).run() if found else program
+        return _Fusing(program, self, found).run() if found else program
 
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
@@ -535,7 +535,7 @@ class Fuser:
                 self.made.popitem(last=False)
         return found
 
-    def _family(self, program: Program) -> _Family:
+    def _family(self, program: Program) -> _Learned:
         present = np.bincount(program.sig).nonzero()[0]  # a survey would be of calls that may still go
         members = tuple(
             program.signatures[s]
@@ -551,13 +551,13 @@ class Fuser:
         self.misses += 1
         stream = Stream(program)
         blocks = learn_blocks(program, stream) if stream.ordered else []
-        self.families[key] = _Family(members, len(program), blocks)
+        self.families[key] = _Learned(members, len(program), blocks)
         if len(self.families) > self.capacity:
             self.families.popitem(last=False)
         return self.families[key]
 
 
-class _Rewriter:
+class _Fusing:
     """Puts fused calls in the place of matched ones."""
 
     def __init__(self, program: Program, fuser: Fuser, matches: list[Match]) -> None:
@@ -656,7 +656,7 @@ class _Rewriter:
 
 
 def _wiring(
-    block: Block,
+    block: CallBlock,
     group: Group,
     inputs: list[int],
     owner_in: list[int],

@@ -84,11 +84,11 @@ def plan_gradients(
     types: int,
 ) -> GradientPlan:
     """requests: (type id, value ids) of each differentiable result tensor that got a gradient."""
-    return _Planner(phases, requests, types).run()
+    return _GradientPlanner(phases, requests, types).run()
 
 
 @cython.cclass
-class _Phase:
+class _PhaseColumns:
     """A phase's columns (see `Plan`), its choices flat, the values of its blocks, and the columns made for it.
 
     The groups of signature s are group[first_group[s] : first_group[s + 1]]; block b has the values
@@ -329,14 +329,14 @@ class _Phase:
 
 
 @cython.cclass
-class _Planner:
+class _GradientPlanner:
     """A gradient plan as it is made, of all phases.
 
     A use is a read of a value by a step, or a request; its row is where that gradient is written. Use u of value v
     is at rows[first_use[v]] and on when they are sorted by value.
     """
 
-    phases: list[_Phase]
+    phases: list[_PhaseColumns]
     passed: list[np.ndarray]
     requests: list[np.ndarray]  # the values of each
     request_type: list[int]
@@ -360,11 +360,11 @@ class _Planner:
         self, phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
     ) -> None:
         self.types, self.values, self.uses, self.followed, self.indices, self.bags = types, 0, 0, 0, 0, 0
-        phase: _Phase
+        phase: _PhaseColumns
         self.phases, self.passed, self.request_start = [], [], []
         for given in phases:
             self.passed.append(np.zeros(len(given.plan.step_signature), dtype=bool))
-            phase = _Phase(given, self.passed[len(self.phases)])
+            phase = _PhaseColumns(given, self.passed[len(self.phases)])
             if not phase.check(types):
                 raise IndexError(NOT_THERE)
             self.phases.append(phase)
@@ -382,7 +382,7 @@ class _Planner:
             self.uses += asked.shape[0]
 
     def run(self) -> GradientPlan:
-        p: _Phase
+        p: _PhaseColumns
         n: Int
         i: Int
         self.find_passed()
@@ -441,7 +441,7 @@ class _Planner:
     @cython.cfunc
     def find_passed(self) -> cython.void:
         """Which steps hand gradients on while each of their outputs has one use at most."""
-        p: _Phase
+        p: _PhaseColumns
         i: Int
         e: Int
         k: Int
@@ -476,7 +476,7 @@ class _Planner:
                     p.passed[k] = not shared
 
     @cython.cfunc
-    def count_pairs(self, p: _Phase) -> cython.void:
+    def count_pairs(self, p: _PhaseColumns) -> cython.void:
         """How many gradients are read and written by steps, and how many uses there are."""
         k: Int
         i: Int
@@ -499,7 +499,7 @@ class _Planner:
     @cython.cfunc
     def place_uses(self) -> cython.void:
         """Give each request and each pair that is written its rows, and each use the row that is its own."""
-        p: _Phase
+        p: _PhaseColumns
         asked: Ints
         entries: Ints
         i: Int
@@ -542,7 +542,7 @@ class _Planner:
 
         From the last step to the first, so that chains are followed as they come; they are written in step order.
         """
-        p: _Phase
+        p: _PhaseColumns
         i: Int
         e: Int
         k: Int
@@ -601,7 +601,7 @@ class _Planner:
         return self.rows[u] if u < self.first_use[v + 1] else 0
 
     @cython.cfunc
-    def find_reads(self, p: _Phase) -> cython.void:
+    def find_reads(self, p: _PhaseColumns) -> cython.void:
         """Kind, start and stop of each read, and how many indices and bags there are."""
         k: Int
         i: Int
@@ -655,7 +655,7 @@ class _Planner:
             p.first_read[k + 1] = r
 
     @cython.cfunc
-    def fill_indices(self, p: _Phase, indices: Written, bags: Written) -> cython.void:
+    def fill_indices(self, p: _PhaseColumns, indices: Written, bags: Written) -> cython.void:
         """The rows that each read takes, and where those of each sum begin among them."""
         k: Int
         i: Int

@@ -51,7 +51,7 @@ STAGES: tuple[tuple[str, Callable[[BatchedGraph], BatchedGraph], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Record:
+class PassRecord:
     """What a pass did to the last program."""
 
     name: str
@@ -70,7 +70,7 @@ class Pipeline:
                 raise OptionError(f"unknown pass {name!r}; known are {', '.join(known)}")
         self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
         self.verify = verify
-        self.records: tuple[Record, ...] = ()
+        self.records: tuple[PassRecord, ...] = ()
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes; an exception gets a note that names the pass."""
@@ -88,7 +88,7 @@ class Pipeline:
             if rewritten is not program:
                 program, calls = rewritten, len(rewritten)
             clock = time.perf_counter()
-            records.append(Record(name, before, calls, clock - start))
+            records.append(PassRecord(name, before, calls, clock - start))
         self.records = tuple(records)
         return program
 

@@ -155,7 +155,7 @@ def plan_arenas(
     """
     assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
     table = tabulate_slots(program, layouts) if slots is None else slots
-    planner = _Planner(program, schedule, table.tables(program.columns))
+    planner = _ArenaPlanner(program, schedule, table.tables(program.columns))
     *columns, unordered = planner.run(known_rows, used, run_before, reuse, into)
     capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = columns[:9]
     first_block, block_arena, block_start, entry_offsets, entries, row_of_value, indices = columns[9:]
@@ -169,7 +169,7 @@ def plan_arenas(
 
 
 @cython.cclass
-class _Planner:
+class _ArenaPlanner:
     """A plan as it is made: the columns of program and schedule, then those of the plan (see `Plan`)."""
 
     sig: Shorts

@@ -63,7 +63,7 @@ class Unstacker:
         found = kinds.stacks[program.sig[stack]] & same
         if not found.any():
             return program
-        return _Rewriter(self, program, kinds, calls[found], stack[found]).run()
+        return _Unstacking(self, program, kinds, calls[found], stack[found]).run()
 
     def _kinds(self, signatures: tuple[Signature, ...]) -> _Kinds:
         found = self.kinds.get(signatures)
@@ -99,7 +99,7 @@ class Unstacker:
         return self.made.setdefault(kind, Signature(Operation("number", "number"), (), (kind,)))
 
 
-class _Rewriter:
+class _Unstacking:
     """Puts additions in the place of some calls, each of which reduces the stack that another call makes."""
 
     def __init__(

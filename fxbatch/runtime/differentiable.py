@@ -27,8 +27,8 @@ from fxbatch.runtime.run import Renumber, renumbering
 from fxbatch.runtime.structure_cache import OperationSet
 
 Index = Callable[[np.ndarray, torch.device], Any]  # row numbers as a tensor
-Call = Callable[[int, int, list[Any]], Sequence[Any]]  # signature, rows, inputs -> outputs
-Constants = Callable[[int, np.ndarray], Any]  # signature, positions in its payload -> their rows
+CallStep = Callable[[int, int, list[Any]], Sequence[Any]]  # signature, rows, inputs -> outputs
+StackConstants = Callable[[int, np.ndarray], Any]  # signature, positions in its payload -> their rows
 
 
 class Blocks:
@@ -64,8 +64,8 @@ def walk(
     plan: Plan,
     arenas: Sequence[Blocks],
     before: np.ndarray,
-    call: Call,
-    constants: Constants,
+    call: CallStep,
+    constants: StackConstants,
 ) -> None:
     """The steps of a plan. arenas: the blocks of each type of the program; before: rows that each signature's operation
     had in earlier phases."""
@@ -224,7 +224,7 @@ class DifferentiableRun:
         return [t.tolist() for t in self.read(values)]
 
 
-def _stacker(program: Program) -> Constants:
+def _stacker(program: Program) -> StackConstants:
     def stack(s: int, positions: np.ndarray) -> torch.Tensor:
         payload = program.constants[s]
         return stack_payload(program.signatures[s], [payload[i] for i in positions.tolist()])
@@ -232,7 +232,7 @@ def _stacker(program: Program) -> Constants:
     return stack
 
 
-def _caller(compiled: Sequence[CompiledOperation | None]) -> Call:
+def _caller(compiled: Sequence[CompiledOperation | None]) -> CallStep:
     """Runs a step as autograd sees it."""
     shared: dict[int, list[torch.Tensor]] = {}
 

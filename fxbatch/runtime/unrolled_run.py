@@ -105,7 +105,7 @@ class UnrolledRun(DifferentiableRun):
         plan, _ = self.planner.plan_on(
             program, schedule, operations, known_rows, np.array(used, dtype=np.int64), before
         )
-        emitted = _Emitter(program, operations.compiled)
+        emitted = _ProxySteps(program, operations.compiled)
         steps = zip(
             plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True
         )
@@ -127,7 +127,7 @@ class UnrolledRun(DifferentiableRun):
         return Unrolled(program, module, tuple(emitted.constants), tuple(known), shared, tuple(results))
 
 
-class _Emitter:
+class _ProxySteps:
     """What `walk` runs on: proxies, and the graph that they add to."""
 
     def __init__(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> None:
