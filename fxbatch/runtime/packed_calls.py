@@ -1,6 +1,7 @@
-"""Calls of submodules on tensors of their own sizes, inside a forward that is recorded: a sentence encoder of a parser.
+"""Calls of submodules on tensors of their own sizes, inside a forward that is recorded: a sentence encoder of a parser;
+and of torch's functions on what these give.
 
-In: while recording, module calls whose shapes were not met before; before a phase runs, its program. Out: entries
+In: while recording, calls whose shapes were not met before; before a phase runs, its program. Out: entries
 that need no run on fake tensors; a program in which packed calls whose inputs are at hand have run, all of one level
 at once, and are constants, and so are the rows that are read of them (`encoded[3]`, `for row in encoded`).
 
@@ -39,7 +40,7 @@ _ROW_READS = (_GETITEM, torch.Tensor.unbind, torch.unbind)
 
 @dataclass(eq=False)
 class CallFamily:
-    """Calls of one module that differ in the sizes of their inputs alone."""
+    """Calls of one module or function that differ in the sizes of their inputs alone."""
 
     members: list[Entry] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)  # of the members among the entries of their module
@@ -69,12 +70,15 @@ class PackedCalls:
         args: Any,
         kwargs: Any,
         arguments: Any,
-        first_shared: int,
+        *,
+        of: Any = None,
+        first_shared: int = 0,
     ) -> Entry | None:
-        """An entry for a call of a family whose function is for its sizes; None where there is none."""
+        """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
+        that is called, if it is no module, whose entries these are."""
         if not recorder.watches_operands or any_autocast():
             return None
-        family = self._family(recorder, entries, args, kwargs, arguments, first_shared)
+        family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
         if family.reason or len(family.members) < MEMBERS:
             return None
         types = tuple(recorder.type_of(v) for v in arguments.values)
@@ -112,13 +116,15 @@ class PackedCalls:
         args: Any,
         kwargs: Any,
         arguments: Any,
-        first_shared: int,
         made: tuple[Any, Entry],
+        *,
+        of: Any = None,
+        first_shared: int = 0,
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not recorder.watches_operands:
             return
-        family = self._family(recorder, entries, args, kwargs, arguments, first_shared)
+        family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
         key, entry = made
         if len(family.members) < MEMBERS:
             family.members.append(entry)
@@ -133,12 +139,14 @@ class PackedCalls:
         args: Any,
         kwargs: Any,
         arguments: Any,
+        of: Any,
         first_shared: int,
     ) -> CallFamily:
         template = arguments.template(args, kwargs, first_shared)
         types = [recorder.type_of(v) for v in arguments.values]
         key = (
             "sizes",
+            of,
             str(template.spec),
             tuple(x if type(x) is Slot else static_key(x) for x in template.leaves),
             tuple((len(t.shape), t.dtype, t.device) for t in types),

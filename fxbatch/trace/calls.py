@@ -236,7 +236,13 @@ def _new_function(
             name = function_name(args[0] if func is on_views else func)
             target = Operation(name, "function", func, FUNCTION)
             examined = func.examined if type(func) in (CustomFunction, Functional) else None
-            entry = function_entry(recorder, target, args, kwargs, arguments, examined, reason)
+            packed = None if examined or reason or func is on_views else table.packed
+            if packed is not None and packed.families:  # beside submodules that are packed
+                entry = packed.entry(recorder, recorder.functions, args, kwargs, arguments, of=func)
+            if entry is None:
+                entry = function_entry(recorder, target, args, kwargs, arguments, examined, reason)
+                if packed is not None and type(entry) is Entry and not entry.written:
+                    packed.met(recorder, recorder.functions, args, kwargs, arguments, (key, entry), of=func)
             recorder.functions[key] = entry
         return entry
 

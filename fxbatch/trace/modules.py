@@ -331,7 +331,9 @@ def _new_entry(
             return entry
         packed, first_shared = recorder.table.packed, len(examined.names)
         if packed is not None:
-            found: Entry | None = packed.entry(recorder, entries, args, kwargs, arguments, first_shared)
+            found: Entry | None = packed.entry(
+                recorder, entries, args, kwargs, arguments, first_shared=first_shared
+            )
             if found is not None:
                 entries[key] = found
                 return found
@@ -353,7 +355,7 @@ def _new_entry(
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry
         if packed is not None and type(entry) is Entry:
-            packed.met(recorder, entries, args, kwargs, arguments, first_shared, (key, entry))
+            packed.met(recorder, entries, args, kwargs, arguments, (key, entry), first_shared=first_shared)
         return entry
 
 

@@ -71,9 +71,9 @@ def outcome(op: Any, sample: Any) -> str:
     columns = [[c[i] for i in chosen] for c in columns]
     try:
         outputs, z = function(columns, [], [s[fits] for s in sizes], torch.device("cpu"))
+        packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
     except Exception as error:  # noqa: BLE001 - it must not fail where the loop does not
         return f"wrong: {type(error).__name__}: {str(error)[:150]}"
-    packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
     wrong = _difference(packed, [loop[i] for i in chosen], [instances[i] for i in chosen])
     if wrong:
         return f"wrong: {wrong}"

@@ -151,6 +151,35 @@ def test_going_over_rows_is_no_call() -> None:
         assert not shown & {"unbind", "encoder", "getitem"}
 
 
+class Free(Parser):
+    """torch's own functions on what the encoder gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(8))
+
+    @fxbatch.autobatch
+    def forward(self, s: Sentence) -> torch.Tensor:
+        x = torch.tanh(self.encoder(self.embed(s.words)))
+        weights = torch.softmax(x @ self.query, 0)
+        pooled = (weights.unsqueeze(1) * x).sum(0) + x.mean(0) + x.amax(0) + torch.cat([x, x * 2]).sum(0)
+        return self.out(x[0] * pooled + x[s.words % len(s.words)].sum(0))
+
+
+def test_functions_beside_packed_modules_are_packed() -> None:
+    torch.manual_seed(0)
+    model = Free().double()
+    for sizes in ((3, 5, 2, 7), (4, 1, 9, 6, 3), (11, 12, 1)):
+        batch = [Sentence(n) for n in sizes]
+        found = results(model, batch)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, results(model, batch))
+    ran = {f.signature.name: f.calls for f in families(model) if f.signature}
+    assert all(ran[name] for name in ("tanh", "matmul", "softmax", "mean", "amax", "getitem")), list(
+        ran.items()
+    )
+
+
 def test_explain_tells_of_packed_calls() -> None:
     model = Parser()
     batch = [Sentence(n) for n in (3, 5, 2, 7)]
