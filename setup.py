@@ -70,7 +70,7 @@ setup(
             ["fxbatch/trace/_fast.c"],
             depends=[
                 f"fxbatch/trace/_fast_{name}.h"
-                for name in ("columns", "integers", "modules", "sizes", "traces", "waiting")
+                for name in ("columns", "integers", "modules", "sizes", "waiting")
             ],
             optional=True,
         ),

@@ -261,7 +261,7 @@ class _Use:
                 result = self._call(values)
                 outputs = [self._number(probe, x) - probe.base for x in _flatten(as_tuples(result))]
         except TraceError:
-            if probe.closed or probe.ask is None:
+            if probe.ask is None:
                 return self._live
             raise
         _check_types(self.block, result, self.output)

@@ -767,7 +767,6 @@ static PyTypeObject MethodType = {
 #include "_fast_waiting.h"
 #include "_fast_integers.h"
 #include "_fast_sizes.h"
-#include "_fast_traces.h"
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -926,15 +925,11 @@ static PyMethodDef functions[] = {
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
-    {"copy_columns", copy_columns, METH_VARARGS, "Columns as numpy arrays, inputs counted from a base."},
     {"written_to", written_to, METH_O, "The first constant that was written to, or None."},
-    {"leaves_of", leaves_of, METH_O, "Numbers of the constants that require gradients."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers and versions of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
     {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
-    {"join", join, METH_VARARGS, "The columns of traces, one behind the other."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
-    {"user_place", (PyCFunction)(void (*)(void))user_place, METH_FASTCALL, "Where the user's code is."},
     {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/body_reads.py)."},
     {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/module_state.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
@@ -956,7 +951,7 @@ static struct {
 } const interned[] = {
     {"_forward_hooks", &s_hooks[0]}, {"_forward_pre_hooks", &s_hooks[1]}, {"_backward_hooks", &s_hooks[2]},
     {"_backward_pre_hooks", &s_hooks[3]}, {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]},
-    {"_modules", &s_tables[2]}, {"training", &s_training}, {"requires_grad", &s_requires_grad}, {"shape", &s_shape},
+    {"_modules", &s_tables[2]}, {"training", &s_training}, {"shape", &s_shape},
     {"dtype", &s_dtype}, {"device", &s_device}, {"_version", &s_version}, {"__getattr__", &s_getattr},
     {"__getattribute__", &s_getattribute},
 };

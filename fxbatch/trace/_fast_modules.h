@@ -15,7 +15,7 @@ static PyTypeObject *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_requires_grad, *s_hooks[4];
+static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_hooks[4];
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
 {
     PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);

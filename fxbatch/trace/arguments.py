@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.errors import TraceError
 from fxbatch.ir import SharedOperand, Slot, Template
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import static_key
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, WrittenTensor, value_of
 
 
@@ -96,6 +98,11 @@ class Arguments:
         return static_key(x)
 
     def _input(self, v: Value, leaf: torch.Tensor) -> int:
+        if v._recorder is not self.recorder:
+            raise TraceError(
+                "a value of another minibatch (or of a finished call) was used: values live for one decorated call; "
+                f"keep real results instead, for instance with .detach() after the call{at_line()}"
+            )
         self.slots.append(Slot("input", len(self.values)))
         self.values.append(v)
         self.leaves.append(leaf)

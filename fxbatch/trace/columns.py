@@ -52,19 +52,6 @@ def new_call_table() -> Any:
     return _fast.CallTable() if ExtensionSwitch.on else NoCallTable()
 
 
-def columns_of(sigs: Any, inputs: Any, base: int, count: int) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Signatures as int32 [calls], inputs counted from `base` as int64 [inputs], and whether all inputs are values
-    of this recording: base to count. The columns of merged traces are so already (`join_columns`)."""
-    if isinstance(sigs, np.ndarray):
-        return sigs, inputs, True
-    if _fast is not None and type(sigs) is _fast.Column:
-        sig, out = np.empty(len(sigs), dtype=np.int32), np.empty(len(inputs), dtype=np.int64)
-        return sig, out, _fast.copy_columns(sigs, inputs, base, count, sig, out)
-    sig, out = np.array(sigs, dtype=np.int32), np.array(inputs, dtype=np.int64)
-    out -= base
-    return sig, out, not len(out) or (int(out.min()) >= 0 and int(out.max()) < count - base)
-
-
 def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
     if ExtensionSwitch.on:
@@ -90,13 +77,6 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
         return None
     sizes[:] = [t.shape for t in tensors]
     return sizes, (tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist()))
-
-
-def leaves_of(constants: dict[int, tuple[Any, torch.Tensor, int | None]]) -> list[int]:
-    """Numbers of the constants that require gradients."""
-    if ExtensionSwitch.on:
-        return _fast.leaves_of(constants)
-    return [v._value for v, t, _ in constants.values() if t.requires_grad]
 
 
 def _ignore(recorder: Any) -> None:

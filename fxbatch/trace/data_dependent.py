@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.torch_private import tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -183,13 +183,4 @@ def _run_on_values(
 
 
 def _as_constants(recorder: RecordedCalls, result: Any) -> Any:
-    leaves, spec = tree_flatten(result)
-    slots: list[Any] = []
-    outputs: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            slots.append(Slot("output", len(outputs)))
-            outputs.append(recorder.constant(leaf))
-        else:
-            slots.append(leaf)
-    return Template(tuple(slots), spec).fill(output=outputs)
+    return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)

@@ -48,7 +48,7 @@ class LookAgain(Exception):
 class ModuleRecord:
     """What the table knows of one module (or one marked method of it)."""
 
-    __slots__ = ("changed", "examined", "method", "module", "states", "through", "variants")
+    __slots__ = ("changed", "examined", "method", "module", "through", "variants")
 
     def __init__(self, module: torch.nn.Module, method: str | None) -> None:
         self.module = module
@@ -59,9 +59,6 @@ class ModuleRecord:
         self.variants: dict[
             Any, dict[Any, Any]
         ] = {}  # (modes, what it is and reads) -> argument key -> Entry or reason
-        self.states: dict[
-            Any, dict[Any, None]
-        ] = {}  # modes and types of tensors -> contents of what it reads
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -176,9 +173,12 @@ def _pass_through(
 
 def _keeps_changing(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> bool:
     """Whether what a module reads had so many contents that building one more operation would not pay."""
-    states = record.states.setdefault((recorder._mode_key, examined.structure), {})
-    states[examined.reads.key] = None
-    if len(states) <= MANY_STATES:
+    alike = [
+        reads
+        for mode, (structure, reads) in record.variants
+        if mode == recorder._mode_key and structure == examined.structure
+    ]
+    if len(alike) < MANY_STATES or examined.reads.key in alike:
         return False
     recorder.lasts = False  # its known calls would go on being one operation
     changed = record.changed or "what it reads"

@@ -19,19 +19,20 @@ import torch
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Program, SharedOperand, TensorType
 from fxbatch.torch_private import any_autocast, has_global_hooks
-from fxbatch.trace.columns import ExtensionSwitch, _fast, columns_of, new_call_table, new_column, written_to
+from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column, written_to
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners, as_they_were
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.value_facts import GradientFlags, KnownTypes
+from fxbatch.trace.value_facts import Phases
 from fxbatch.trace.values import Value, Written, new_value, value_of
 
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
 _STRIDED = torch.strided
+CPU = torch.device("cpu")
 _ranges = itertools.count(1)
 
 
@@ -85,7 +86,6 @@ class RecordedCalls(Columns):
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload = {}
-        self.ran: list[dict[int, Any]] = []  # constants of the phases that have run
         self.constants = {}
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
@@ -104,13 +104,11 @@ class RecordedCalls(Columns):
         self.recalled = False  # whether it began with, and leaves, what is known of modules
         self.lasts = True  # whether what is known of them may be true in the next minibatch too
         self.over = ""  # why no call can be added any more
-        self.closed = ""  # why nothing can be recorded any more
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
         self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
-        self.gradients = GradientFlags(table)
+        self.phases = Phases(table)  # that have run
         self.foreign = Foreign()  # tensors whose memory others may write to
         self.graded = False  # whether some call was made with gradients on
-        self.calls = 0  # calls that phases have run
         self.long_calls = 0  # calls of functions that Python recorded
         self.running = 0  # the instance whose code runs
         self.waiting: Instances | None = None  # what instances set on modules, once one has waited
@@ -118,8 +116,6 @@ class RecordedCalls(Columns):
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
-        self._known = 0
-        self._known_types = KnownTypes(table)
         self._mode_key: Any = None
         self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
         self.call_table = new_call_table()
@@ -262,7 +258,7 @@ class RecordedCalls(Columns):
         return self._ask([v], True)[0]
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:
-        if self.closed or self.ask is None:
+        if self.ask is None:
             raise TraceError(
                 f"a value was asked for after its minibatch was over: use the results of the call{at_line()}"
             )
@@ -313,23 +309,19 @@ class RecordedCalls(Columns):
 
     def knows_leaves(self) -> bool:
         """Whether it was noted that a constant requires gradients."""
-        return bool(self.gradients.leaves)
+        return bool(self.phases.leaves)
 
     def passes_gradient_through(self, number: int) -> bool:
         """`would_require_grad` of the value with this number."""
-        found = self.gradients.of(number)
+        found = self.phases.requires_gradient(number)
         if found is None:
-            self.gradients.extend(self.constants, self.sigs, self.inputs, self.base)
-            found = self.gradients.of(number)
+            self.phases.extend_flags(self.constants, self.sigs, self.inputs, self.base)
+            found = self.phases.requires_gradient(number)
         return bool(found)
 
     def gradient_switched(self, t: torch.Tensor) -> None:
         """Whether t requires a gradient is about to change: refused where a call has used it the other way."""
-        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
-        used = np.unique(np.concatenate(met)).tolist()
-        if id(t) in self.constants or any(
-            o.resolve() is t for s in used for o in self.table.signatures[s].shared
-        ):
+        if id(t) in self.constants or self._has_used(t):
             found = self.owner_of(t)
             name = f"{type(found[0]).__name__}.{found[1]}" if found is not None else "a tensor"
             raise TraceError(
@@ -349,7 +341,7 @@ class RecordedCalls(Columns):
 
     def _has_used(self, t: torch.Tensor) -> bool:
         """Whether a call of this minibatch has a parameter or buffer as its shared operand."""
-        met = [*(sig for sig, _ in self.gradients.phases), np.array(self.sigs, dtype=np.int64)]
+        met = [*(sig for sig, _ in self.phases.columns), np.array(self.sigs, dtype=np.int64)]
         used = np.unique(np.concatenate(met)).tolist()
         return any(o.resolve() is t for s in used for o in self.table.signatures[s].shared)
 
@@ -467,7 +459,8 @@ class RecordedCalls(Columns):
         if t.layout is not torch.strided:
             raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
         entry = self.table.constant(TensorType.of(t))
-        self.constant_entries[(t.shape, t.dtype, t.device)] = entry
+        device = CPU if t.is_cpu else t.device  # the object that C compares with
+        self.constant_entries[(t.shape, t.dtype, device)] = entry
         return entry
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
@@ -506,20 +499,13 @@ class RecordedCalls(Columns):
 
     def has_run(self, v: Value) -> bool:
         """Whether a phase has run the call of a value, and its numbers are at hand."""
-        return v.id < self._known and v.device.type == "cpu"
+        return v.id < self.known and v.device.type == "cpu"
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
         self._check()
         table = self.table
-        sig, inputs, known = columns_of(self.sigs, self.inputs, self.base, self.count)
-        if not known:
-            self.closed = "a value of another recording was used in it"
-            raise TraceError(
-                "a value of another minibatch (or of a finished call) was used: values live for "
-                "one decorated "
-                "call; keep real results instead, for instance with .detach() after the call"
-            )
+        sig, inputs = self._columns()
         if self.lifted:
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
         self._refuse_written_operands(sig)
@@ -530,13 +516,23 @@ class RecordedCalls(Columns):
             instance=self._instances(len(sig)),
             outputs=np.array(outputs, dtype=np.int64),
             constants=self.payload,
-            known=self._known,
-            known_types=self._known_types.first(self._known),
+            known=self.known,
+            known_types=self.phases.types(),
             instances=self.instances,
         )
-        self.gradients.phase(sig, inputs)
-        self._mark_run(sig)
+        self.phases.add(sig, inputs, self.payload, self.count - self.base)
+        self.sigs, self.inputs = new_column(), new_column()
+        self.payload, self.unchecked, self.lifted = {}, [], {}
+        self.starts, self.runs = [0], [self.runs[-1]]
         return program
+
+    def _columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Signatures as int32 [calls], inputs counted from 0 as int64 [inputs]; as merged traces have them."""
+        if isinstance(self.sigs, np.ndarray):
+            return self.sigs, self.inputs
+        inputs = np.array(self.inputs, dtype=np.int64)
+        inputs -= self.base
+        return np.array(self.sigs, dtype=np.int32), inputs
 
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""
@@ -550,13 +546,12 @@ class RecordedCalls(Columns):
         hold the recorder as it holds them, so that their memory is free at once and not at the next collection
         of garbage."""
         program = self.pending_program(outputs)
-        self.gradients.keep_leaves(self.constants)
-        self.constants, self.numbers, self.ran = {}, {}, []
+        self.phases.keep_leaves(self.constants)
+        self.constants, self.numbers = {}, {}
+        self.phases.constants.clear()
         return program
 
     def _check(self) -> None:
-        if self.closed:
-            raise TraceError(f"this recording can't go on: {self.closed}")
         written = written_to(self.unchecked)
         if written is not None:
             raise InPlaceError(
@@ -578,19 +573,10 @@ class RecordedCalls(Columns):
                         "instances share it, and its calls run after them; write to it outside of the forward"
                     )
 
-    def _mark_run(self, sig: np.ndarray) -> None:
-        self._known = self.count - self.base
-        self._known_types.phase(sig)
-        self.calls += len(self.sigs)
-        self.sigs, self.inputs = new_column(), new_column()
-        self.ran.append(self.payload)
-        self.payload, self.unchecked, self.lifted = {}, [], {}
-        self.starts, self.runs = [0], [self.runs[-1]]
-
     @property
     def known(self) -> int:
         """Values that earlier phases have computed."""
-        return self._known
+        return self.phases.known
 
     @property
     def pending(self) -> int:

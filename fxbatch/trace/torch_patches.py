@@ -14,11 +14,10 @@ for the moment would be recorded with its own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,7 +46,7 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
-from fxbatch.trace.recorded_calls import Columns, RecordedCalls
+from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
 from fxbatch.trace.state import ThreadModes, state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
@@ -121,7 +120,7 @@ if extension_available():
             "ThreadModes": ThreadModes, "plain_new": plain_new, "build_result": _build_result,
             "constant": RecordedCalls.constant, "link_outputs": link_outputs,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
-            "strided": torch.strided, "cpu": torch.device("cpu"), "is_grad_enabled": torch.is_grad_enabled,
+            "strided": torch.strided, "cpu": CPU, "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
             "modes_enabled": function_modes_enabled, "inference": torch.is_inference_mode_enabled,
             "function_modes": function_mode_count,
@@ -224,34 +223,40 @@ TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
 # torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
 # of two threads none puts back what the other had put there. Re-entrant: the collector may end a forgotten use.
 patching = threading.RLock()
-_uses: set[int] = set()  # ids of the uses under way
-_saved: list[Entries] = []  # what was there before, while something is patched
 
 
 class patched:
     """Patch torch while inside; nested and concurrent uses share one patch. Each is ended once: at the latest when
     nobody holds it any more, for an interrupt may strike the clean-up itself."""
 
+    uses: ClassVar[set[int]] = set()  # ids of the uses under way
+    saved: ClassVar[list[Entries]] = []  # what was there before, while something is patched
+
     def __enter__(self) -> None:
         try:
             with patching:
-                _uses.add(id(self))
-                if not _saved:
-                    let_dynamo_read_torch()
-                    put_attributes(_entries(handle_torch_function_method(), module_call_method()), _saved)
-                    quicken_modules(True)
+                self.uses.add(id(self))
+                if not self.saved:
+                    self.put()
         except BaseException:
             self.end()
             raise
 
+    def put(self) -> None:
+        """What the first use does."""
+        let_dynamo_read_torch()
+        put_attributes(_entries(handle_torch_function_method(), module_call_method()), self.saved)
+        quicken_modules(True)
+
     def end(self) -> None:
         """Put back what was there, if this is the last use."""
         with patching:
-            _uses.discard(id(self))
-            if not _uses and _saved:
-                quicken_modules(False)
-                put_attributes(_saved[0], [])
-                _saved.clear()
+            self.uses.discard(id(self))
+            if not self.uses and self.saved:
+                if type(self) is patched:
+                    quicken_modules(False)
+                put_attributes(self.saved[0], [])
+                self.saved.clear()
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -259,26 +264,15 @@ class patched:
     __del__ = end
 
 
-_readers: list[Any] = []  # uses of `attributes_read` under way
-_saved_reader: list[Entries] = []
-
-
-@contextlib.contextmanager
-def attributes_read() -> Iterator[None]:
+class attributes_read(patched):
     """While inside, attributes that modules have not are asked of the recording (trace/instances.py)."""
-    use = object()
-    with patching:
-        _readers.append(use)
-        if not _saved_reader:
-            put_attributes(((_Module, "__getattr__", traced_getattr),), _saved_reader)
-    try:
-        yield
-    finally:
-        with patching:
-            _readers.remove(use)
-            if not _readers and _saved_reader:
-                put_attributes(_saved_reader[0], [])
-                _saved_reader.clear()
+
+    uses: ClassVar[set[int]] = set()
+    saved: ClassVar[list[Entries]] = []
+
+    def put(self) -> None:
+        """What the first use does."""
+        put_attributes(((_Module, "__getattr__", traced_getattr),), self.saved)
 
 
 @functools.cache
@@ -412,8 +406,10 @@ _delattr = torch.nn.Module.__delattr__
 
 
 def _traced_delattr(self: torch.nn.Module, name: str) -> None:
-    if state.recorder is not None:
-        state.recorder.attribute_changes(self, name)
+    recorder = state.recorder
+    if recorder is not None:
+        recorder.attribute_changes(self, name)
+        recorder.forget_modules()
     _delattr(self, name)
 
 
@@ -453,7 +449,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (_Module, name, _invalidating(_Module.__dict__[name]))
         for name in (
-            "__delattr__", "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
+            "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
             "register_full_backward_hook", "register_full_backward_pre_hook", "register_buffer",
             "register_parameter", "add_module",
         )

@@ -33,7 +33,6 @@ from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function, call_marked
-from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.integers import IntegerColumn, read_payload
 from fxbatch.trace.minibatch import Execution, Recording, Statistics, record_minibatch
 from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
@@ -574,16 +573,20 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
 
 def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Signatures as int32 [calls] and inputs, values counted from 0, of traces one behind the other."""
-    if ExtensionSwitch.on:
-        sigs = np.empty(sum([len(t.sig) for t in traces]), dtype=np.int32)
-        inputs = np.empty(sum([len(t.inputs) for t in traces]), dtype=np.int64)
-        _fast.join([(t.sig, m, t.inputs, t.values) for t, m in zip(traces, ids, strict=True)], sigs, inputs)
-        return sigs, inputs
-    sizes = np.array([t.values for t in traces], dtype=np.int64)
-    sigs = np.concatenate([m[t.sig] for m, t in zip(ids, traces, strict=True)])
-    inputs = np.concatenate([t.inputs for t in traces])
-    inputs += np.repeat(np.cumsum(sizes) - sizes, [len(t.inputs) for t in traces])
-    return sigs, inputs
+    sizes, known, values = (
+        np.array(n, dtype=np.int64)
+        for n in ([len(t.sig) for t in traces], [len(m) for m in ids], [t.values for t in traces])
+    )
+    sig, inputs = np.concatenate([t.sig for t in traces]), np.concatenate([t.inputs for t in traces])
+    reads = [len(t.inputs) for t in traces]
+    if _outside(sig, known.repeat(sizes)) or _outside(inputs, values.repeat(reads)):
+        raise IndexError("a trace names a signature or a value that it does not have")
+    found = np.concatenate(ids)[sig + (known.cumsum() - known).repeat(sizes)]
+    return found, inputs + (values.cumsum() - values).repeat(reads)
+
+
+def _outside(indices: np.ndarray, sizes: np.ndarray) -> bool:
+    return bool(((indices < 0) | (indices >= sizes)).any())
 
 
 def _join(parts: list[Any]) -> Any:

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from fxbatch.trace.columns import ExtensionSwitch, _fast
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
@@ -66,8 +64,6 @@ UserPlace = tuple[CodeType, int] | None  # code and the instruction in it; None:
 
 def user_place() -> UserPlace:
     """Where the user's code is, at a cost of well under a microsecond; `line_of` makes text of it."""
-    if ExtensionSwitch.on:
-        return _fast.user_place(_files, _user_file)
     frame = user_frame()
     return None if frame is None else (frame.f_code, frame.f_lasti)
 

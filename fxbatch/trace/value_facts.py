@@ -1,11 +1,10 @@
-"""What can be told of the values of a recording: their tensor types, and which would require a gradient.
+"""The phases that have run, and what can be told of their values: tensor types, and which would require a gradient.
 
-In: the columns of a recording, phase by phase. Out: the type id of each value that earlier phases have computed, as one
-array; `requires_grad` of a value as eager autograd has it, worked out only when the user's code asks.
+In: the columns of a recording, phase by phase. Out: the type id of each value that phases have computed, as one array;
+`requires_grad` of a value as eager autograd has it, worked out only when the user's code asks.
 
-    types = KnownTypes(table)
-    types.phase(sig)
-    types.first(known)          # int32 [known], None where nothing is known
+    phases.add(sig, inputs, constants, known)
+    phases.types()              # int32 [known], None where nothing is known
     value.requires_grad         # follows calls back to parameters and constants that require gradients
 """
 
@@ -16,33 +15,44 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.trace.columns import leaves_of
 from fxbatch.trace.table import SignatureTable
 
 Constants = dict[int, tuple[Any, torch.Tensor, int | None]]  # a recorder's
 
 
-class KnownTypes:
-    """One number a value, phase after phase, without copying those of the phases before."""
+class Phases:
+    """The calls that have run, and one number and one flag a value, extended up to what was asked for."""
 
     def __init__(self, table: SignatureTable) -> None:
         self.table = table
+        self.columns: list[tuple[np.ndarray, np.ndarray]] = []  # signatures and inputs of each phase
+        self.constants: list[dict[int, Any]] = []  # of each phase, by signature
+        self.known = 0  # values that are computed
         self._types = np.empty(0, dtype=np.int32)
-        self._typed = 0
-        self._untyped: list[np.ndarray] = []  # signature columns of phases whose types are not known yet
+        self._typed = 0  # values that have a type ...
+        self._phases_typed = 0  # ... and the phases that they are of
+        self.flags = bytearray()
+        self.phase_done = 0
+        self.calls_done = 0  # calls of the pending part that have flags
+        self.inputs_done = 0
+        self.leaves: frozenset[int] = frozenset()  # constants that require gradients and were let go
 
-    def phase(self, sig: np.ndarray) -> None:
-        """A phase with these signatures has run."""
-        self._untyped.append(sig)
+    def add(self, sig: np.ndarray, inputs: np.ndarray, constants: dict[int, Any], known: int) -> None:
+        """A phase with these columns runs. known: how many values there are then."""
+        self.columns.append((sig, inputs))
+        self.constants.append(constants)
+        self.known = known
 
-    def first(self, known: int) -> np.ndarray | None:
-        """int32 [known]: the types of the values known so far."""
-        if not known:
+    # Types
+
+    def types(self) -> np.ndarray | None:
+        """int32 [known]: the types of the values that are computed."""
+        if not self.known:
             return None
-        for sig in self._untyped:
+        for sig, _ in self.columns[self._phases_typed :]:
             self._add(sig)
-        self._untyped.clear()
-        return self._types[:known]
+        self._phases_typed = len(self.columns)
+        return self._types[: self.known]
 
     def _add(self, sig: np.ndarray) -> None:
         flat, width = self.table.output_types()
@@ -57,37 +67,22 @@ class KnownTypes:
         self._types[typed : typed + made] = flat[starts[sig].repeat(counts) + within]
         self._typed += made
 
-
-class GradientFlags:
-    """One flag a value, extended call by call up to what was asked for."""
-
-    def __init__(self, table: SignatureTable) -> None:
-        self.table = table
-        self.phases: list[tuple[np.ndarray, np.ndarray]] = []
-        self.flags = bytearray()
-        self.phase_done = 0
-        self.calls_done = 0  # calls of the pending part that have flags
-        self.inputs_done = 0
-        self.leaves: frozenset[int] = frozenset()  # constants that require gradients and were let go
+    # Gradients
 
     def keep_leaves(self, constants: Constants) -> None:
         """Note which constants require gradients: the recorder is about to let them go."""
-        self.leaves |= frozenset(leaves_of(constants))
+        self.leaves |= frozenset([v._value for v, t, _ in constants.values() if t.requires_grad])
 
-    def phase(self, sig: np.ndarray, inputs: np.ndarray) -> None:
-        """Keep the columns of a phase that has become a program."""
-        self.phases.append((sig, inputs))
-
-    def of(self, number: int) -> bool | None:
+    def requires_gradient(self, number: int) -> bool | None:
         """Whether the value of this number requires a gradient; None where that is to be found first."""
         return bool(self.flags[number]) if number < len(self.flags) else None
 
-    def extend(self, constants: Constants, sigs: Any, inputs: Any, base: int) -> None:
+    def extend_flags(self, constants: Constants, sigs: Any, inputs: Any, base: int) -> None:
         """Find the flags of all values of a recording: of its phases, and of the calls that wait."""
         self.keep_leaves(constants)
         leaves = {number - base for number in self.leaves}  # only looked up
-        while self.phase_done < len(self.phases):
-            sig, read = self.phases[self.phase_done]
+        while self.phase_done < len(self.columns):
+            sig, read = self.columns[self.phase_done]
             # Numbers that were put back into their operation have left the inputs: start of the phase anew.
             if self.calls_done:
                 self.inputs_done = int(self.table.arity()[sig[: self.calls_done]].sum())

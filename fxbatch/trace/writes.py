@@ -323,7 +323,7 @@ def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> 
     kept = recorder.constants[id(before)] = v, before, version
     recorder.unchecked[:] = [kept if x is known else x for x in recorder.unchecked]
     entry = recorder.constant_entries[before.shape, before.dtype, before.device]
-    for payload in (*recorder.ran, recorder.payload):
+    for payload in (*recorder.phases.constants, recorder.payload):
         if entry.sid in payload:
             payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
 

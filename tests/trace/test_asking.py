@@ -6,12 +6,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import fxbatch
-from fxbatch.trace.columns import columns_of, leaves_of, new_column, written_to
+from fxbatch.errors import TraceError
+from fxbatch.trace.columns import written_to
 from fxbatch.trace.state import ThreadModes
 from fxbatch.trace.user_line import line_of, user_line, user_place
 from tests.trace.oracle import recorded
@@ -130,19 +130,6 @@ def test_other_modes_are_told_apart(change: str) -> None:
             assert modes.are_those_now()
 
 
-def test_columns_as_arrays() -> None:
-    base = 1 << 41
-    sigs, inputs = new_column(), new_column()
-    for sid, ids in ((3, []), (70000, [base, base + 1]), (0, [base + 1])):
-        sigs.append(sid)
-        inputs.extend(ids)
-    sig, given, known = columns_of(sigs, inputs, base, base + 2)
-    assert sig.dtype == np.int32 and sig.tolist() == [3, 70000, 0] and given.tolist() == [0, 1, 1] and known
-    assert not columns_of(sigs, inputs, base, base + 1)[2]
-    assert not columns_of(sigs, inputs, base + 1, base + 9)[2]
-    assert columns_of(new_column(), new_column(), base, base)[2]
-
-
 def test_constants_that_were_written_to() -> None:
     a, b, c = torch.zeros(2), torch.zeros(2), torch.zeros(2)
     kept: Any = [("a", a, a._version), ("b", b, b._version), ("c", c, None)]
@@ -161,4 +148,26 @@ def test_constants_that_require_gradients() -> None:
     xs = [torch.randn(2).requires_grad_(flag) for flag in (False, True)]
     _, recording, _ = recorded(fn, xs)
     assert [flag for _, flag in recording.results] == [False, True]
-    assert leaves_of({}) == []
+
+
+class Deletes(torch.nn.Module):
+    """Takes an attribute away after it has waited, in a way that its code does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.mark = 1
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        seen = "mark" in self.__dict__
+        if float(y) > -1e9 and seen:
+            delattr(self, "".join(["ma", "rk"]))
+        return y * seen
+
+
+def test_an_attribute_that_others_have_seen_is_not_taken_away() -> None:
+    with pytest.raises(TraceError, match=r"Deletes\.mark is changed while other instances wait"):
+        Deletes()([torch.ones(2)] * 3)
+    assert Deletes()([torch.ones(2)]).shape == (1, 1)

@@ -86,7 +86,7 @@ def assert_clean() -> None:
     """Nothing of a failed call is left: patches, recorder, modes, greenlets."""
     gc.collect()  # what a fault in the clean-up itself left is ended by the collector
     assert current_recorder() is None
-    assert not patch._uses and not patch._saved
+    assert not patch.patched.uses and not patch.patched.saved
     assert "traced" not in nn.Module.__call__.__qualname__
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     stuck = [g for g in gc.get_objects() if type(g) is greenlet.greenlet and not g.dead and g.parent]
