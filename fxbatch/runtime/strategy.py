@@ -101,6 +101,8 @@ class _Mode:
         self.again_after = AGAIN
         self.credit = 0.0  # microseconds
         self.lent = False  # whether savings were spent ahead
+        self.lent_to_packing = 0.0  # so much, and nothing was saved yet
+        self.import_paid = 0.0  # when packing was first tried
         self.largest = 0.0  # the loop's time for the largest minibatch so far
         self.verdicts: dict[int, _Verdict] = {}  # by number of instances, of what is known now
         self.quiet: tuple[int, bool] = (-1, False)  # minibatches like these run the loop, until a minibatch
@@ -188,10 +190,16 @@ class Strategy:
         with self._lock:
             mode = self._modes[grad]
             mode.packed -= 1
-            if not tried and not mode.packed:  # paid back
-                mode.packs = False
-                mode.verdicts.clear()
-                mode.credit += self._verdict(mode, instances).packing + importing()
+            if mode.lent_to_packing and not mode.packed:  # what was to be saved is not: batching may still
+                mode.credit -= mode.lent_to_packing
+                mode.lent, mode.lent_to_packing = False, 0.0
+            if not mode.packed:  # what was not spent is paid back
+                mode.credit += min(mode.import_paid, importing())
+                mode.import_paid = 0.0
+                if not tried:
+                    mode.packs = False
+                    mode.verdicts.clear()
+                    mode.credit += self._verdict(mode, instances).packing
             self._pack_later(mode)
             return self._take(mode, instances, self._best(mode, instances, False))
 
@@ -218,11 +226,13 @@ class Strategy:
             return how
         cost = importing() + (found.packing if how == "packed" else found.building)
         if cost > mode.credit and not mode.lent:
-            mode.credit += LENT * (found.loop - (found.packed if how == "packed" else found.batched))
-            mode.lent = True
+            saved = LENT * (found.loop - (found.packed if how == "packed" else found.batched))
+            mode.credit += saved
+            mode.lent, mode.lent_to_packing = True, saved if how == "packed" else 0.0
         if how == "packed":
             if not mode.packs:
                 mode.credit -= cost
+                mode.import_paid = importing()
                 mode.packs = True
                 mode.verdicts.clear()
             mode.packed += 1

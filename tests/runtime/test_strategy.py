@@ -104,7 +104,6 @@ CHOICES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     **dict.fromkeys(ROWS, (LOOP, LOOP)),
     "adaptive computation time": ((0, 0), LOOP),
     "pointer network": ((0, 0), LOOP),
-    "greedy autoencoder": ((9, 0), LOOP),  # more waits than four instances show
     "scatter graph network": (PACKED, PACKED),
     "MPNN with edge_index": (PACKED, PACKED),
     "nn.LSTM, new T": (PACKED, PACKED),
@@ -306,6 +305,21 @@ def test_operators_that_run_instance_by_instance_make_packing_dearer() -> None:
     strategy.was_packed(64, 0, 60, grad=True)
     assert strategy.choose(64, grad=True, packs=True).how != "packed", "most sizes did not fit its form"
     assert "packed" in {strategy.choose(64, grad=True, packs=True).how for _ in range(4)}
+
+
+def test_what_was_lent_to_packing_in_vain_is_there_for_batching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "importing", lambda: module.IMPORTING)
+    strategy = Strategy()
+    choice = strategy.choose(400, grad=False, packs=True)
+    for _ in range(choice.scouts):
+        with strategy.watched(grad=False).watch():
+            x = torch.ones(4)
+            for _ in range(8):
+                x = torch.relu(torch.nn.functional.linear(torch.tanh(x), weight))
+    monkeypatch.setattr(module, "FIRST_CREDIT", 2.0)
+    monkeypatch.setattr(module, "LENT", 320.0)
+    assert strategy.decide(400, grad=False, packs=True) == "packed"
+    assert strategy.not_packed(400, grad=False, tried=True) == "batched"
 
 
 def test_savings_are_spent_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
