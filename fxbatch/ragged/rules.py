@@ -309,6 +309,8 @@ def _along_rule(name: str) -> Rule:
         target: Any = node.target
         arguments = e.bound(node)
         over = OVER.get(name)
+        if "other" in arguments:  # torch.max(a, b): element by element
+            return point(e, node)
         given = arguments.get(where)
         if where == "dims" and not given:
             raise NoRule("no dimensions are named")

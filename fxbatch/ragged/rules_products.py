@@ -111,6 +111,17 @@ def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> s
     return name
 
 
+@rule("linalg_matrix_power")
+def _matrix_power(e: Emitter, node: fx.Node) -> Any:
+    """Of matrices by themselves; whole, as the power 0 has a gradient of zeros."""
+    a = e.bound(node)
+    x = e.to_dense(a["self"])
+    if x.layout not in (DENSE, PACKED) or any(d >= x.rank - 2 for d in x.axes):
+        raise NoRule("matrices of their own size")
+    a["self"] = Code(x.name)
+    return e.made(e.call(node.target, a), node.meta["val"])
+
+
 @rule("scaled_dot_product_attention")
 def _attention(e: Emitter, node: fx.Node) -> Any:
     """Attention of each instance by itself: queries, keys and values padded, padding hidden from the queries."""

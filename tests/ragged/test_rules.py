@@ -60,6 +60,8 @@ OF_ROWS: dict[str, Case] = {
     "max": (lambda x: x.max(0), SOME, ()),
     "argmax": (lambda x: x.argmax(0), SOME, ()),
     "max of all": (lambda x: x.max() * x.min(), SOME, ()),
+    "larger of two": (lambda x, w: torch.max(x, w[0]) + torch.min(x, x.mean(0)), ALL, (SQUARE,)),
+    "powers of matrices": (lambda x: torch.linalg.matrix_power(x.t() @ x, 0) + x.sum(), SOME, ()),
     "product": (lambda x: x.prod(0), ALL, ()),
     "count": (lambda x: torch.count_nonzero(x > 0) * x.sum(0), ALL, ()),
     "running product": (lambda x: (1e30 * x).cumprod(0) * 1e-200, SOME, ()),
