@@ -10,6 +10,7 @@ the shared operands, and a key that is equal exactly for calls of equal structur
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import SharedOperand, Slot, Template
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.table import static_key
+from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, WrittenTensor, value_of
 
@@ -57,6 +58,29 @@ def without_arrays(
         )
     given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(found, spec)
     return given
+
+
+def without_derived(given: Any) -> Any:
+    """Arguments with plain data in place of objects of classes derived from int, float or str, which are to
+    torch what they are derived from; None where there are none."""
+    leaves, spec = tree_flatten(given)
+    found = [_plain(x) for x in leaves]
+    return (
+        tree_unflatten(found, spec) if any(x is not y for x, y in zip(leaves, found, strict=True)) else None
+    )
+
+
+_DERIVED: dict[type, Callable[[Any], Any]] = {
+    int: int.__index__,
+    float: float.__float__,
+    str: str.__str__,
+}  # what is read of them, whatever their classes override
+
+
+def _plain(x: Any) -> Any:
+    if type(x) in ATOMS or isinstance(x, np.generic):
+        return x
+    return next((plain(x) for kind, plain in _DERIVED.items() if isinstance(x, kind)), x)
 
 
 class Arguments:

@@ -25,7 +25,7 @@ from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Signature, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
-from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays
+from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays, without_derived
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
@@ -99,6 +99,9 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
         return call_function(recorder, func, args, kwargs)
     except OpaqueArgumentError as error:
+        plain = without_derived((args, kwargs))
+        if plain is not None:
+            return call_function(recorder, func, *plain)
         raise OpaqueOperandError(
             f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data "
             f"can be recorded; call it in a function or module of tensors{at_line()}"

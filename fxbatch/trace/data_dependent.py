@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from fxbatch.errors import TraceError
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.user_line import user_line
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value
 
 _BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
@@ -69,33 +70,22 @@ def call_with_values(
 ) -> Any:
     """The result of `func(*args, **kwargs)`, asking for as few values as will do."""
     with inside_binding(func):
-        return _call_with_values(recorder, func, args, kwargs, arguments, reason)
-
-
-def _call_with_values(
-    recorder: RecordedCalls,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-    reason: str,
-) -> Any:
-    plain = _with_plain_integers(recorder, args, kwargs)
-    if plain is not None:
-        try:
-            return recorder.call(func, *plain)
-        except TypeError:  # it takes tensors there: `torch.equal(x, count)`
-            return _run_on_values(recorder, func, args, kwargs, arguments, reason)
-    if func is torch.Tensor.__getitem__:
-        index = _indices(recorder, args[1])
-        return args[0][index] if type(index) is int else recorder.call(func, (args[0], index), kwargs)
-    if func in (torch.masked_select, torch.Tensor.masked_select) and len(args) == 2:
-        x, mask = args
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
-        return x.expand(shape)[mask.expand(shape)]
-    if func is torch.Tensor.__setitem__:
-        return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
-    return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+        plain = _with_plain_integers(recorder, args, kwargs)
+        if plain is not None:
+            try:
+                return recorder.call(func, *plain)
+            except TypeError:  # it takes tensors there: `torch.equal(x, count)`
+                return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+        if func is torch.Tensor.__getitem__:
+            index = _indices(recorder, args[1])
+            return args[0][index] if type(index) is int else recorder.call(func, (args[0], index), kwargs)
+        if func in (torch.masked_select, torch.Tensor.masked_select) and len(args) == 2:
+            x, mask = args
+            shape = torch.broadcast_shapes(x.shape, mask.shape)
+            return x.expand(shape)[mask.expand(shape)]
+        if func is torch.Tensor.__setitem__:
+            return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
+        return _run_on_values(recorder, func, args, kwargs, arguments, reason)
 
 
 def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any:
@@ -129,6 +119,8 @@ def _indices(recorder: RecordedCalls, index: Any) -> Any:
     if isinstance(index, torch.Tensor) and index.dtype in _MASKS and index.dim():
         (real,) = recorder.read([index]) if type(index) is Value else (index,)
         return tuple(real.nonzero(as_tuple=True))
+    if type(index) is list and (mask := _mask(index)) is not None:
+        return tuple(mask.nonzero(as_tuple=True))
     if type(index) is Value:
         index = recorder.read([index])[0]
     if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _MASKS:
@@ -136,6 +128,21 @@ def _indices(recorder: RecordedCalls, index: Any) -> Any:
     if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _POSITIONS:
         return int(index)
     return index
+
+
+def _mask(index: list[Any]) -> torch.Tensor | None:
+    """A mask given as a list of Python's bools, as a tensor. Nested lists mean different things to different versions
+    of torch: TraceError."""
+    leaf: Any = index
+    while type(leaf) is list and leaf:
+        leaf = leaf[0]
+    if type(leaf) is not bool:
+        return None
+    if type(index[0]) is list:
+        raise TraceError(
+            f"an index of nested lists of bools: write torch.tensor(...) around it, or a tuple{at_line()}"
+        )
+    return torch.tensor(index)
 
 
 def _run_on_values(

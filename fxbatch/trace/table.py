@@ -20,6 +20,7 @@ Lifted numbers that turn out to be one number in all calls that the table has se
 
 from __future__ import annotations
 
+import enum
 import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -77,6 +78,8 @@ def static_key(x: Any) -> Any:
         return (kind, static_key(x.start), static_key(x.stop), static_key(x.step))
     if isinstance(x, np.generic):
         return (kind, x.dtype.str, x.tobytes())
+    if isinstance(x, enum.Enum) and not isinstance(x, (int, float, str)):  # those are numbers to torch
+        return (kind, ByIdentity(x))
     if isinstance(x, (type, torch.Generator)) or (callable(x) and not isinstance(x, torch.nn.Module)):
         return (kind, ByIdentity(x))
     raise OpaqueArgumentError(x)

@@ -17,6 +17,7 @@ a scratch recording; StaleTraceError where the model has no such call any more.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import importlib
@@ -175,7 +176,10 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> D
         s.modes,
         lifted,
     )
-    text = repr(parts) + (repr((arguments.leaves, str(arguments.spec))) if arguments is not None else "")
+    text = repr(parts)
+    if arguments is not None:  # members of two enumerations may print alike
+        members = [type(x).__module__ for x in arguments.leaves if isinstance(x, enum.Enum)]
+        text += repr((arguments.leaves, str(arguments.spec), *members))
     return Described(
         op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments,
         s.modes,

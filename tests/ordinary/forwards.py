@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections  # noqa: F401  # as what follows: the lines read it
 import contextlib  # noqa: F401
 import dataclasses
+import enum
 import functools  # noqa: F401
 import itertools  # noqa: F401
 import math  # noqa: F401
@@ -26,6 +27,18 @@ from torch.nn import functional as F  # noqa: F401
 class Pair:
     left: Any
     right: Any
+
+
+class Which(enum.IntEnum):
+    FIRST, SECOND = 0, 1
+
+
+class Mode(enum.Enum):
+    PLAIN, TWICE = "plain", "twice"
+
+
+class Count(int):
+    """A number with a name."""
 
 
 class Config:
@@ -527,7 +540,20 @@ torch.ops.aten.relu(m.l(x))
 torch.special.expit(m.l(x))
 torch.vmap(lambda v: v * 2)(x) * m.l(x)
 torch.func.functional_call(m.l, {"weight": m.k.weight}, (x,))
+m.l(x)[[True, False, True, False]]
+m.l(x).view(2, 2)[:, [True, False]]
+m.l(x).view(2, 2)[[True, False], 1] * m.l(x).view(2, 2)[torch.tensor([[True, False], [False, True]])].sum()
+m.l(x).view(2, 2)[[[True, False], [False, True]]]
+written(m.l(x) * 1, [True, False, True, False], 0.0)
+m.l(x)[Which.SECOND] * Which.SECOND + m.l(x) ** Count(2)
+m.l(x).view(2, 2).sum(Which.FIRST) * Which.FIRST
+torch.softmax(m.l(x).view(2, 2), Which.SECOND) + Count(3)
+by_mode(m.l(x), Mode.TWICE) + m.s(x, times=Which.SECOND)
 """
+
+
+def by_mode(y: Any, mode: Mode) -> Any:
+    return y * 2 if mode is Mode.TWICE else y
 
 
 def copy_of(y: Any) -> Any:

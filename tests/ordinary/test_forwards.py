@@ -26,6 +26,7 @@ _WRITES, _TRANSFORM = "InPlaceError: ", "TraceError: a torch.func transform"
 REFUSED = {
     "written(torch.zeros(4), 2, m.l(x)[2])": _WRITES,
     "torch.vmap(lambda v: v * 2)(x) * m.l(x)": _TRANSFORM,
+    "m.l(x).view(2, 2)[[[True, False], [False, True]]]": "TraceError: an index of nested lists of bools",
 }
 
 # Not equal yet: each is a fault that is known, with its cause. None is left out of the run: one that has become equal
