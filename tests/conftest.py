@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import tempfile
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,8 @@ os.environ.pop("COLUMNS", None)
 # Which library multiplies is measured once a machine; a test must not depend on how busy that was.
 os.environ.setdefault("FXBATCH_PRODUCTS", "own")
 
+_VERSIONS = 4  # of the code that builds graphs, whose graphs are kept
+
 # Random programs take as long as they take; a deadline an example would only test the machine's load.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
@@ -33,11 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one test has built, all workers find, for this run alone: building is most of what tests would cost."""
+    """What one test has built, all workers find, and the next run: building is most of what tests would cost.
+
+    Graphs are found by the content of their bodies and of the code that builds them (`codegen/built.py`), in a folder
+    of this checkout; `make clean` takes it away.
+    """
     if "FXBATCH_CACHE" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="fxbatch-tests-")
-        os.environ["FXBATCH_CACHE"] = folder  # workers inherit it
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        folder = config.rootpath / "build" / "graphs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-_VERSIONS]:
+            shutil.rmtree(old, ignore_errors=True)
+        os.environ["FXBATCH_CACHE"] = str(folder)  # workers inherit it
         config.add_cleanup(lambda: os.environ.pop("FXBATCH_CACHE", None))
 
 
@@ -64,8 +72,21 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays (the first step would import proxy_tensor): full collections go without it."""
+    _keep_what_is_imported()
+
+
+def _keep_what_is_imported() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_not_looked_at_again() -> Iterator[None]:
+    """A test that imported torch._dynamo, say, would make each collection of those after it look at all of that."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 200:
+        _keep_what_is_imported()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,19 @@ def two_layers(self: Any, x: Any) -> Any:
     return self.b(torch.tanh(self.a(x)))
 
 
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many instances each comparison with the loop had."""
+    found: list[int] = []
+
+    def counted(batched: Outcome, *rest: Any, **options: Any) -> Any:
+        found.append(len(batched.results))
+        return judge(batched, *rest, **options)
+
+    monkeypatch.setattr(checking, "judge", counted)
+    return found
+
+
 # The rule, on wrong data
 
 
@@ -185,7 +198,7 @@ def test_state_and_random_numbers_are_those_of_the_call_alone() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_every_kind_of_call(grad: bool) -> None:
+def test_every_kind_of_call(grad: bool, judged: list[int]) -> None:
     with warnings.catch_warnings(), torch.set_grad_enabled(grad):
         warnings.simplefilter("error")
         options: dict[str, Any] = {"check": 1, "check_gradients": True}
@@ -206,6 +219,7 @@ def test_every_kind_of_call(grad: bool) -> None:
         fxbatch.autobatch(**options)(lambda x: layer(x).relu())(vectors(4, 4))
         waits = model(lambda self, x: self.a(x) if self.b(x).sum() > 0 else self.b(x), two(), **options)
         waits(vectors(*[4] * 6))
+    assert judged == [3, 0, 2, 2, 1, 2, 2, 2, 6]
 
 
 def test_exceptions_are_compared() -> None:
@@ -226,7 +240,7 @@ def test_a_bare_trace_knows_no_instance() -> None:
         made([fxbatch.trace(made, torch.randn(4))])
 
 
-def test_autocast_rounds_as_it_does_in_the_loop() -> None:
+def test_autocast_rounds_as_it_does_in_the_loop(judged: list[int]) -> None:
     """What is float32 again was computed in bfloat16: the loop's own error is large, and is what is allowed."""
 
     def forward(self: Any, x: Any) -> Any:
@@ -238,6 +252,7 @@ def test_autocast_rounds_as_it_does_in_the_loop() -> None:
     model(forward, parts, check=1, check_gradients=True)(xs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(lambda self, x: self.b(torch.tanh(self.a(x))).float(), parts, check=1)(xs)
+    assert judged == [6, 6, 6, 6]  # with float64 as well
 
 
 # What differs is an error

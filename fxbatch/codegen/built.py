@@ -45,6 +45,7 @@ Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 _IN_MEMORY = 1024  # operations
 _IN_FOLDER = 4096  # files
 _MODULES = ("forward", "backward", "parameters")
+_READ = ("ir.py", "signature.py", "torch_private.py")  # what building reads besides this folder
 _kept: OrderedDict[str, Fields] = OrderedDict()
 _lock = threading.Lock()
 
@@ -283,7 +284,8 @@ class _Reader:
 def _version() -> str:
     """What graphs depend on besides their bodies: Python, torch, and the code that builds them."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {torch.__version__}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    for path in (*sorted(folder.glob("*.py")), *(folder.parent / name for name in _READ)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,9 @@ def build(
     return graphs, shared
 
 
+emitted = functools.lru_cache(maxsize=16)(emit_kernel)  # a kernel is emitted once for all numbers of rows
+
+
 def rows_of(inputs: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
     """n different rows of the type of each input; integers and booleans are repeated."""
     gen = torch.Generator().manual_seed(n)
@@ -106,7 +110,7 @@ def run_kernels(
 
     with torch.no_grad():
         results = call(
-            emit_kernel(graphs.forward), [*groups, *shared], [*graphs.signature.outputs, *graphs.saved_types]
+            emitted(graphs.forward), [*groups, *shared], [*graphs.signature.outputs, *graphs.saved_types]
         )
         tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
 
@@ -119,14 +123,14 @@ def run_kernels(
             kinds = [_group_type(graphs, g) for g in graphs.grad_groups]
             starts = [grads[i] for i in graphs.grad_outputs]
             ins = [*starts, *pick(graphs.backward_inputs), *shared]
-            found = call(emit_kernel(graphs.backward), ins, [*kinds, *graphs.extra_types])
+            found = call(emitted(graphs.backward), ins, [*kinds, *graphs.extra_types])
             for g, grad in zip(graphs.grad_groups, found, strict=False):
                 members = graphs.layout.groups[g]
                 for i, m in enumerate(members):
                     input_grads[m] = grad if len(members) == 1 else grad[:, i]
             tensors["extra"] = found[len(graphs.grad_groups) :]
         if graphs.parameters is not None:
-            kernel = emit_kernel(graphs.parameters)
+            kernel = emitted(graphs.parameters)
             sums = kernel(
                 n, [*pick(graphs.parameter_inputs), *shared], [None] * len(graphs.grad_shared), workspace
             )
@@ -178,7 +182,7 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | N
 def assert_equals_rows(
     target: Any, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor] = ()
 ) -> None:
-    """The kernels of a module or function against it one row at a time, values and gradients: 1, 9, 2."""
+    """The kernels of a module or function against it one row at a time, values and gradients: 1, 9, 2 rows, none."""
     torch.manual_seed(0)
     graphs, operands = build(target, inputs, **({"shared": shared} if shared else {}))
     assert isinstance(graphs, OperationGraphs), graphs
@@ -192,3 +196,23 @@ def assert_equals_rows(
             for ours, theirs in zip(got, expected, strict=True):
                 for a, b in zip(ours, theirs, strict=True):
                     close(a, b)
+    assert_takes_no_rows(graphs, inputs, operands)
+
+
+def assert_takes_no_rows(
+    graphs: OperationGraphs, inputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> None:
+    """Results without rows, of the types of any others; gradients of parameters are zeros."""
+    if _is_called(graphs, torch.ops.aten.native_group_norm.default):
+        return  # PyTorch's own group_norm refuses a batch of none
+    grads = [torch.empty((0, *t.shape), dtype=t.dtype) for t in graphs.signature.outputs]
+    outputs, _, shared_grads = run_kernels(
+        graphs, rows_of(inputs, 0), operands, grads, 0, given=False, workspace=Workspace()
+    )
+    for out, kind in zip(outputs, graphs.signature.outputs, strict=True):
+        assert out.shape == (0, *kind.shape) and out.dtype == kind.dtype
+    assert all(g is None or not g.any() for g in shared_grads)
+
+
+def _is_called(graphs: OperationGraphs, target: Any) -> bool:
+    return any(node.target is target for node in graphs.forward.graph.nodes)

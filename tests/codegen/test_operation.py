@@ -225,23 +225,6 @@ def test_batched_equals_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_no_rows(name: str) -> None:
-    target, inputs, shared = CASES[name]
-    graphs, operands = build(target, inputs, **({"shared": shared} if shared else {}))
-    assert isinstance(graphs, OperationGraphs), graphs
-    if name == "group norm":
-        pytest.skip("PyTorch's own group_norm refuses a batch of none")
-    rows = rows_of(inputs, 0)
-    grads = [torch.empty((0, *t.shape), dtype=t.dtype) for t in graphs.signature.outputs]
-    outputs, _, shared_grads = run_kernels(
-        graphs, rows, operands, grads, 0, given=False, workspace=Workspace()
-    )
-    for out, kind in zip(outputs, graphs.signature.outputs, strict=True):
-        assert out.shape == (0, *kind.shape) and out.dtype == kind.dtype
-    assert all(g is None or not g.any() for g in shared_grads)
-
-
-@pytest.mark.parametrize("name", list(CASES))
 def test_inference_saves_nothing(name: str) -> None:
     target, inputs, shared = CASES[name]
     graphs, operands = build(target, inputs, grad=False, **({"shared": shared} if shared else {}))

@@ -174,12 +174,14 @@ def test_cuda_forbids_waiting() -> None:
     trees = [on_cuda(tree) for tree in make("binary", 7)[1]]
     minibatch = fxbatch.compile_minibatch(model, trees)
     minibatch().sum().backward()
+    once = [p.grad.clone() for p in model.parameters()]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         minibatch().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close([p.grad for p in model.parameters()], [2 * g for g in once])
 
 
 @pytest.mark.gpu

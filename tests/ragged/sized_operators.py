@@ -1,7 +1,8 @@
 """PyTorch's operator database with a leading size that differs by instance: what is packed, and whether it is right.
 
 In: the samples of torch's own tests. Out: for each operator one of "packed", "alone" (right, instance by instance),
-"recorded" (no packed form: such calls run as any other), "wrong".
+"recorded" (no packed form: such calls run as any other), "wrong", or "no loop" (the sample itself does not run, as a
+leaf that is resized: there is nothing to compare with).
 
     python -m tests.ragged.sized_operators            # prints the share of each
 """
@@ -53,7 +54,11 @@ def outcome(op: Any, sample: Any) -> str:
         given = [_leaf(t[:length] if dims else t) for t, dims in zip(tensors, own, strict=True)]
         try:
             loop.append(body(*given))
-        except Exception:  # noqa: BLE001 - an operator that does not take this size: not an instance
+        except NoPackedForm:
+            return ""
+        except Exception as error:  # noqa: BLE001 - an operator that does not take this size: not an instance
+            if length == size:  # but its own sample's it takes
+                return f"no loop: {type(error).__name__}: {str(error)[:150]}"
             continue
         instances.append(given)
     if len(instances) < 2:
@@ -147,10 +152,13 @@ def main(names: list[str]) -> None:
         if not found:
             continue
         wrong = [x for x in found if x.startswith("wrong")]
-        kind = "wrong" if wrong else min(found, key=["recorded", "alone", "packed"].index)
+        kinds = [x.partition(":")[0] for x in found]
+        kind = min(kinds, key=["wrong", "recorded", "alone", "packed", "no loop"].index)
         counts[kind] += 1
-        if wrong or kind == "alone":
-            print(f"{op.name}.{op.variant_test_name}".rstrip("."), wrong[:1] or kind, flush=True)
+        if kind in ("wrong", "alone") or "no loop" in kinds:
+            print(
+                f"{op.name}.{op.variant_test_name}".rstrip("."), wrong[:1] or sorted(set(found)), flush=True
+            )
     print(dict(counts))
 
 

@@ -137,6 +137,20 @@ OF_PAIRS: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ["values", "gradients"])
+def test_a_body_that_is_traced_as_another_is_told(what: str) -> None:
+    traced: list[int] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        traced.append(1)
+        if len(traced) > 1:
+            return x * 2
+        return x * 3 if what == "values" else x.detach() * 2 + 0 * x
+
+    with pytest.raises(AssertionError):
+        check_packed(body, rows, SOME, ((0,),))
+
+
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_rows(name: str) -> None:
     body, sizes, shared = OF_ROWS[name]

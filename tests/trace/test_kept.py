@@ -13,6 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.trace import module_state
+from fxbatch.trace.state import current_recorder
 from tests.trace.test_examined import CHANGES, Cell
 
 modules = sys.modules["fxbatch.trace.modules"]
@@ -93,6 +94,27 @@ def agree(model: nn.Module, xs: list[torch.Tensor]) -> None:
     expected.sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(grads, [p.grad for p in model.parameters() if p.grad is not None])
+
+
+class Wrong(Model):
+    """Recorded, its results or its gradients are others than in the loop."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x[:3])
+        if current_recorder() is None:
+            return h
+        return h + 0.5 if self.what == "values" else h.detach() + 0 * h
+
+
+@pytest.mark.parametrize("what", ["values", "gradients"])
+def test_what_differs_does_not_agree(what: str, recorded_by: str) -> None:
+    with pytest.raises(AssertionError):
+        agree(Wrong(what), inputs())
 
 
 @pytest.fixture

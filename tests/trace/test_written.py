@@ -13,6 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.trace.state import current_recorder
 from fxbatch.trace.values import WrittenTensor
 
 SIZE = 4
@@ -182,6 +183,16 @@ def assert_equals_the_loop(code: Any, **options: Any) -> None:
         assert [type(t) for t in found] == [torch.Tensor] * len(expected)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(gradients(model, found), gradients(model, expected))
+
+
+def test_what_differs_from_the_loop_is_told() -> None:
+    recording = lambda: current_recorder() is not None  # noqa: E731
+    for wrong in (
+        lambda m, x: m.l(x) + 0.5 if recording() else m.l(x),
+        lambda m, x: m.l(x).detach() + 0 * m.l(x) if recording() else m.l(x),
+    ):
+        with pytest.raises(AssertionError):
+            assert_equals_the_loop(wrong)
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.__name__)

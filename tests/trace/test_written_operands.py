@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,15 @@ def test_steps_of_an_optimizer_between_minibatches_are_no_writes() -> None:
     model = Model(lambda m: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = fxbatch.TracedDataset(model, list(torch.ones(4, 3)))
+    twin = copy.deepcopy(model)
+    steps = torch.optim.SGD(twin.parameters(), lr=0.1)
     for ready in fxbatch.prefetch(model, [[data[0], data[1]], [data[2], data[3]]]):
         model(ready).sum().backward()
         optimizer.step()
-    model(torch.ones(2, 3)).sum().backward()
+        with fxbatch.disabled():
+            twin(torch.ones(2, 3)).sum().backward()
+        steps.step()
+    with fxbatch.disabled():
+        expected = twin(torch.ones(2, 3))
+    torch.testing.assert_close(model(torch.ones(2, 3)), expected)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
