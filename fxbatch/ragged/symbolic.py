@@ -186,35 +186,33 @@ def _trace(
 
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
-_LOST = frozenset(
-    {
-        torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_, torch.Tensor.backward,
-        torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward,
-    }
-)  # fmt: skip
-
-
-_READ = frozenset(getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "data"))
-_FLAGS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf"))
+_LOST = ("register_hook", "retain_grad", "requires_grad_", "backward", "register_post_accumulate_grad_hook")
+_READ = ("grad", "grad_fn", "data")
+_FLAGS = ("requires_grad", "is_leaf")
 
 
 class _Refused(TorchFunctionMode):
-    """Refuses what hooks into autograd or reads its state."""
+    """Refuses what hooks into autograd or reads its state: the attributes that tensors have now, since recording
+    replaces some of them."""
 
-    def __init__(self, read: frozenset[Any]) -> None:
+    def __init__(self, read: Sequence[str]) -> None:
         super().__init__()
-        self.read = read
+        self.lost = {getattr(torch.Tensor, name) for name in _LOST} | {
+            torch.autograd.grad,
+            torch.autograd.backward,
+        }
+        self.read = {getattr(torch.Tensor, name).__get__ for name in read}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        if func in _LOST or (func in self.read and asking != "torch"):
+        if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return func(*args, **(kwargs or {}))
 
 
 def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
-        with _Refused(_READ if flags_known else _READ | _FLAGS):
+        with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
 
     return run

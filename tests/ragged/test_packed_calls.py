@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import fxbatch
+import fxbatch.ragged.symbolic
 from fxbatch.runtime.packed_calls import CallFamily
 
 
@@ -214,6 +216,8 @@ class Asked(nn.Module):
 
 
 def test_code_that_asks_about_gradients_is_not_packed() -> None:
+    """Whether what notices it was imported before, or by the first call that may be packed, while recording."""
+    assert "fxbatch.ragged.symbolic" in sys.modules
     model = Asked()
     for _ in range(3):
         batch = [Sentence(n) for n in (*FIRST, 4)]
