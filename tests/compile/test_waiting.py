@@ -221,8 +221,8 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_treebank(tmp_path)
-    gpu.main(["--device", "cpu", "--leaves", "5", "--state", "8", "--batch", "3", "--sst-hidden", "8",
-              "--sst-batch", "4", "--rounds", "1", "--compile", "eager", "--data", str(tmp_path)])  # fmt: skip
+    gpu.main(["--device", "cpu", "--leaves", "3", "--state", "8", "--batch", "2", "--sst-hidden", "8",
+              "--sst-batch", "2", "--rounds", "1", "--compile", "eager", "--data", str(tmp_path)])  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]

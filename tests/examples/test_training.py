@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("wikiner10k/train", "wikigold/wikigold", "wnut17/train", "wnut17/dev", "wnut17/test"):
         path = folder / "ner" / f"{name}.conll"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n".join(ner_sentence(chance) for _ in range(16)) + "\n")
+        path.write_text("\n\n".join(ner_sentence(chance) for _ in range(8)) + "\n")
     (folder / "molecules").mkdir()
     for name in ("delaney", "qm9"):
         write_molecules(folder / "molecules" / f"graphs_{name}.npz", chance)
@@ -76,7 +76,7 @@ def ner_sentence(chance: random.Random) -> str:
 
 def write_molecules(path: Path, chance: random.Random) -> None:
     """Chains of carbon and oxygen whose target is the number of oxygens."""
-    sizes = [chance.randint(2, 6) for _ in range(30)]
+    sizes = [chance.randint(2, 6) for _ in range(20)]
     atoms = [[chance.choice((6, 8)) for _ in range(n)] for n in sizes]
     z = np.array([a for molecule in atoms for a in molecule], dtype=np.uint8)
     zero = np.zeros(len(z), dtype=np.uint8)
@@ -97,7 +97,7 @@ def write_molecules(path: Path, chance: random.Random) -> None:
 
 
 FILES: list[tuple[Callable[..., Any], list[str]]] = [
-    (bilstm_tagger.main, ["--hidden", "8", "--limit", "12"]),
+    (bilstm_tagger.main, ["--hidden", "8", "--limit", "8"]),
     (parser.main, ["--hidden", "8", "--limit", "8"]),
     (char_tagger.main, ["--rare", "8", "--dropout", "0", "--held-out", "4"]),
     (language_model.main, ["--hidden", "8"]),
@@ -106,11 +106,11 @@ FILES: list[tuple[Callable[..., Any], list[str]]] = [
     (deep_sets.main, ["--set", "qm9"]),
     (transformer_tagger.main, ["--hidden", "8", "--layers", "1", "--dropout", "0", "--held-out", "4"]),
     (transformer_parser.main, ["--hidden", "8", "--layers", "1", "--limit", "8"]),
-    (childsum_tree_lstm.main, ["--limit", "12"]),
-    (seq2seq.main, ["--limit", "16", "--longest", "3"]),
+    (childsum_tree_lstm.main, ["--limit", "8"]),
+    (seq2seq.main, ["--limit", "8", "--longest", "3"]),
     (lattice_lstm.main, ["--limit", "8"]),
-    (module_networks.main, ["--limit", "32", "--depth", "2"]),
-    (mixture_of_experts.main, ["--limit", "64"]),
+    (module_networks.main, ["--limit", "16", "--depth", "2"]),
+    (mixture_of_experts.main, ["--limit", "16"]),
     (rnng.main, ["--limit", "8"]),
 ]
 
