@@ -13,11 +13,12 @@ import torch
 
 from fxbatch.explanation import Explanation, OperationRow, UnbatchedRow
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.packed_route import NOT_PACKED
+from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
 from fxbatch.signature import tensor_type
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.ragged.packed_function import Minibatch, PackedFunction
+    from fxbatch.runtime.packed_forward import Variant
 
 RULE = "the whole forward, on packed rows"
 
@@ -51,17 +52,24 @@ def padding_text(z: Minibatch) -> str:
     return "; ".join(found)
 
 
-def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any]) -> Explanation | None:
-    """The explanation of a minibatch whose whole forward is packed; None where it is not."""
-    route = engine.packed
+def packed_runs(route: PackedRoute, fn: Any, instances: Sequence[Any]) -> list[tuple[Variant, Minibatch]]:
+    """The packed functions that run a minibatch, with the sizes that they had; none where it is not packed."""
     if route.call(fn, instances, "list") is NOT_PACKED or route.forward is None:
-        return None
-    seen: list[Any] = []
+        return []
+    seen: list[tuple[Variant, Minibatch]] = []
     route.forward.watched = seen
     try:
         route.call(fn, instances, "list")
     finally:
         route.forward.watched = None
+    return seen
+
+
+def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any]) -> Explanation | None:
+    """The explanation of a minibatch whose whole forward is packed; None where it is not."""
+    seen = packed_runs(engine.packed, fn, instances)
+    if not seen:
+        return None
     rows: list[OperationRow] = []
     unbatched: list[UnbatchedRow] = []
     lines = []

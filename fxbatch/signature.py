@@ -32,7 +32,10 @@ _SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape (of one instance, no batch dimension), dtype and device of a value: `f32[150]`."""
+    """Shape (of one instance, no batch dimension), dtype and device of a value: `f32[150]`.
+
+    -1 is a size that differs between instances, as packed forms show it: `f32[*,64]`.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +48,7 @@ class TensorType:
     def __str__(self) -> str:
         name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
         where = "" if self.device.type == "cpu" else f"@{self.device}"
-        return f"{name}[{','.join(map(str, self.shape))}]{where}"
+        return f"{name}[{','.join('*' if d < 0 else str(d) for d in self.shape)}]{where}"
 
     @property
     def numel(self) -> int:

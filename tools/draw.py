@@ -6,6 +6,7 @@ examples:
   fxbatch draw model.py:minibatch --format svg --stage batched -o batched.svg
   fxbatch draw model.py:minibatch --format png --stage schedule -o schedule.png
   fxbatch draw model.py:minibatch --instances 0,3,5
+  fxbatch draw examples/graph_attention.py:minibatch                 sizes of their own: the packed program
 
 The page is self-contained: open it from disk, send it by mail. PNG needs: pip install 'fxbatch[bench]'.
 """
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 
 from fxbatch.ir import Program
+from fxbatch.packed_program import PackedProgram, packed_submodules
 from fxbatch.viz.draw_form import Form
 from fxbatch.viz.draw_form import draw_form as draw
 from fxbatch.viz.draw_program import draw_instances
@@ -27,7 +29,19 @@ from fxbatch.viz.svg import picture_to_svg
 
 from .dump import write, write_picture_png
 from .errors import CommandError
-from .forms import STAGES, Forms, add_minibatch_arguments, compile_target, forms_of, short_title
+from .forms import (
+    NOT_PACKED,
+    STAGES,
+    Forms,
+    add_minibatch_arguments,
+    compile_model,
+    forms_of,
+    pack_model,
+    packed_report,
+    parse_options,
+    short_title,
+)
+from .target import load_target
 from .terminal import notices
 
 LARGE = 2_000  # steps; above, stages that insert nodes for every depth are left out of the page
@@ -38,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("html", "svg", "png"), default="html", help="default: html")
     parser.add_argument(
         "--stage",
-        choices=("trace", *STAGES, "schedule"),
-        default="merged",
+        choices=("trace", *STAGES, "schedule", "packed"),
         metavar="STAGE",
-        help=f"of svg and png: trace, {', '.join(STAGES)} or schedule (default: merged)",
+        help=f"of svg and png: trace, {', '.join(STAGES)}, schedule or packed (default: packed where the whole "
+        "forward is, else merged)",
     )
     parser.add_argument(
         "--instances", metavar="N,N,...", help="which instances are drawn one by one (default: the first few)"
@@ -52,18 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    forms = forms_of(compile_target(options), options.target, options.phase)
+    model, data = load_target(options.target, options.arg)
+    overrides = parse_options(options.option)
+    packed = pack_model(options.target, model, data, overrides) if options.stage in (None, "packed") else []
+    if packed:
+        return _draw_packed(options, packed)
+    forms = forms_of(compile_model(options.target, model, data, overrides), options.target, options.phase)
+    within = {f"packed {p.name}": p.program for p in packed_submodules(forms.minibatch)}
+    if options.stage == "packed" and not within:
+        raise CommandError("nothing of it is packed", hint=NOT_PACKED)
     instances = _instances(options.instances, forms.merged)
-    name = options.target.rpartition(":")[2]
-    file: Path | None = options.output or Path(f"{name}.{options.format}")
-    if str(file) == "-":
-        file = None
+    file = _file(options)
     if options.format == "html":
         write(
             page_of(
                 make_report(
                     short_title(options.target),
-                    _stages(forms),
+                    {**_stages(forms), **within},
                     forms.program,
                     forms.schedule,
                     instances=instances,
@@ -72,11 +91,39 @@ def run(options: argparse.Namespace) -> int:
             file,
         )
     else:
-        picture, key = _picture(forms, options.stage, instances)
+        if options.stage == "packed":
+            raise CommandError("only submodules of it are packed", hint="--format html has them")
+        picture, key = _picture(forms, options.stage or "merged", instances)
         if options.format == "png":
-            write_picture_png(picture, forms, file)
+            write_picture_png(picture, SignatureKey.of(forms.merged, forms.program), file)
         else:
             write(picture_to_svg(picture, key) + "\n", file)
+    return _wrote(file)
+
+
+def _draw_packed(options: argparse.Namespace, packed: list[PackedProgram]) -> int:
+    file = _file(options)
+    if options.format == "html":
+        write(page_of(packed_report(options.target, packed)), file)
+    else:
+        key = SignatureKey.of(packed[0].program)
+        title = f"{short_title(options.target)}, packed, {packed[0].rows}"
+        picture = draw(packed[0].program, key, title=title)
+        if options.format == "png":
+            write_picture_png(picture, key, file)
+        else:
+            write(picture_to_svg(picture, key) + "\n", file)
+    return _wrote(file)
+
+
+def _file(options: argparse.Namespace) -> Path | None:
+    """Where to write; None for standard output."""
+    name = options.target.rpartition(":")[2]
+    file: Path = options.output or Path(f"{name}.{options.format}")
+    return None if str(file) == "-" else file
+
+
+def _wrote(file: Path | None) -> int:
     if file is not None:
         print(file)
         sys.stdout.flush()

@@ -6,9 +6,11 @@ examples:
   fxbatch dump model.py:minibatch --stage plan --format json | jq '.steps | length'
   fxbatch dump model.py:minibatch --stage code --option schedule=depth
   fxbatch dump model.py:minibatch --stage operation cell
+  fxbatch dump examples/graph_attention.py:minibatch --stage packed
 
 The stages are trace (of one instance), merged, deduplicated, fused, pass-through, batched, gathered, plan,
-schedule, code (the emitted source) and operation NAME (body, forward, backward, parameter gradients).
+schedule, code (the emitted source) and operation NAME (body, forward, backward, parameter gradients); packed [NAME]
+is what runs where sizes are the instance's own: types with *, how each is held, what runs instance by instance and why.
 docs/schema.md describes the JSON. PNG needs the extra: pip install 'fxbatch[bench]'.
 """
 
@@ -26,6 +28,7 @@ from rich.syntax import Syntax
 from rich.theme import Theme
 
 from fxbatch.ir import Plan, Schedule
+from fxbatch.packed_program import PackedProgram, packed_submodules
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.text import print_plan, print_schedule
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_form
@@ -42,17 +45,22 @@ from fxbatch.viz.text_page import text_to_html, text_to_svg
 
 from .errors import CommandError
 from .forms import (
+    NOT_PACKED,
     STAGES,
     Forms,
     add_minibatch_arguments,
-    compile_target,
+    compile_model,
     forms_of,
+    pack_model,
+    packed_report,
+    parse_options,
     program_of_instance,
     short_title,
 )
+from .target import load_target
 from .terminal import output
 
-ALL_STAGES = ("trace", *STAGES, "schedule", "code", "operation")
+ALL_STAGES = ("trace", *STAGES, "schedule", "code", "packed", "operation")
 FORMATS = ("text", "json", "dot", "svg", "html", "png")
 
 
@@ -61,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stage",
         nargs="+",
-        default=["merged"],
         metavar="STAGE",
-        help=f"{', '.join(ALL_STAGES[:-1])} or `operation NAME` (default: merged)",
+        help=f"{', '.join(ALL_STAGES[:-1])} or `operation NAME` (default: packed where the whole forward is, "
+        "else merged)",
     )
     parser.add_argument(
         "--instance", type=int, metavar="N", help="of which instance the trace is (default: 0)"
@@ -75,14 +83,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    stage, name = _stage(options.stage)
+    stage, name = _stage(options.stage or ["merged"])
     if options.format == "png" and options.output is None and sys.stdout.isatty():
         raise CommandError("a PNG is no text for a terminal", hint="give -o FILE")
     if options.instance is not None and stage != "trace":
         raise CommandError(
             f"--instance is of --stage trace; {stage} has all instances", hint="--stage trace --instance N"
         )
-    forms = forms_of(compile_target(options), options.target, options.phase)
+    model, data = load_target(options.target, options.arg)
+    overrides = parse_options(options.option)
+    packed = (
+        pack_model(options.target, model, data, overrides) if stage == "packed" or not options.stage else []
+    )
+    if packed:
+        return _dump_packed(options, packed, name)
+    minibatch = compile_model(options.target, model, data, overrides)
+    if stage == "packed":
+        return _dump_packed(options, packed_submodules(minibatch), name)
+    forms = forms_of(minibatch, options.target, options.phase)
     if stage in ("code", "operation"):
         text = _text_stage(forms, stage, name, options.format)
         write(text, options.output, language="python" if options.format == "text" else "")
@@ -92,9 +110,40 @@ def run(options: argparse.Namespace) -> int:
     else:
         form = forms.schedule if stage == "schedule" else forms.stage(stage)
     if options.format == "png":
-        write_picture_png(_picture(forms, form, stage), forms, options.output)
+        key = SignatureKey.of(forms.merged, forms.program)
+        write_picture_png(_picture(forms, form, stage), key, options.output)
     else:
         write(_formatted(forms, form, stage, options.format), options.output)
+    return 0
+
+
+def _dump_packed(options: argparse.Namespace, packed: list[PackedProgram], name: str) -> int:
+    """What is packed, in one of the formats; a picture of one of several needs its name."""
+    if not packed:
+        raise CommandError("nothing of it is packed", hint=NOT_PACKED)
+    chosen = [p for p in packed if name in ("", p.name)]
+    names = ", ".join(dict.fromkeys(p.name for p in packed))
+    if not chosen:
+        raise CommandError(f"nothing packed is called {name!r}", hint=f"there is: {names}")
+    if options.format in ("svg", "png"):
+        key = SignatureKey.of(chosen[0].program)
+        picture = draw_form(chosen[0].program, key, title=f"{chosen[0].text}, {chosen[0].rows}")
+        if len(chosen) > 1:
+            raise CommandError("a picture is of one program", hint=f"--stage packed NAME, of {names}")
+        if options.format == "png":
+            write_picture_png(picture, key, options.output)
+            return 0
+        text = picture_to_svg(picture, key)
+    elif options.format == "json":
+        head = {"schema": "fxbatch", "version": SCHEMA_VERSION, "form": "packed"}
+        text = json.dumps({**head, "programs": [p.describe() for p in chosen]})
+    elif options.format == "html":
+        text = page_of(packed_report(options.target, chosen))
+    elif options.format == "dot":
+        text = "\n".join(form_to_dot(p.program, p.program) for p in chosen)
+    else:
+        text = "\n\n".join(map(str, chosen))
+    write(text + "\n", options.output)
     return 0
 
 
@@ -104,7 +153,7 @@ def _stage(words: list[str]) -> tuple[str, str]:
         close = difflib.get_close_matches(stage, ALL_STAGES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the stages are {', '.join(ALL_STAGES)}"
         raise CommandError(f"no stage {stage!r}", hint=hint)
-    if stage != "operation" and name:
+    if stage not in ("operation", "packed") and name:
         raise CommandError(
             f"--stage {stage} takes no name, got {name!r}", hint="TARGET stands before --stage"
         )
@@ -150,9 +199,8 @@ def _picture(forms: Forms, form: Form, stage: str) -> Picture:
     )
 
 
-def write_picture_png(picture: Picture, forms: Forms, file: Path | None) -> None:
+def write_picture_png(picture: Picture, key: SignatureKey, file: Path | None) -> None:
     """To the file, or to standard output."""
-    key = SignatureKey.of(forms.merged, forms.program)
     if file is None:
         write_png(picture, key, sys.stdout.buffer)
     else:
@@ -207,7 +255,7 @@ def find_operations(forms: Forms, name: str) -> list[CompiledOperation]:
 class _FormHighlighter(RegexHighlighter):
     base_style = "form."
     highlights = [
-        r"(?P<type>\b[a-z]+\d+\[[\d,]*\])",
+        r"(?P<type>\b[a-z]+\d+\[[\d,*]*\])",
         r"(?P<value>\bv\d+\b)",
         r"(?P<signature>\bs\d+\b)",
         r"(?P<count>x\d+\b)",

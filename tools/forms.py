@@ -1,7 +1,7 @@
 """A target's minibatch and its forms, stage by stage: what `dump`, `draw` and `diff` show.
 
 options = parser.parse_args(["examples/tree_lstm.py:minibatch", "--option", "schedule=depth"])
-forms = forms_of(compile_target(options))
+forms = forms_of(compile_model(options.target, model, instances, {}))
 forms.stages["batched"]                    # a BatchedGraph
 """
 
@@ -20,19 +20,22 @@ import numpy as np
 import fxbatch
 from fxbatch.errors import FxbatchError
 from fxbatch.ir import Plan, Program, Schedule
+from fxbatch.packed_program import PackedProgram, packed_forward
 from fxbatch.passes.deduplicate import deduplicate, deduplicate_large
 from fxbatch.passes.fold import batch_calls, insert_cats, insert_gathers, insert_pass_throughs
 from fxbatch.passes.schedule import batch_by_depth
 from fxbatch.passes.select import select_calls
 from fxbatch.runtime.options import deduplication
 from fxbatch.viz.draw_form import Form
+from fxbatch.viz.report import Report, make_report
 
 from .errors import CommandError, Status
 from .run_target import model_arguments
 from .target import _failed as describe_failure
-from .target import add_target_arguments, load_target
+from .target import add_target_arguments
 from .terminal import doing, notices
 
+NOT_PACKED = "a forward of tensors whose sizes differ by instance is, where it can be: docs/sizes.md"
 STAGES = ("merged", "deduplicated", "fused", "pass-through", "batched", "gathered", "plan")
 
 
@@ -104,10 +107,21 @@ def parse_options(pairs: Sequence[str], flag: str = "--option") -> dict[str, Any
     return found
 
 
-def compile_target(options: argparse.Namespace, overrides: dict[str, Any] | None = None) -> fxbatch.Minibatch:
-    """Run the target's function, and its model on the minibatch."""
-    model, instances = load_target(options.target, options.arg)
-    return compile_model(options.target, model, instances, overrides or parse_options(options.option))
+def pack_model(
+    target: str, model: Any, instances: Sequence[Any], overrides: dict[str, Any]
+) -> list[PackedProgram]:
+    """The packed programs of the whole forward; none where it is recorded call by call."""
+    if not len(instances):
+        return []
+    with user_errors(target):
+        return packed_forward(model, *model_arguments(model, instances), **overrides)
+
+
+def packed_report(title: str, programs: Sequence[PackedProgram]) -> Report:
+    """A page with a stage a program."""
+    stages = {f"packed{f' {i}' if i > 1 else ''}": p.program for i, p in enumerate(programs, 1)}
+    report = make_report(short_title(title), stages, programs[0].program, programs[0].schedule)
+    return dataclasses.replace(report, counts=programs[0].counts)
 
 
 def compile_model(

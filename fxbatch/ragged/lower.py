@@ -99,6 +99,8 @@ class Lowered:
     lengths: list[Any]  # expressions of sizes that the function asks for
     columns: list[Any]  # other numbers of each instance
     alone: list[tuple[str, str]]  # operators that run instance by instance, and why
+    layouts: dict[str, str]  # by node of the graph: of what it gives
+    reasons: dict[str, str]  # by node: why it runs instance by instance
 
 
 class Emitter:
@@ -116,6 +118,7 @@ class Emitter:
         self.draws = (
             False  # whether the operator that is written draws numbers: twice the same is not the same then
         )
+        self.reasons: dict[str, str] = {}
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
 
@@ -387,6 +390,7 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None]
     except (NoRule, UnknownExpressionError) as error:
         e.forget(*before)
         e.alone.append((str(node.target), str(error)))
+        e.reasons[node.name] = str(error)
         try:
             e.env[node] = alone(e, node)
         except (NoRule, UnknownExpressionError) as worse:
@@ -432,4 +436,5 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
         f"return [{', '.join(o.name for o in outputs)}]",
     ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
-    return Lowered(source, e.constants, outputs, sizes, columns, e.alone)
+    layouts = {node.name: value.layout for node, value in e.env.items() if isinstance(value, Packed)}
+    return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons)

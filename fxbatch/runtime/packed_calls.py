@@ -206,7 +206,7 @@ class PackedCalls:
         held: what packed calls of this minibatch gave, by value; it grows.
         """
         met = np.bincount(program.sig).nonzero()[0].tolist()
-        families = {s: self._family_of(program.signatures[s]) for s in met}
+        families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         if not packed and not len(_readers(program, held)):
             return program
@@ -217,7 +217,7 @@ class PackedCalls:
         work.take_rows()
         return work.program_with_constants(table)
 
-    def _family_of(self, signature: Signature) -> CallFamily | None:
+    def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
         found: CallFamily | None = signature.sizes
         return self.first.get(signature) if found is None and self.first else found

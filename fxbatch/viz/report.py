@@ -30,6 +30,7 @@ CAPTIONS = {
     "pass-through": "Identities carry values on, so that depth d+1 reads depth d only.",
     "batched": "A box a step: all calls that one launch runs. Its height grows with the batch.",
     "gathered": "Gathers collect the rows that a step reads, cats put the outputs of a depth together.",
+    "packed": "A box an operator, which runs once for all instances; * is a size of their own.",
     "plan": "Memory: a row a tensor type, a block a step's output. Contiguous rows are read in place.",
 }
 
@@ -91,7 +92,14 @@ def make_report(
     for name, form in forms.items():
         same = schedule if _program_of(form, program) is program else None
         picture = draw_form(form, key, title=name, program=program, schedule=same)
-        stages.append(Stage(name, CAPTIONS.get(name, ""), picture, _rows_of(form, program, schedule, key)))
+        stages.append(
+            Stage(
+                name,
+                CAPTIONS.get(name.partition(" ")[0], ""),
+                picture,
+                _rows_of(form, program, schedule, key),
+            )
+        )
     plan = next((f for f in forms.values() if isinstance(f, Plan)), None)
     return Report(
         title,

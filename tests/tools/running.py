@@ -15,6 +15,7 @@ from tools.main import main
 FILE = Path(__file__).with_name("target_model.py")
 TARGET = f"{FILE}:minibatch"
 BROKEN = f"{FILE}:broken"
+BAGS, ITEMS = f"{FILE}:bags", f"{FILE}:items"
 EMPTY = f"{FILE}:empty"
 
 

@@ -45,6 +45,47 @@ def minibatch(trees: int = 4, dropout: float = 0.0) -> tuple[Tree, list[Any]]:
     return Tree(dropout), TREES[:trees]
 
 
+class Bag(nn.Module):
+    """Rows of the instance's own number; `mode` has no rule along rows, and runs instance by instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x)).mean(0) + x.mode(0).values.sum()
+
+
+class Outer(nn.Module):
+    """Objects, so that the forward is recorded; their rows go through a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    @fxbatch.autobatch
+    def forward(self, item: Item) -> Tensor:
+        return self.inner(item.rows)[0]
+
+
+class Item:
+    """An instance that is an object."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+def bags() -> tuple[Bag, list[Tensor]]:
+    """Sizes of their own: the whole forward is packed."""
+    return Bag(), [torch.randn(n, 4) for n in (3, 1, 5)]
+
+
+def items() -> tuple[Outer, list[Item]]:
+    """Sizes of their own in a submodule."""
+    return Outer(), [Item(torch.randn(n, 4)) for n in (3, 2, 5, 4)]
+
+
 def broken() -> tuple[Tree, list[Any]]:
     """A model whose forward raises."""
     return Tree(), [(1, 2), "broken"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.running import TARGET, run
+from tests.tools.running import BAGS, ITEMS, TARGET, run
 
 
 def test_page_has_all_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +26,17 @@ def test_page_has_all_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert str(file.parent) not in page
     lines = {s["location"] for s in data["signatures"] if s["name"] == "out"}
     assert all("target_model.py" in line for line in lines)
+
+
+def test_page_of_sizes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target, stages in ((BAGS, ["packed"]), (ITEMS, ["plan", "packed inner"])):
+        page = run(capsys, "draw", target, "-o", "-")[1]
+        found = re.search(r'id="data">(.*?)</script>', page, re.S)
+        assert found is not None
+        data = json.loads(found[1])
+        assert [stage["name"] for stage in data["stages"]][-2:] == stages
+        assert {"f32[*,3]"} in [set(s["outputs"]) for s in data["signatures"]]
+    assert run(capsys, "draw", BAGS, "--format", "svg", "-o", "-")[1].startswith("<svg")
 
 
 def test_default_file_stands_in_this_folder(

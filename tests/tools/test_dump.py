@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fxbatch.text import parse_program
-from tests.tools.running import BROKEN, EMPTY, TARGET, run
+from tests.tools.running import BAGS, BROKEN, EMPTY, ITEMS, TARGET, run
 
 STAGES = (
     "trace",
@@ -38,6 +38,37 @@ def test_every_stage_has_every_format(stage: str, capsys: pytest.CaptureFixture[
             assert out.startswith("digraph")
         elif format_ == "html":
             assert out.startswith("<!DOCTYPE html>")
+
+
+def test_packed_forward_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes of their own: operators for all instances, types with *, what runs alone and why; without --stage."""
+    _, out, _ = run(capsys, "dump", BAGS)
+    head, rows, calls, *lines = out.splitlines()
+    assert head == "packed Bag.forward(f32[*,4]) -> (f32[3])"
+    assert rows.strip().startswith("3 instances: 9 rows of 1 to 5")
+    assert calls.strip().endswith("operators, 1 of them instance by instance")
+    assert next(x for x in lines if "aten.linear" in x).split()[2:] == [
+        *("f32[*,3]", "packed", "v0,", "linear.weight,", "linear.bias"),
+    ]
+    assert "alone: it acts along a size of its own" in next(x for x in lines if "aten.mode" in x)
+    found = json.loads(run(capsys, "dump", BAGS, "--stage", "packed", "--format", "json")[1])["programs"][0]
+    assert found["source"].startswith("def packed(z, inputs):")
+    assert [s["reason"] for s in found["program"]["signatures"] if s["name"] == "aten.mode"] == [
+        "it acts along a size of its own"
+    ]
+    for format_, start in (("dot", "digraph"), ("html", "<!DOCTYPE html>"), ("svg", "<svg")):
+        status, out, err = run(capsys, "dump", BAGS, "--format", format_)
+        assert (status, err, out.startswith(start)) == (0, "", True)
+        assert "f32[*,3]" in out or format_ != "html"
+
+
+def test_packed_submodules(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "dump", ITEMS, "--stage", "packed", "inner")
+    assert out.startswith("packed inner(f32[*,4]) -> (f32[*,3])\n  4 calls in this minibatch\n")
+    for arguments in ((TARGET, "--stage", "packed"), (ITEMS, "--stage", "packed", "outer")):
+        status, out, err = run(capsys, "dump", *arguments)
+        assert (status, out) == (2, "")
+        assert "packed" in err
 
 
 def test_text_of_merged_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
