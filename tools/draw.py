@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 
 from fxbatch.ir import Program
-from fxbatch.packed_program import PackedProgram, packed_submodules
 from fxbatch.viz.draw_form import Form
 from fxbatch.viz.draw_form import draw_form as draw
 from fxbatch.viz.draw_program import draw_instances
+from fxbatch.viz.packed_program import PackedProgram, packed_submodules
 from fxbatch.viz.page import page_of
 from fxbatch.viz.picture import Picture, SignatureKey
 from fxbatch.viz.report import make_report

@@ -28,7 +28,6 @@ from rich.syntax import Syntax
 from rich.theme import Theme
 
 from fxbatch.ir import Plan, Schedule
-from fxbatch.packed_program import PackedProgram, packed_submodules
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.text import print_plan, print_schedule
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_form
@@ -36,6 +35,7 @@ from fxbatch.viz.describe_operation import describe_operation, operation_text, o
 from fxbatch.viz.dot import form_to_dot
 from fxbatch.viz.draw_form import Form, draw_form
 from fxbatch.viz.draw_program import draw_instances
+from fxbatch.viz.packed_program import PackedProgram, packed_submodules
 from fxbatch.viz.page import page_of
 from fxbatch.viz.picture import Picture, SignatureKey
 from fxbatch.viz.png import write_png

@@ -20,13 +20,13 @@ import numpy as np
 import fxbatch
 from fxbatch.errors import FxbatchError
 from fxbatch.ir import Plan, Program, Schedule
-from fxbatch.packed_program import PackedProgram, packed_forward
 from fxbatch.passes.deduplicate import deduplicate, deduplicate_large
 from fxbatch.passes.fold import batch_calls, insert_cats, insert_gathers, insert_pass_throughs
 from fxbatch.passes.schedule import batch_by_depth
 from fxbatch.passes.select import select_calls
 from fxbatch.runtime.options import deduplication
 from fxbatch.viz.draw_form import Form
+from fxbatch.viz.packed_program import PackedProgram, packed_forward
 from fxbatch.viz.report import Report, make_report
 
 from .errors import CommandError, Status
