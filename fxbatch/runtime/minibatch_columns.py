@@ -26,9 +26,9 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
 
     @staticmethod
     def of(head: tuple[Any, ...], columns: Sequence[Any]) -> Columns | None:
-        """The instances of these columns; None where one is no list of tensors or has another length."""
+        """The instances of these columns; None where one is no list of tensors alone or has another length."""
         if len(head) != 1 or not all(
-            type(c) in (list, tuple) and c and type(c[0]) is torch.Tensor for c in columns
+            type(c) in (list, tuple) and set(map(type, c)) == {torch.Tensor} for c in columns
         ):
             return None
         return Columns(head, columns) if len(set(map(len, columns))) == 1 else None

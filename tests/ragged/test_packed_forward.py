@@ -223,6 +223,20 @@ def test_two_arguments_of_own_sizes() -> None:
     assert len(variants_of(model)) == 1
 
 
+def test_an_argument_that_some_instances_lack() -> None:
+    class Masked(nn.Module):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return (x if mask is None else x * mask).sum(0)
+
+    model, x, mask = Masked(), list(torch.randn(3, 5)), list(torch.rand(3, 5))
+    model(x, mask)  # as columns of tensors
+    found = model(x, [mask[0], None, mask[2]])
+    torch.testing.assert_close(
+        found, torch.stack([(x[0] * mask[0]).sum(), x[1].sum(), (x[2] * mask[2]).sum()])
+    )
+
+
 def test_explain_shows_sizes_rows_and_padding() -> None:
     text = str(fxbatch.explain(Tagger(), words(3, 5, 2, 10)))
     assert "Tagger.forward(i64[*]) -> (f32[*,3])" in text
