@@ -26,7 +26,7 @@ Owner = TypeVar("Owner")
 
 
 class ExtensionSwitch:
-    """Whether new recordings use the C extension: tests turn it off to run the Python twin."""
+    """Whether new recordings use the C extension: tests turn it off, and every call goes the long way."""
 
     on = _fast is not None
 
