@@ -28,6 +28,7 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.recurrent import NODES
+from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
 
 RULES: dict[str, Rule] = {}
@@ -46,7 +47,7 @@ def rule(*names: str) -> Any:
 
 def kept_whole() -> frozenset[str]:
     """Composite operators that rules handle: they are not taken apart."""
-    return frozenset(RULES) | POINTWISE_COMPOSITES
+    return frozenset(RULES) | POINTWISE_COMPOSITES | ITEMWISE_COMPOSITES
 
 
 POINTWISE_COMPOSITES = frozenset(
@@ -55,12 +56,14 @@ POINTWISE_COMPOSITES = frozenset(
         "dropout", "relu6", "selu", "to", "type_as", "contiguous", "clip", "square", "true_divide", "where",
         "masked_fill", "float_power", "subtract", "multiply", "divide", "absolute", "negative", "not_equal", "greater",
         "less", "less_equal", "greater_equal", "arccos", "fix", "logical_and", "clamp", "silu", "positive", "detach",
+        "log_sigmoid",
     )
 )  # fmt: skip
 _POINTWISE = POINTWISE_COMPOSITES | {
     "aten::clone", "aten::alias", "aten::_to_copy", "aten::full_like", "aten::zeros_like", "aten::ones_like",
     "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
-    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill",
+    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::hardswish",
+    "aten::_prelu_kernel",
 }  # fmt: skip
 
 
@@ -79,11 +82,15 @@ def rule_of(target: Any) -> Rule:
             try:
                 return own(e, node)
             except NoRule:
+                if by_items(e, node, values):
+                    return results(e, node, e.call(target, e.bound(node)))
                 if _by_rows(e, node, values):
                     return batched_by_vmap(e, node)
                 raise
         if pointwise:
             return point(e, node)
+        if by_items(e, node, values):
+            return results(e, node, e.call(target, e.bound(node)))
         if _by_rows(e, node, values):
             return batched_by_vmap(e, node)
         raise NoRule("no rule for it")
@@ -108,11 +115,6 @@ def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
     return found
 
 
-def _results(node: fx.Node) -> list[torch.Tensor]:
-    val = node.meta["val"]
-    return [x for x in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(x, torch.Tensor)]
-
-
 def _fixed(node: fx.Node) -> bool:
     """Whether neither the results nor the arguments of a node have a size of their own."""
     numbers = [a for a in _flat(node) if isinstance(a, (torch.SymInt, torch.SymFloat))]
@@ -123,7 +125,7 @@ def _fixed(node: fx.Node) -> bool:
     ]
     from fxbatch.ragged.expressions import expression
 
-    return not any(own_dimensions(shape_of(t)) for t in _results(node)) and not any(
+    return not any(own_dimensions(shape_of(t)) for t in results_of(node)) and not any(
         depends(expression(x)) for x in numbers
     )
 
@@ -159,7 +161,7 @@ def whole(e: Emitter, node: fx.Node) -> Any:
 def point(e: Emitter, node: fx.Node) -> Any:
     """Elements by themselves: all arguments in the layout of the result."""
     arguments = e.bound(node)
-    results = _results(node)
+    results = results_of(node)
     shape = shape_of(results[0])
     random = (
         torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.name == "aten::dropout"
@@ -269,17 +271,6 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
         if isinstance(y, Packed):
             arguments[other] = Code(e.aligned(y, x.shape))
     return results(e, node, e.call(node.target, arguments))
-
-
-def results(e: Emitter, node: fx.Node, code: str) -> Any:
-    """The result or the results of a call."""
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return e.made(code, val)
-    name = e.line(code)
-    return tuple(
-        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
-    )
 
 
 def crosses(e: Emitter, node: fx.Node, given: Any) -> tuple[Packed, list[int]]:

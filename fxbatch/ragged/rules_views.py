@@ -25,7 +25,8 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
-from fxbatch.ragged.rules import point, results, rule
+from fxbatch.ragged.rules import point, rule
+from fxbatch.ragged.rules_items import results
 
 
 def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:

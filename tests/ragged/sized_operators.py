@@ -79,7 +79,7 @@ def outcome(op: Any, sample: Any) -> str:
         packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
     except Exception as error:  # noqa: BLE001 - it must not fail where the loop does not
         return f"wrong: {type(error).__name__}: {str(error)[:150]}"
-    wrong = _difference(packed, [loop[i] for i in chosen], [instances[i] for i in chosen])
+    wrong = difference(packed, [loop[i] for i in chosen], [instances[i] for i in chosen])
     if wrong:
         return f"wrong: {wrong}"
     return "alone" if function.lowered.alone else "packed"
@@ -90,7 +90,8 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone().requires_grad_() if differentiable else t.clone()
 
 
-def _difference(packed: Any, loop: Any, instances: Any) -> str:
+def difference(packed: Any, loop: Any, instances: Any) -> str:
+    """What differs between results [output][instance] and those of the loop [instance][output]; "" for nothing."""
     ours, theirs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for k, column in enumerate(packed):
         for a, b in zip(column, [r[k] for r in loop], strict=True):

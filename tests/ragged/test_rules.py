@@ -16,6 +16,7 @@ torch.manual_seed(1)
 W = torch.randn(8, 6)
 B = torch.randn(8)
 SQUARE = torch.randn(6, 6)
+W36 = torch.randn(36)
 SOME = [(3,), (5,), (1,), (4,), (7,)]
 ALL = [*SOME, (0,)]
 LONG = [(3,), (5,), (4,)]
@@ -33,6 +34,10 @@ def two(t: int, s: int) -> list[torch.Tensor]:
 
 def indices(t: int) -> list[torch.Tensor]:
     return [torch.randint(8, (t,))]
+
+
+def images(x: torch.Tensor) -> torch.Tensor:
+    return x.view(len(x), 1, 2, 3)
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +78,26 @@ OF_ROWS: dict[str, Case] = {
     "topk": (lambda x: x.topk(1, 0), SOME, ()),
     "topk of columns": (lambda x: x.t().topk(1, 1, largest=False)[0], SOME, ()),
     "roll": (lambda x: x.roll(1, 0) * x.roll(-2, 0), ALL, ()),
+    "bag of images": (
+        lambda x, w: F.max_pool2d(F.conv2d(images(x), w.view(4, 1, 3, 3), padding=1), 2).sum(0),
+        ALL, (W36,),
+    ),
+    "bag of sequences": (
+        lambda x, w: F.avg_pool1d(F.conv1d(x.view(len(x), 1, 6), w.view(4, 1, 9)[..., :3]), 2),
+        ALL, (W36,),
+    ),
+    "bag, normalised": (
+        lambda x, w, b: F.group_norm(images(x).expand(-1, 4, 2, 3), 2, w, b),
+        ALL, (torch.randn(4), torch.randn(4)),
+    ),
+    "bag, by running statistics": (
+        lambda x, w, b: F.batch_norm(x, SQUARE[0].double(), SQUARE[1].double().exp(), w, b),
+        ALL, (torch.randn(6), torch.randn(6)),
+    ),
+    "bag, each by itself": (lambda x: F.instance_norm(images(x)), ALL, ()),
+    "bag, padded": (lambda x: F.pad(images(x), (1, 1, 1, 0), mode="reflect").flatten(1), ALL, ()),
+    "bilinear": (lambda x, w: F.bilinear(x, x.sin(), w.view(1, 6, 6)), SOME, (W36,)),
+    "gates without a tag": (lambda x, w: F.hardswish(x) + F.logsigmoid(x) * F.prelu(x, w), ALL, (torch.rand(6),)),
     "variance and mean": (lambda x: torch.var_mean(x, 0, unbiased=False), SOME, ()),
     "repeat": (lambda x: x.repeat(1, 2), ALL, ()),
     "narrow": (lambda x: x.narrow(0, 1, len(x) - 1).sum(0), LONG, ()),

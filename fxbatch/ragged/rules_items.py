@@ -1,0 +1,73 @@
+"""What treats the first dimension as a batch: a bag of images, of any number, is so many images.
+
+In: a convolution, pooling or normalisation over `[T, channels, ...]` of each instance. Out: one call of it on
+`[sum of T, channels, ...]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, own_dimensions, shape_of
+
+ITEMWISE_COMPOSITES = frozenset(
+    f"aten::{name}" for name in ("batch_norm", "group_norm", "instance_norm", "bilinear")
+)
+_ITEMWISE = ITEMWISE_COMPOSITES | {
+    f"aten::{name}"
+    for name in (
+        "conv1d", "convolution", "_convolution_mode", "pad",
+        *(f"avg_pool{d}d" for d in (1, 2, 3)), *(f"max_pool{d}d_with_indices" for d in (2, 3)),
+        *(f"_adaptive_avg_pool{d}d" for d in (2, 3)), *(f"adaptive_max_pool{d}d" for d in (2, 3)),
+    )
+}  # fmt: skip
+
+
+def results_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node gives, as they were traced."""
+    val = node.meta["val"]
+    return [x for x in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(x, torch.Tensor)]
+
+
+def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
+    """Whether each item along the first dimension, which alone differs between instances, is worked on by itself."""
+    target: Any = node.target
+    name = target._schema.name
+    if name not in _ITEMWISE:
+        return False
+    a = e.bound(node)
+    if a.get("training") or (a.get("use_input_stats") and a.get("running_mean") is not None):
+        return False  # statistics of all items
+    if name == "aten::pad" and len(a["pad"]) >= 2 * a["self"].rank:
+        return False  # along the items
+    own = [v for v in values if v.layout != WHOLE]
+    shapes = [v.shape for v in own] + [shape_of(t) for t in results_of(node)]
+    numbers = [x for x in _flat_values(a) if not isinstance(x, Packed)]
+    return (
+        bool(own)
+        and all(v.layout == PACKED for v in own)
+        and all(own_dimensions(s) == (0,) and s[0] == shapes[0][0] for s in shapes)
+        and not any(depends(x) for x in numbers)
+    )
+
+
+def _flat_values(arguments: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for x in arguments.values():
+        found += list(x) if isinstance(x, (list, tuple)) else [x]
+    return found
+
+
+def results(e: Emitter, node: fx.Node, code: str) -> Any:
+    """The result or the results of a call."""
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return e.made(code, val)
+    name = e.line(code)
+    return tuple(
+        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+    )
