@@ -15,12 +15,16 @@ from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, own_dimensions, shape_of
 
 ITEMWISE_COMPOSITES = frozenset(
-    f"aten::{name}" for name in ("batch_norm", "group_norm", "instance_norm", "bilinear")
-)
+    f"aten::{name}"
+    for name in (
+        "batch_norm", "group_norm", "instance_norm", "bilinear", "upsample_nearest1d", "upsample_nearest2d",
+        "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    )
+)  # fmt: skip
 _ITEMWISE = ITEMWISE_COMPOSITES | {
     f"aten::{name}"
     for name in (
-        "conv1d", "convolution", "_convolution_mode", "pad",
+        "conv1d", "convolution", "_convolution_mode", "pad", "grid_sampler_2d", "grid_sampler_3d",
         *(f"avg_pool{d}d" for d in (1, 2, 3)), *(f"max_pool{d}d_with_indices" for d in (2, 3)),
         *(f"_adaptive_avg_pool{d}d" for d in (2, 3)), *(f"adaptive_max_pool{d}d" for d in (2, 3)),
     )

@@ -96,8 +96,15 @@ OF_ROWS: dict[str, Case] = {
     ),
     "bag, each by itself": (lambda x: F.instance_norm(images(x)), ALL, ()),
     "bag, padded": (lambda x: F.pad(images(x), (1, 1, 1, 0), mode="reflect").flatten(1), ALL, ()),
+    "bag, enlarged": (
+        lambda x: (F.interpolate(images(x), scale_factor=2, mode="bilinear"), F.interpolate(images(x), (4, 5))),
+        SOME, (),
+    ),
+    "bag, sampled": (
+        lambda x: F.grid_sample(images(x), x.view(len(x), 1, 3, 2).tanh(), align_corners=False), SOME, (),
+    ),
     "bilinear": (lambda x, w: F.bilinear(x, x.sin(), w.view(1, 6, 6)), SOME, (W36,)),
-    "gates without a tag": (lambda x, w: F.hardswish(x) + F.logsigmoid(x) * F.prelu(x, w), ALL, (torch.rand(6),)),
+    "gates without a tag": (lambda x, w: F.hardswish(1 - x) + F.logsigmoid(x) * F.prelu(x, w), ALL, (torch.rand(6),)),
     "variance and mean": (lambda x: torch.var_mean(x, 0, unbiased=False), SOME, ()),
     "repeat": (lambda x: x.repeat(1, 2), ALL, ()),
     "narrow": (lambda x: x.narrow(0, 1, len(x) - 1).sum(0), LONG, ()),
