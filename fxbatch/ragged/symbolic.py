@@ -101,8 +101,9 @@ class SizedGraph:
         good = np.ones(len(columns[0]), dtype=bool)
         for column in columns:
             good &= column > 1  # symbols are taken to be 2 or more: `max(len(x), 1)` leaves no guard
-        for answer in self._holds(*columns):
-            good &= answer
+        with np.errstate(divide="ignore"):  # by sizes 0, of which it says nothing
+            for answer in self._holds(*columns):
+                good &= answer
         for i in np.flatnonzero(~good).tolist():
             good[i] = self._stands_for(tuple(int(c[i]) for c in columns))
         for answer in self._assumed(*columns):

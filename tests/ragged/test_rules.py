@@ -103,7 +103,7 @@ OF_ROWS: dict[str, Case] = {
     "bag, sampled": (
         lambda x: F.grid_sample(images(x), x.view(len(x), 1, 3, 2).tanh(), align_corners=False), SOME, (),
     ),
-    "bilinear": (lambda x, w: F.bilinear(x, x.sin(), w.view(1, 6, 6)), SOME, (W36,)),
+    "bilinear": (lambda x, w: F.bilinear(x, x.sin(), w.view(1, 6, 6)), ALL, (W36,)),
     "gates without a tag": (lambda x, w: F.hardswish(1 - x) + F.logsigmoid(x) * F.prelu(x, w), ALL, (torch.rand(6),)),
     "variance and mean": (lambda x: torch.var_mean(x, 0, unbiased=False), SOME, ()),
     "repeat": (lambda x: x.repeat(1, 2), ALL, ()),
