@@ -17,7 +17,7 @@ import torch
 
 from fxbatch.batched_graph import BatchedGraph
 from fxbatch.codegen import products
-from fxbatch.decorator import find_autobatched
+from fxbatch.decorator import Autobatched, find_autobatched
 from fxbatch.errors import TraceError
 from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
@@ -26,7 +26,7 @@ from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
 from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.phase import Phase
@@ -127,15 +127,23 @@ def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live:
     )
 
 
-def _record(
-    model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool
-) -> tuple[Engine, Recording, Run, Program, Results]:
+def minibatch_of(
+    model: Any, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Autobatched, Any, Options, Sequence[Instance]]:
+    """The decorated callable behind a model, its owner, its options with these, and the instances of a call."""
     autobatched, owner = find_autobatched(model)
     chosen = Options.of(**{**dataclasses.asdict(autobatched.options), **options})
     given = tuple(args)
     if owner is None:
         owner, given = autobatched.split_owner(given)
     instances = autobatched.split(owner, given, {})
+    return autobatched, owner, chosen, instances
+
+
+def _record(
+    model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool
+) -> tuple[Engine, Recording, Run, Program, Results]:
+    autobatched, owner, chosen, instances = minibatch_of(model, args, options)
     if live:
         engine = autobatched.engine(owner)
     else:

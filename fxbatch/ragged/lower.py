@@ -181,6 +181,16 @@ class Emitter:
             raise NoRule(f"a tensor with {len(own_dimensions(shape))} sizes of its own")
         return Packed(self.line(code), layout, shape, like.dtype)
 
+    def results(self, node: fx.Node, code: str) -> Any:
+        """The result or the results of a node, which `code` makes; None for what is no tensor."""
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return self.made(code, val)
+        name = self.line(code)
+        return tuple(
+            self.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+        )
+
     # -- layouts --------------------------------------------------------------------------------------
 
     def to_dense(self, v: Packed) -> Packed:

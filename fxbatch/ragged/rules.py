@@ -28,7 +28,7 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.recurrent import NODES
-from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results, results_of
+from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
 
 RULES: dict[str, Rule] = {}
@@ -83,14 +83,14 @@ def rule_of(target: Any) -> Rule:
                 return own(e, node)
             except NoRule:
                 if by_items(e, node, values):
-                    return results(e, node, e.call(target, e.bound(node)))
+                    return e.results(node, e.call(target, e.bound(node)))
                 if _by_rows(e, node, values):
                     return batched_by_vmap(e, node)
                 raise
         if pointwise:
             return point(e, node)
         if by_items(e, node, values):
-            return results(e, node, e.call(target, e.bound(node)))
+            return e.results(node, e.call(target, e.bound(node)))
         if _by_rows(e, node, values):
             return batched_by_vmap(e, node)
         raise NoRule("no rule for it")
@@ -270,7 +270,7 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
         y = arguments[other]
         if isinstance(y, Packed):
             arguments[other] = Code(e.aligned(y, x.shape))
-    return results(e, node, e.call(node.target, arguments))
+    return e.results(node, e.call(node.target, arguments))
 
 
 def crosses(e: Emitter, node: fx.Node, given: Any) -> tuple[Packed, list[int]]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, own_dimensions, shape_of
+from fxbatch.torch_private import tree_leaves
 
 ITEMWISE_COMPOSITES = frozenset(
     f"aten::{name}"
@@ -50,28 +51,10 @@ def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
         return False  # along the items
     own = [v for v in values if v.layout != WHOLE]
     shapes = [v.shape for v in own] + [shape_of(t) for t in results_of(node)]
-    numbers = [x for x in _flat_values(a) if not isinstance(x, Packed)]
+    numbers = [x for x in tree_leaves(a) if not isinstance(x, Packed)]
     return (
         bool(own)
         and all(v.layout == PACKED for v in own)
         and all(own_dimensions(s) == (0,) and s[0] == shapes[0][0] for s in shapes)
         and not any(depends(x) for x in numbers)
-    )
-
-
-def _flat_values(arguments: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for x in arguments.values():
-        found += list(x) if isinstance(x, (list, tuple)) else [x]
-    return found
-
-
-def results(e: Emitter, node: fx.Node, code: str) -> Any:
-    """The result or the results of a call."""
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return e.made(code, val)
-    name = e.line(code)
-    return tuple(
-        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
     )

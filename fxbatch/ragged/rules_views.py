@@ -26,7 +26,6 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.rules import point, rule
-from fxbatch.ragged.rules_items import results
 
 
 def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
@@ -271,7 +270,7 @@ def _split(e: Emitter, node: fx.Node) -> Any:
     if d in x.axes:
         raise NoRule("it is cut along a size of its own")
     a["self"], a["dim"] = Code(x.name), x.place(d)
-    return results(e, node, e.call(node.target, a))
+    return e.results(node, e.call(node.target, a))
 
 
 # -- cat ----------------------------------------------------------------------------------------------------

@@ -46,14 +46,7 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
 
     dims = tuple(0 if v.layout == DENSE else None for v in values)
     batched = torch.vmap(run, in_dims=dims, randomness="different")
-    code = f"{e.const(batched)}({', '.join(v.name for v in values)})"
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return e.made(code, val)
-    name = e.line(code)
-    return tuple(
-        e.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
-    )
+    return e.results(node, f"{e.const(batched)}({', '.join(v.name for v in values)})")
 
 
 def _args(node: fx.Node) -> Sequence[Any]:

@@ -9,7 +9,6 @@ In: a PackedFunction, or a model and a minibatch. Out: a PackedProgram: a call a
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fxbatch.decorator import find_autobatched
-from fxbatch.inspection import Minibatch
+from fxbatch.inspection import Minibatch, minibatch_of
 from fxbatch.ir import Operation, Program, Schedule, SharedOperand, Signature, TensorType, tensor_type
 from fxbatch.packed_explanation import function_text, packed_runs, padding_text
-from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.torch_private import tree_leaves
 from fxbatch.viz.describe import describe_program
@@ -99,12 +96,7 @@ class PackedProgram:
 
 def packed_forward(model: Any, *args: Any, **options: Any) -> list[PackedProgram]:
     """The packed programs of a whole forward, one a graph for some range of sizes; none where it is recorded."""
-    autobatched, owner = find_autobatched(model)
-    chosen = Options.of(**{**dataclasses.asdict(autobatched.options), **options})
-    given = tuple(args)
-    if owner is None:
-        owner, given = autobatched.split_owner(given)
-    instances = autobatched.split(owner, given, {})
+    autobatched, owner, chosen, instances = minibatch_of(model, args, options)
     route = PackedRoute(chosen, owner if isinstance(owner, torch.nn.Module) else None)
     return [
         packed_program(

@@ -2,7 +2,7 @@
 
 In: the samples of torch's own tests, each in a decorated forward. Out: for each module one of "packed", "alone" (right,
 instance by instance inside the packed function), "recorded" (right, by recorded calls), "refused" (an error that says
-why), or "wrong".
+why), "no loop" (the sample itself does not run), or "wrong".
 
     python -m tests.ragged.sized_modules            # prints what is not packed, and the share of each
 """
@@ -26,7 +26,7 @@ from tests.ragged.sized_operators import difference
 SAMPLES = 4  # of a module
 # Random ones, and those that take their sizes from the first instance.
 LEFT_OUT = ("Dropout", "RReLU", "FractionalMaxPool", "Lazy")
-KINDS = ("wrong", "refused", "recorded", "alone", "packed")
+KINDS = ("wrong", "refused", "recorded", "alone", "packed", "no loop")
 
 
 class Holder(nn.Module):
@@ -71,7 +71,9 @@ def outcome(call: Call) -> str:
         try:
             with fxbatch.disabled():
                 loop.append((alone(*[[t] for t in given])[0], alone))
-        except Exception:  # noqa: BLE001 - a module that does not take this size: not an instance
+        except Exception as error:  # noqa: BLE001 - a module that does not take this size: not an instance
+            if length == size:  # but its own sample's it takes
+                return f"no loop: {type(error).__name__}: {str(error)[:120]}"
             continue
         instances.append(given)
     if len({tuple(t.shape for t in i) for i in instances}) < 2:
