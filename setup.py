@@ -40,6 +40,8 @@ _LOOPS = cythonize(
         "wraparound": False,
         "initializedcheck": False,
         "cdivision": True,
+        # Local variables are of the types that they are given: C numbers in the loops.
+        "infer_types": True,
     },
 )
 for extension in _LOOPS:

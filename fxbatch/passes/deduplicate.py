@@ -135,7 +135,7 @@ class _EqualCalls:
             places *= 2
         self.mask = places - 1
         self.table = np.zeros(places, dtype=np.int64)
-        n: Int = self.calls
+        n = self.calls
         scratch: Written = np.empty(3 * n + program.values, dtype=np.int64)
         self.first_input, self.first_value, self.held = (
             scratch[:n],
@@ -150,16 +150,11 @@ class _EqualCalls:
         self, sig: WrittenShorts, inputs: Written, instance: WrittenShorts, outputs: Written, keep: Marks
     ) -> Int:
         """Write the columns of the smaller program, and which calls stay; how many those are."""
-        c: Int
-        i: Int
-        s: Int
-        v: Int
-        found: Int
-        kept: Int = 0
-        entry: Int = 0
-        at: Int = 0
-        values: Int = self.known
-        number: Int = self.known
+        kept = 0
+        entry = 0
+        at = 0
+        values = self.known
+        number = self.known
         self.new_sig, self.new_inputs = sig, inputs
         for i in range(self.known):
             self.value[i] = i
@@ -201,15 +196,13 @@ class _EqualCalls:
     @cython.exceptval(check=False)
     def look_up(self, k: Int) -> Int:
         """The kept call that call k is equal to, or -1: then it is entered."""
-        i: Int
-        other: Int
-        s: Int = self.new_sig[k]
-        count: Int = self.arity[s]
-        at: Int = self.first_input[k]
+        s = self.new_sig[k]
+        count = self.arity[s]
+        at = self.first_input[k]
         mixed: Hash = _mix(_mix(0x243F6A88, s), self.held[k])
         for i in range(count):
             mixed = _mix(mixed, self.new_inputs[at + i])
-        place: Int = (mixed >> 32) & self.mask
+        place = (mixed >> 32) & self.mask
         while self.table[place]:
             other = self.table[place] - 1
             if self.new_sig[other] == s and self.held[other] == self.held[k]:

@@ -87,6 +87,18 @@ def plan_gradients(
     return _GradientPlanner(phases, requests, types).run()
 
 
+@cython.cfunc
+def _flatten(rows: Sequence[tuple[int, ...]], first: Written, flat: Written) -> cython.void:
+    """Rows one after another in `flat`, and where each begins; `first` is zeros."""
+    s: Int
+    at = 0
+    for s, row in enumerate(rows):
+        for item in row:
+            flat[at] = item
+            at += 1
+        first[s + 1] = at
+
+
 @cython.cclass
 class _PhaseColumns:
     """A phase's columns (see `Plan`), its choices flat, the values of its blocks, and the columns made for it.
@@ -170,17 +182,11 @@ class _PhaseColumns:
         passes_gradient_through: Sequence[bool],
     ) -> cython.void:
         """Ragged tables as offsets and one flat column; all columns are pieces of one array."""
-        n: Int = self.signatures
-        s: Int
-        at: Int
+        n = self.signatures
         if len(groups) != n or len(outputs) != n:
             raise IndexError(NOT_THERE)
-        grouped: Int = 0
-        chosen: Int = 0
-        for pair in groups:
-            grouped += len(pair)
-        for pair in outputs:
-            chosen += len(pair)
+        grouped: Int = sum(map(len, groups))
+        chosen: Int = sum(map(len, outputs))
         scratch: Written = np.zeros(3 * n + 2 + grouped + chosen, dtype=np.int64)
         self.passes_gradient_through, self.first_group, self.first_choice = (
             scratch[:n],
@@ -188,29 +194,17 @@ class _PhaseColumns:
             scratch[2 * n + 1 : 3 * n + 2],
         )
         self.group, self.choice = scratch[3 * n + 2 : 3 * n + 2 + grouped], scratch[3 * n + 2 + grouped :]
+        s: Int
         for s, flag in enumerate(passes_gradient_through):
             self.passes_gradient_through[s] = flag
-        at = 0
-        for s, pair in enumerate(groups):
-            for item in pair:
-                self.group[at] = item
-                at += 1
-            self.first_group[s + 1] = at
-        at = 0
-        for s, pair in enumerate(outputs):
-            for item in pair:
-                self.choice[at] = item
-                at += 1
-            self.first_choice[s + 1] = at
+        _flatten(groups, self.first_group, self.group)
+        _flatten(outputs, self.first_choice, self.choice)
 
     @cython.cfunc
     def check(self, types: Int) -> cython.bint:
         """Whether the columns belong to each other: what follows reads them without looking."""
-        i: Int
-        k: Int
-        s: Int
-        gathers: Int = self.gather_arena.shape[0]
-        blocks: Int = self.block_arena.shape[0]
+        gathers = self.gather_arena.shape[0]
+        blocks = self.block_arena.shape[0]
         if self.step_rows.shape[0] != self.steps or self.gather_rows.shape[0] != gathers:
             return False
         if self.entry_offsets.shape[0] != gathers + 1 or self.block_start.shape[0] != blocks:
@@ -268,16 +262,9 @@ class _PhaseColumns:
     @cython.cfunc
     def find_made(self) -> cython.bint:
         """The values of all blocks: those of an arena are dense, in rows from that of its first block on."""
-        k: Int
-        b: Int
-        c: Int
-        j: Int
-        s: Int
-        t: Int
-        row: Int
-        at: Int = 0
-        v: Int = self.known
-        blocks: Int = self.block_arena.shape[0]
+        at = 0
+        v = self.known
+        blocks = self.block_arena.shape[0]
         scratch: Written = np.zeros(
             2 * self.arenas + 2 + 2 * (self.values - self.known) + blocks + 1, dtype=np.int64
         )
@@ -323,8 +310,8 @@ class _PhaseColumns:
     @cython.exceptval(check=False)
     def handed_on(self, k: Int) -> Int:
         """Where the values of the block whose gradient a step hands on begin in `made`."""
-        s: Int = self.step_signature[k]
-        j: Int = self.first_choice[s]
+        s = self.step_signature[k]
+        j = self.first_choice[s]
         return self.block[self.first_block[k] + (self.choice[j] if j < self.first_choice[s + 1] else 0)]
 
 
@@ -371,7 +358,6 @@ class _GradientPlanner:
             self.values = max(self.values, phase.values)
         self.request_type, self.requests = [t for t, _ in requests], [v for _, v in requests]
         asked: Ints
-        i: Int
         for t, given_values in requests:
             asked = given_values
             for i in range(asked.shape[0]):
@@ -383,10 +369,8 @@ class _GradientPlanner:
 
     def run(self) -> GradientPlan:
         p: _PhaseColumns
-        n: Int
-        i: Int
         self.find_passed()
-        items: Int = self.types
+        items = self.types
         for p in self.phases:
             self.count_pairs(p)
             items += 5 * p.reads + 3 * p.writes + 2 * (p.steps + 1)
@@ -433,7 +417,7 @@ class _GradientPlanner:
     @cython.cfunc
     def piece(self, columns: list[np.ndarray], items: Int) -> Written:
         """The next column, also put into the list as an array."""
-        at: Int = self.cut
+        at = self.cut
         self.cut += items
         columns.append(self.array[at : self.cut])
         return self.whole[at : self.cut]
@@ -442,11 +426,6 @@ class _GradientPlanner:
     def find_passed(self) -> cython.void:
         """Which steps hand gradients on while each of their outputs has one use at most."""
         p: _PhaseColumns
-        i: Int
-        e: Int
-        k: Int
-        s: Int
-        g: Int
         shared: cython.bint
         some: cython.bint = False
         for p in self.phases:
@@ -478,10 +457,6 @@ class _GradientPlanner:
     @cython.cfunc
     def count_pairs(self, p: _PhaseColumns) -> cython.void:
         """How many gradients are read and written by steps, and how many uses there are."""
-        k: Int
-        i: Int
-        s: Int
-        rows: Int
         for k in range(p.steps):
             s = p.step_signature[k]
             for i in range(p.first_group[s], p.first_group[s + 1]):
@@ -502,15 +477,8 @@ class _GradientPlanner:
         p: _PhaseColumns
         asked: Ints
         entries: Ints
-        i: Int
-        e: Int
-        k: Int
-        s: Int
-        g: Int
         t: Int
-        n: Int = 0
-        w: Int
-        rows: Int
+        n = 0
         value: Written = self.value
         row: Written = self.row
         for t, given in zip(self.request_type, self.requests):
@@ -543,14 +511,7 @@ class _GradientPlanner:
         From the last step to the first, so that chains are followed as they come; they are written in step order.
         """
         p: _PhaseColumns
-        i: Int
-        e: Int
-        k: Int
-        s: Int
-        g: Int
-        u: Int
-        made: Int
-        end: Int = self.uses + self.followed
+        end = self.uses + self.followed
         row: Written = np.zeros(self.values, dtype=np.int64)  # what nothing uses has the gradient zero, row 0
         for u in range(self.uses):
             row[self.value[u]] = self.row[u]
@@ -574,10 +535,7 @@ class _GradientPlanner:
     @cython.cfunc
     def sort_uses(self) -> cython.void:
         """By value, stable: a count sort."""
-        u: Int
-        v: Int
-        before: Int = 0
-        count: Int
+        before = 0
         first: Written = self.first_use
         value: Written = self.value
         for u in range(self.uses):
@@ -597,26 +555,14 @@ class _GradientPlanner:
     @cython.exceptval(check=False)
     def single(self, v: Int) -> Int:
         """The row of a value's first use; 0, which is zero, without uses."""
-        u: Int = self.first_use[v]
+        u = self.first_use[v]
         return self.rows[u] if u < self.first_use[v + 1] else 0
 
     @cython.cfunc
     def find_reads(self, p: _PhaseColumns) -> cython.void:
         """Kind, start and stop of each read, and how many indices and bags there are."""
-        k: Int
-        i: Int
-        r: Int = 0
-        s: Int
-        b: Int
-        v: Int
-        row: Int
-        before: Int
-        uses: Int
-        most: Int
-        least: Int
-        every: Int
-        at: Int
-        phase_begin: Int = self.indices
+        r = 0
+        phase_begin = self.indices
         consecutive: cython.bint
         made: Written = p.made
         first: Written = self.first_use
@@ -657,15 +603,7 @@ class _GradientPlanner:
     @cython.cfunc
     def fill_indices(self, p: _PhaseColumns, indices: Written, bags: Written) -> cython.void:
         """The rows that each read takes, and where those of each sum begin among them."""
-        k: Int
-        i: Int
-        r: Int = 0
-        s: Int
-        v: Int
-        u: Int
-        at: Int
-        to: Int
-        begin: Int
+        r = 0
         for k in range(p.steps):
             s = p.step_signature[k]
             if p.passed[k]:

@@ -227,11 +227,8 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def number_calls(self) -> cython.bint:
         """The first value and the first input of each call; whether all that the columns name is there."""
-        c: Int
-        i: Int
-        s: Int
-        value: Int = self.known
-        begin: Int = 0
+        value = self.known
+        begin = 0
         for c in range(self.calls):
             self.value[c] = value
             self.begin[c] = begin
@@ -253,10 +250,6 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def count_pieces(self) -> cython.bint:
         """How many gathers and blocks there are; whether each step has calls of one signature."""
-        k: Int
-        at: Int
-        c: Int
-        s: Int
         if self.steps and (self.first[0] != 0 or self.first[self.steps] > self.order.shape[0]):
             return False
         for k in range(self.steps):
@@ -281,8 +274,7 @@ class _ArenaPlanner:
         into: np.ndarray | None,
     ) -> list[Any]:
         """The columns of the plan, pieces of one array; then the constants whose calls are out of order."""
-        s: Int
-        k: Int = self.steps
+        k = self.steps
         columns: list[np.ndarray] = []
         self.made = np.empty(
             self.t.types + 5 * k + 2 + 5 * self.gathers + 1 + 2 * self.blocks + 2 * self.entries
@@ -331,7 +323,7 @@ class _ArenaPlanner:
     @cython.cfunc
     def piece(self, columns: list[np.ndarray], items: Int) -> Written:
         """The next column, also put into the list as an array."""
-        at: Int = self.cut
+        at = self.cut
         self.cut += items
         columns.append(self.made[at : self.cut])
         return self.whole[at : self.cut]
@@ -340,14 +332,9 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def lay_out(self) -> cython.void:
         """What each step gathers and makes: blocks of an arena one after another."""
-        k: Int
-        s: Int
-        j: Int
-        arena: Int
-        rows: Int
-        g: Int = 0
-        b: Int = 0
-        entry: Int = 0
+        g = 0
+        b = 0
+        entry = 0
         t: Tables = self.t
         for k in range(self.steps):
             s, rows = self.sig[self.order[self.first[k]]], self.first[k + 1] - self.first[k]
@@ -371,11 +358,6 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def place_values(self) -> cython.void:
         """Row r of a step's call goes to row r of each of its blocks."""
-        k: Int
-        at: Int
-        c: Int
-        j: Int
-        width: Int
         row: Written = self.row
         value: Written = self.value
         order: Ints = self.order
@@ -390,18 +372,7 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def read_inputs(self) -> cython.bint:
         """The values that each step reads, in the order of its gathers; what each gather finds (see `Plan`)."""
-        k: Int
-        at: Int
-        i: Int
-        s: Int
-        slot: Int
-        size: Int
-        to: Int
-        g: Int
-        group: Int
-        rows: Int
-        base: Int = 0
-        end: Int
+        base = 0
         t: Tables = self.t
         entry: Written = self.entry
         inputs: Ints = self.inputs
@@ -435,14 +406,13 @@ class _ArenaPlanner:
     @cython.exceptval(check=False)
     def classify(self, g: Int, base: Int, alone: cython.bint) -> cython.void:
         """Whether gather g, of the values from `base` on, finds consecutive rows, one row, or is to be indexed."""
-        i: Int
-        rows: Int = self.gather_rows[g]
-        at: Int = self.indexed
+        rows = self.gather_rows[g]
+        at = self.indexed
         rows_of: Written = self.row
         entry: Written = self.entry
         indices: Written = self.indices
-        row: Int = rows_of[entry[base]] if rows else 0
-        before: Int = row
+        row = rows_of[entry[base]] if rows else 0
+        before = row
         next_rows: cython.bint = True
         same: cython.bint = alone
         indices[at] = row
@@ -462,9 +432,6 @@ class _ArenaPlanner:
     def out_of_order(self) -> list[int]:
         """Signatures of constants whose calls don't run in recorded order."""
         found: list[int] = []
-        k: Int
-        at: Int
-        s: Int
         for k in range(self.steps):
             s = self.step_signature[k]
             if not self.t.constant[s] or self.last[s] < 0:
@@ -482,9 +449,6 @@ class _ArenaPlanner:
     @cython.cfunc
     def lay_out_again(self) -> cython.void:
         """Blocks anew, each in the first free rows of its arena that are enough."""
-        k: Int
-        b: Int
-        a: Int
         scratch: Written = np.zeros(3 * self.blocks + self.steps + 1, dtype=np.int64)
         size: Written = scratch[: self.blocks]
         dies: Written = scratch[self.blocks : 2 * self.blocks]
@@ -516,12 +480,6 @@ class _ArenaPlanner:
     @cython.cfunc
     def find_last_readers(self, dies: Written) -> cython.void:
         """The step that reads any value of each block last: its own without readers, none of all for results."""
-        k: Int
-        at: Int
-        c: Int
-        i: Int
-        j: Int
-        b: Int
         block: Written = np.empty(self.values + 1, dtype=np.int64)  # of each value
         for k in range(self.steps):
             for b in range(self.first_block[k], self.first_block[k + 1]):
@@ -559,8 +517,6 @@ class FreeRows:
     @cython.exceptval(check=False)
     def take(self, rows: Int) -> Int:
         """The first free rows that are enough, else rows at the end."""
-        i: Int
-        a: Int
         for i in range(self.count):
             a = self.first[i]
             if self.stop[i] - a >= rows:
@@ -578,8 +534,7 @@ class FreeRows:
     @cython.cfunc
     def give(self, a: Int, b: Int) -> cython.void:
         """Put rows a : b back, joined with free neighbours."""
-        i: Int = self.count
-        j: Int
+        i = self.count
         while i and self.first[i - 1] >= a:
             i -= 1
         if i and self.stop[i - 1] == a:
@@ -601,7 +556,6 @@ class FreeRows:
     @cython.cfunc
     @cython.exceptval(check=False)
     def remove(self, i: Int) -> cython.void:
-        j: Int
         self.count -= 1
         for j in range(i, self.count):
             self.first[j], self.stop[j] = self.first[j + 1], self.stop[j + 1]

@@ -91,10 +91,7 @@ def depths(program: Program) -> np.ndarray:
 
 
 def _find_depths(sig: Shorts, arity: Ints, constant: Flags, source: Ints, depth: WrittenShorts) -> None:
-    c: Int
-    i: Int
-    deepest: Int
-    at: Int = 0
+    at = 0
     for c in range(sig.shape[0]):
         deepest = 0
         for i in range(at, at + arity[sig[c]]):
@@ -130,8 +127,7 @@ def schedule_from_steps(step_of_call: np.ndarray, steps: int, policy: str) -> Sc
 
 def _group(key: Ints, offsets: Written, order: Written) -> None:
     """Where each key begins, and the positions in order of key, stable: a count sort. `offsets` are zeros."""
-    i: Int
-    keys: Int = offsets.shape[0] - 1
+    keys = offsets.shape[0] - 1
     for i in range(key.shape[0]):
         if not 0 <= key[i] < keys:
             raise IndexError(NOT_THERE)
@@ -184,10 +180,8 @@ class Readers:
     waits: Written  # of each call, how many of its inputs are made by calls that are no constants
 
     def __init__(self, sig: Shorts, arity: Ints, constant: Flags, source: Ints) -> None:
-        c: Int
-        i: Int
-        at: Int = 0
-        calls: Int = sig.shape[0]
+        at = 0
+        calls = sig.shape[0]
         scratch: Written = np.zeros(2 * calls + 1 + source.shape[0], dtype=np.int64)
         self.first, self.waits = scratch[: calls + 1], scratch[calls + 1 : 2 * calls + 1]
         self.reader = scratch[2 * calls + 1 :]
@@ -212,15 +206,8 @@ def _run_agenda(
     sig: Shorts, constant: Flags, depth: Shorts, cost: Ints, count: Ints, readers: Readers, step: Written
 ) -> Int:
     """The step of each call; -> steps. The ready calls of a signature are a list through `following`."""
-    c: Int
-    e: Int
-    s: Int
-    r: Int
-    chosen: Int
-    steps: Int = 0
-    mean: cython.double
-    lowest: cython.double
-    signatures: Int = count.shape[0]
+    steps = 0
+    signatures = count.shape[0]
     scratch: Written = np.zeros(3 * signatures + sig.shape[0], dtype=np.int64)
     ready: Written = scratch[:signatures]  # one more than a ready call of each
     left: Written = scratch[signatures : 2 * signatures]
@@ -308,11 +295,7 @@ def _take_turns(
     sig: Shorts, before: Shorts, length: Ints, members: Ints, first: Ints, offsets: Written, order: Written
 ) -> None:
     """As `_group`, by the step of each call: parts of the signatures one after another."""
-    i: Int
-    p: Int
-    c: Int
-    step: Int
-    steps: Int = 0
+    steps = 0
     begin: Written = np.zeros(length.shape[0], dtype=np.int64)
     for p in range(first.shape[0] - 1):
         step = steps
@@ -375,11 +358,7 @@ class Component:
     @cython.cfunc
     def find_places(self) -> cython.void:
         """Each call's place and weight: the fourth power of its path, scaled so that sums stay below 2 ** 63."""
-        k: Int
-        c: Int
-        e: Int
-        longest: Int
-        most: Int = 1
+        most = 1
         path: Written = np.empty(self.n, dtype=np.int64)
         chains: Written = self.chains
         for k in range(self.members + 1):  # the last round counts calls of all members
@@ -402,17 +381,9 @@ class Component:
     @cython.ccall
     def run(self, step: WrittenShorts) -> Int:
         """Write the step of each call among those of the component; -> steps."""
-        c: Int
-        e: Int
-        k: Int
-        r: Int
-        top: Int
-        chosen: Int
-        shorter: Int
-        best: Int
-        steps: Int = 0
-        done: Int = 0
-        places: Int = self.first[self.members]
+        steps = 0
+        done = 0
+        places = self.first[self.members]
         scratch: Written = np.zeros(3 * self.members + 2 * places + self.n, dtype=np.int64)
         tops: Written = scratch[: self.members]  # of each member, above its longest chain that remains
         weight: Written = scratch[self.members : 2 * self.members]  # of its ready calls

@@ -56,13 +56,9 @@ def _mark_live(
     sig: Shorts, width: Ints, arity: Ints, inputs: Ints, outputs: Ints, stays: Flags, live: Marks, known: Int
 ) -> Int:
     """Live are calls of signatures that stay, calls that make outputs, and what a live call reads; -> dead calls."""
-    c: Int
-    i: Int
-    s: Int
-    v: Int
-    values: Int = 0
-    dead: Int = 0
-    at: Int = inputs.shape[0]
+    values = 0
+    dead = 0
+    at = inputs.shape[0]
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
@@ -134,14 +130,11 @@ def _keep_calls(
     known: Int,
 ) -> tuple[int, int]:
     """Calls and inputs that are kept, numbered anew."""
-    c: Int
-    i: Int
-    s: Int
-    kept: Int = 0
-    entries: Int = 0
-    at: Int = 0
-    values: Int = known
-    number: Int = known
+    kept = 0
+    entries = 0
+    at = 0
+    values = known
+    number = known
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
@@ -186,7 +179,6 @@ def _checksum(sig: Shorts, inputs: Ints, outputs: Ints) -> int:
     b: Hash = inputs.shape[0]
     c: Hash = outputs.shape[0]
     d: Hash = 4
-    i: Int
     for i in range(inputs.shape[0] // 2):
         a, b = _mix(a, inputs[2 * i]), _mix(b, inputs[2 * i + 1])
     if inputs.shape[0] % 2:

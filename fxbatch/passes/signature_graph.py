@@ -113,9 +113,7 @@ def spread_outputs(
 def _spread_outputs(
     sig: Shorts, first: Ints, types: Ints, needs: Flags, type_of: Written, needed: Marks, known: Int
 ) -> None:
-    c: Int
-    j: Int
-    v: Int = known
+    v = known
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < first.shape[0] - 1 or v + first[sig[c] + 1] - first[sig[c]] > type_of.shape[0]:
             raise IndexError(NOT_THERE)
@@ -165,13 +163,8 @@ def _walk(
     longest: Written,
 ) -> None:
     """Mark the pairs (slot, output) that occur, where `outs` is not 0; count calls and chains of them."""
-    c: Int
-    i: Int
-    s: Int
-    v: Int
-    own: Int
-    at: Int = 0
-    values: Int = 0
+    at = 0
+    values = 0
     for c in range(sig.shape[0]):
         s = sig[c]
         if s < 0 or s >= counts.shape[0]:
@@ -226,10 +219,7 @@ def source_calls(program: Program) -> np.ndarray:
 
 
 def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Written) -> None:
-    c: Int
-    i: Int
-    v: Int
-    values: Int = 0
+    values = 0
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
@@ -394,7 +384,6 @@ def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) ->
 
 
 def _mark(results: Ints, marked: Marks) -> None:
-    i: Int
     for i in range(results.shape[0]):
         if not 0 <= results[i] < marked.shape[0]:
             raise IndexError(NOT_THERE)
@@ -403,10 +392,7 @@ def _mark(results: Ints, marked: Marks) -> None:
 
 def _reach(sig: Shorts, first: Ints, inputs: Ints, known: Int, marked: Marks, hit: Marks) -> None:
     """Mark the outputs whose values are marked, then the earlier values that are read."""
-    c: Int
-    i: Int
-    s: Int
-    v: Int = known
+    v = known
     for c in range(sig.shape[0]):
         s = sig[c]
         if s < 0 or s >= first.shape[0] - 1 or v + first[s + 1] - first[s] > marked.shape[0]:

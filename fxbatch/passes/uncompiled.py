@@ -2,6 +2,7 @@
 
 The passes whose loops are hot (signature_graph, select, deduplicate, schedule, plan, gradients) are typed Python files.
 Cython compiles them where there is a compiler (setup.py); elsewhere the same files run as they are, slowly and right.
+Only arguments, attributes and columns say their types: those of other local variables follow (`infer_types`).
 
     try:
         import cython
