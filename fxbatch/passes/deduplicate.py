@@ -61,6 +61,7 @@ LEAST_SHARE = 0.125
 REMEMBERED = 256
 
 StructureKey = tuple[int, int]
+_NOT_MET: StructureKey = (-1, 0)
 
 
 def deduplicate(program: Program, *, least: float = 0.0) -> Program:
@@ -323,11 +324,10 @@ class Deduplicator:
         if len(program) < FEWEST_CALLS:
             return program
         structure = _structure(program)
-        missing: StructureKey = (-1, 0)
-        before = self._result.pop(structure, missing)
+        before = self._result.pop(structure, _NOT_MET)
         smaller = program if before is None else deduplicate_large(program)
         after = structure if smaller is program else _structure(smaller)
-        changed = before is not missing and before != after
+        changed = before != _NOT_MET and before != after
         self._result[structure] = None if changed else after
         if len(self._result) > REMEMBERED:
             self._result.popitem(last=False)
