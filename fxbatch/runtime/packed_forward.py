@@ -44,12 +44,11 @@ from fxbatch.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from fxbatch.trace.body_reads import Reads
+from fxbatch.trace.body_reads import BodyRoots, Reads
 from fxbatch.trace.columns import Bounds, sizes_of
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
-from fxbatch.trace.reached import BodyRoots
 from fxbatch.trace.state import current_recorder
 from fxbatch.trace.table import ATOMS, static_key
 

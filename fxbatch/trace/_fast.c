@@ -930,8 +930,7 @@ static PyMethodDef functions[] = {
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
     {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
     {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
-    {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/body_reads.py)."},
-    {"as_they_were", as_they_were, METH_O, "Whether modules are as their parts say (trace/module_state.py)."},
+    {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/places.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
@@ -949,9 +948,7 @@ static struct {
     const char *text;
     PyObject **where;
 } const interned[] = {
-    {"_forward_hooks", &s_hooks[0]}, {"_forward_pre_hooks", &s_hooks[1]}, {"_backward_hooks", &s_hooks[2]},
-    {"_backward_pre_hooks", &s_hooks[3]}, {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]},
-    {"_modules", &s_tables[2]}, {"training", &s_training}, {"shape", &s_shape},
+    {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]}, {"shape", &s_shape},
     {"dtype", &s_dtype}, {"device", &s_device}, {"_version", &s_version}, {"__getattr__", &s_getattr},
     {"__getattribute__", &s_getattribute},
 };

@@ -1,5 +1,5 @@
-/* Modules: their attributes while a thread records, and whether they are as they were. Part of _fast.c, whose names
-   it uses. */
+/* Modules: their attributes while a thread records, and whether they and all that code reads are as they were. Part of
+   _fast.c, whose names it uses. */
 
 #ifndef FXBATCH_FAST_MODULES_H
 #define FXBATCH_FAST_MODULES_H
@@ -15,7 +15,7 @@ static PyTypeObject *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3], *s_training, *s_hooks[4];
+static PyObject *s_getattr, *s_getattribute, *s_tables[3];
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
 {
     PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);
@@ -111,7 +111,9 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* --- Modules as they were (trace/module_state.py) ---------------------------------------------------------------------- */
+/* --- Places as they were (trace/places.py) ------------------------------------------------------------------- */
+
+enum { IN_DICT, IN_TYPE, IN_CELL, IN_SLOT, CONTENT, TYPES, MEMBERS, FILLED, TENSORS };
 
 static int tensor_is(PyObject *t, PyObject *expected)
 {
@@ -138,16 +140,16 @@ static int kind_is(PyObject *x, PyObject *kind)
     return same;
 }
 
-/* Whether a dictionary has these keys, in this order, and these values (or values of these kinds). */
-static int dict_is(PyObject *dict, PyObject *names, PyObject *values, int kinds)
+/* Whether a dictionary has these (names, values), in this order; kinds: values of these kinds. */
+static int dict_is(PyObject *dict, PyObject *expected, int kinds)
 {
-    PyObject *name, *value;
+    PyObject *names = PyTuple_GET_ITEM(expected, 0), *values = PyTuple_GET_ITEM(expected, 1), *name, *value;
     Py_ssize_t place = 0, i = 0;
     if (!dict || !PyDict_Check(dict) || PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(names))
         return 0;
     for (; PyDict_Next(dict, &place, &name, &value); i++) {
-        PyObject *expected = PyTuple_GET_ITEM(values, i), *before = PyTuple_GET_ITEM(names, i);
-        int same = kinds ? kind_is(value, expected) : value == expected;
+        PyObject *before = PyTuple_GET_ITEM(names, i);
+        int same = kinds ? kind_is(value, PyTuple_GET_ITEM(values, i)) : value == PyTuple_GET_ITEM(values, i);
         if (same != 1)
             return same;
         if (name != before && !(PyUnicode_Check(name) && PyUnicode_Check(before) && !PyUnicode_Compare(name, before)))
@@ -156,88 +158,70 @@ static int dict_is(PyObject *dict, PyObject *names, PyObject *values, int kinds)
     return 1;
 }
 
-static int part_is(PyObject *part, PyObject *dict)
+/* Whether an attribute of an object, of a slot or of its class's, is the very object that it was. */
+static int slot_is(PyObject *holder, PyObject *name, PyObject *expected, PyObject *missing)
 {
-    PyObject *hooks = PyTuple_GET_ITEM(part, 5), *tensors = PyTuple_GET_ITEM(part, 9);
-    if ((PyObject *)Py_TYPE(PyTuple_GET_ITEM(part, 0)) != PyTuple_GET_ITEM(part, 1))
+    PyTypeObject *type = Py_TYPE(holder);
+    PyObject *found = PyUnicode_CheckExact(name) ? _PyType_Lookup(type, name) : NULL;
+    if (!found || !Py_TYPE(found)->tp_descr_get)
         return 0;
-    int same = dict_is(dict, PyTuple_GET_ITEM(part, 2), PyTuple_GET_ITEM(part, 3), 1);
-    if (same != 1)
-        return same;
-    if (PyDict_GetItemWithError(dict, s_training) != PyTuple_GET_ITEM(part, 4))
-        return 0;
-    for (int i = 0; i < 4; i++) {
-        PyObject *table = PyDict_GetItemWithError(dict, s_hooks[i]);
-        if ((table ? PyObject_IsTrue(table) : 0) != (PyTuple_GET_ITEM(hooks, i) == Py_True))
-            return 0;
-    }
-    for (int i = 0; i < 3; i++) {
-        PyObject *pair = PyTuple_GET_ITEM(part, 6 + i), *table = PyDict_GetItemWithError(dict, s_tables[(i + 2) % 3]);
-        if (!dict_is(table, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), 0))
-            return 0;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors) && same == 1; i++)
-        same = tensor_is(PyTuple_GET_ITEM(tensors, i), PyTuple_GET_ITEM(PyTuple_GET_ITEM(part, 10), i));
+    Py_INCREF(found);
+    PyObject *now = Py_TYPE(found)->tp_descr_get(found, holder, (PyObject *)type);
+    Py_DECREF(found);
+    if (!now && PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_Clear();
+    int same = (now ? now : missing) == expected;
+    Py_XDECREF(now);
     return same;
 }
 
-/* as_they_were(parts): whether modules are as their parts say. */
-static PyObject *as_they_were(PyObject *Py_UNUSED(module), PyObject *parts)
+/* Whether a place holds what it held; 0 too where Python has to tell. */
+static int holds_still(long kind, PyObject *holder, PyObject *name, PyObject *expected, PyObject *missing)
 {
-    int same = PyList_Check(parts);
-    for (Py_ssize_t i = 0; same == 1 && i < PyList_GET_SIZE(parts); i++) {
-        PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
-        PyObject *dict = PyObject_GenericGetDict(PyTuple_GET_ITEM(part, 0), NULL);
-        same = dict ? part_is(part, dict) : -1;
-        Py_XDECREF(dict);
-        Py_DECREF(part);
+    PyObject *now = NULL;
+    int in_dict = PyDict_Check(holder) && (kind == IN_DICT || kind == MEMBERS);
+    if (in_dict && !(now = PyDict_GetItemWithError(holder, name)) && PyErr_Occurred())
+        return 0;
+    if (kind == IN_TYPE && PyType_Check(holder) && PyUnicode_CheckExact(name))
+        return ((now = _PyType_Lookup((PyTypeObject *)holder, name)) ? now : missing) == expected;
+    switch (kind) {
+    case IN_DICT:
+        return in_dict && (now ? now : missing) == expected;
+    case IN_SLOT:
+        return slot_is(holder, name, expected, missing);
+    case TYPES:
+        return dict_is(holder, expected, 1) == 1;
+    case MEMBERS:
+        return in_dict && dict_is(now, expected, 0) == 1;
     }
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
+    int same = kind == FILLED || kind == TENSORS;
+    for (Py_ssize_t i = 0; same == 1 && i < PyTuple_GET_SIZE(expected); i++) {
+        PyObject *before = PyTuple_GET_ITEM(expected, i);
+        if (kind == TENSORS)
+            same = tensor_is(PyTuple_GET_ITEM(holder, i), before);
+        else if ((now = PyDict_GetItemWithError(holder, PyTuple_GET_ITEM(name, i))) || !PyErr_Occurred())
+            same = (now ? PyObject_IsTrue(now) : 0) == (before == Py_True);
+    }
+    return same == 1;
 }
 
-/* --- What bodies read (trace/body_reads.py) ---------------------------------------------------------------- */
-
-/* What a place holds now, a new reference; NULL without an error: nothing, or it is none of the kinds below. */
-static PyObject *held_now(long kind, PyObject *holder, PyObject *name, int *known)
-{
-    PyTypeObject *type = Py_TYPE(holder);
-    PyObject *found = NULL;
-    *known = 1;
-    if (kind == 0 && PyDict_Check(holder)) /* an item of a dictionary */
-        return Py_XNewRef(PyDict_GetItemWithError(holder, name));
-    if (kind == 1 && PyType_Check(holder) && PyUnicode_CheckExact(name)) /* an attribute of a class */
-        return Py_XNewRef(_PyType_Lookup((PyTypeObject *)holder, name));
-    if (kind == 3 && PyUnicode_CheckExact(name) && (found = _PyType_Lookup(type, name)) && Py_TYPE(found)->tp_descr_get) {
-        Py_INCREF(found); /* a slot of an object, a function's code */
-        PyObject *now = Py_TYPE(found)->tp_descr_get(found, holder, (PyObject *)type);
-        Py_DECREF(found);
-        if (!now && PyErr_ExceptionMatches(PyExc_AttributeError))
-            PyErr_Clear();
-        return now;
-    }
-    *known = 0;
-    return NULL;
-}
-
-/* first_other(items, start, missing): the first place from `start` on, their number if there is none, that does not hold
-   the very object that it held. */
+/* first_other(places, start, missing): the first place from `start` on, their number if there is none, that does not
+   hold what it held; or holds another object, of which Python tells whether it is equal. */
 static PyObject *first_other(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *items, *missing;
+    PyObject *places, *missing;
     Py_ssize_t i;
-    if (!PyArg_ParseTuple(args, "O!nO", &PyList_Type, &items, &i, &missing))
+    if (!PyArg_ParseTuple(args, "O!nO", &PyList_Type, &places, &i, &missing))
         return NULL;
-    for (int same = 1; i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        PyObject *now = held_now(PyLong_AsLong(PyTuple_GET_ITEM(item, 0)), PyTuple_GET_ITEM(item, 1), PyTuple_GET_ITEM(item, 2), &same);
-        if (PyErr_Occurred())
-            return NULL;
-        same = same && (now ? now : missing) == PyTuple_GET_ITEM(item, 3);
-        Py_XDECREF(now);
-        if (!same)
+    for (int same = 1; i < PyList_GET_SIZE(places); i += same) {
+        PyObject *p = Py_NewRef(PyList_GET_ITEM(places, i));
+        same = holds_still(PyLong_AsLong(PyTuple_GET_ITEM(p, 0)), PyTuple_GET_ITEM(p, 1), PyTuple_GET_ITEM(p, 2),
+                           PyTuple_GET_ITEM(p, 3), missing);
+        Py_DECREF(p);
+        if (!same || PyErr_Occurred())
             break;
     }
-    return PyLong_FromSsize_t(i);
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(i);
 }
 
 #endif

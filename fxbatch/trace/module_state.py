@@ -1,8 +1,8 @@
 """The state of modules: how they are now, whether they still are, and what lasts as long as they are.
 
-In: modules. Out: a picture of their classes, attributes, modes, hooks, submodules and tensors, which `as_they_were`
-compares with what is now; what one operation of a module depends on (`Examined`); whose parameters are (`ModulesMet`);
-what a trace of a model depends on (`KnownModel`). What code reads besides is in `body_reads`.
+In: modules. Out: what one operation of a module depends on (`Examined`); whose parameters are (`ModulesMet`); what a
+trace of a model depends on (`KnownModel`). Each lasts while the places where modules keep their state (`places`) hold
+what they held, and what code reads besides (`body_reads`) too.
 
     found = Examined(module)
     found.key                    # equal for equal modes, types of tensors and contents of what is read
@@ -23,26 +23,11 @@ from torch.nn.parameter import is_lazy
 from fxbatch.ir import SharedOperand, TensorType
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)  # of a module's state
-
 Owners = dict[int, tuple[torch.nn.Module, str]]
-
-# One module as it was. A tuple, which the C extension reads: module, class, names and types of its attributes,
-# whether it trains, which kinds of hooks it has, (names, objects) of its submodules, parameters and buffers,
-# its tensors, and their (shape, dtype, device).
-Part = tuple[Any, ...]
-
-_Module = torch.nn.Module
-_TABLES = ("_modules", "_parameters", "_buffers")
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -50,73 +35,11 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return has_global_hooks() or any(map(module.__dict__.get, HOOKS))
 
 
-def picture(root: torch.nn.Module) -> list[Part] | None:
-    """All modules of a tree as they are, for `as_they_were`; None where what can change isn't all seen."""
-    modules = list(root.modules())
-    return list(map(_part, modules)) if all(map(_lists_its_own, modules)) else None
-
-
-def _lists_its_own(module: torch.nn.Module) -> bool:
-    """Whether all that can change is seen: modules that torch's own method lists, no parameters yet to be made."""
-    cls, state = type(module), module.__dict__
-    plain = cls.named_modules is _Module.named_modules and cls.modules is _Module.modules
-    kept_here = all(isinstance(state.get(name), dict) for name in _TABLES)  # not so in TorchScript
-    return plain and kept_here and not any(is_lazy(p) for p in state["_parameters"].values())
-
-
-def _part(module: torch.nn.Module) -> Part:
-    state = module.__dict__
-    tables = [(tuple(state[name]), tuple(state[name].values())) for name in _TABLES]
-    tensors = tuple(t for t in (*tables[1][1], *tables[2][1]) if t is not None)
-    return (
-        module, type(module), tuple(state), tuple(map(_kind, state.values())), module.training, _hooks(state), *tables,
-        tensors, tuple(map(_type_of, tensors)),
-    )  # fmt: skip
-
-
-def _type_of(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.device
-
-
-def _kind(x: Any) -> Any:
-    """The type of an attribute. Tensors among them are not held: they may be results, with all behind them."""
-    plain = isinstance(x, torch.Tensor) and type(x) is not Value
-    return (*_type_of(x), type(x)) if plain else type(x)
-
-
-def _hooks(state: dict[str, Any]) -> tuple[bool, ...]:
-    return tuple(bool(state.get(name)) for name in HOOKS)
-
-
-def as_they_were(parts: list[Part]) -> bool:
-    """Whether modules have the classes, attributes, hooks, submodules and tensors that they had."""
-    return _fast.as_they_were(parts) if ExtensionSwitch.on else all(map(_as_it_was, parts))
-
-
-def _as_it_was(part: Part) -> bool:
-    module, cls, names, kinds, training, hooks, *tables, tensors, types = part
-    state = module.__dict__
-    return (
-        type(module) is cls
-        and tuple(state) == names
-        and tuple(map(_kind, state.values())) == kinds
-        and state.get("training") is training
-        and _hooks(state) == hooks
-        and all(_same(state[name], table) for name, table in zip(_TABLES, tables, strict=True))
-        and tuple(map(_type_of, tensors)) == types
-    )
-
-
-def _same(now: dict[str, Any], table: tuple[tuple[str, ...], tuple[Any, ...]]) -> bool:
-    names, objects = table
-    return tuple(now) == names and all(a is b for a, b in zip(now.values(), objects, strict=True))
-
-
 class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
     __slots__ = (
-        "coupled", "entries", "guards", "key", "lasts", "names", "parts", "reads", "reason", "shared", "structure",
+        "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared", "structure",
         "training",
     )  # fmt: skip
 
@@ -128,10 +51,8 @@ class Examined:
         self.names: list[str] = []
         self.shared: list[SharedOperand] = []
         self.training = module.training
-        self.parts = picture(module)
-        self.entries: dict[
-            Any, dict[Any, Any]
-        ] = {}  # modes -> what the module was called with -> Entry or reason
+        self.places = places_of_modules(list(module.modules()))
+        self.entries: dict[Any, dict[Any, Any]] = {}  # modes -> what it was called with -> Entry or reason
         key: list[Any] = []
         for prefix, m in module.named_modules(remove_duplicate=False):
             if has_hooks(m):
@@ -142,7 +63,7 @@ class Examined:
             self._add_tensors(prefix, m, key)
         self.structure = tuple(key)
         self.key = (self.structure, reads.key)
-        self.lasts = self.parts is not None and not self.reason and not self.coupled
+        self.lasts = self.places is not None and not self.reason and not self.coupled
         self.reason = self.reason or reads.opaque
 
     def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[Any]) -> None:
@@ -165,8 +86,8 @@ class Examined:
         """Whether examining the module again would find the same."""
         return (
             self.lasts
-            and self.parts is not None
-            and as_they_were(self.parts)
+            and self.places is not None
+            and first_changed(self.places) is None
             and not has_global_hooks()
             and self.reads.unchanged()
         )
@@ -191,35 +112,24 @@ class ModulesMet(NamedTuple):
     """All modules that a recording may meet: whose each parameter and buffer is, and how the modules are now."""
 
     owners: Owners
-    parts: list[Part]
+    places: list[Item] | None  # None where what can change of them isn't all seen
     seen: frozenset[int]  # ids of the modules
     operands: list[tuple[str, torch.Tensor, int]]  # name, parameter or buffer, version at first sight
-    lasts: bool  # whether all that can change of them is seen
 
     @staticmethod
     def of(roots: Iterable[torch.nn.Module], versions: Mapping[int, int]) -> ModulesMet:
         """Look at the trees of `roots`. versions: of tensors that were seen before, by id."""
         owners: Owners = {}
-        parts: list[Part] = []
-        seen: set[int] = set()  # only looked up
         operands = []
-        lasts = True
-        for root in roots:
-            for module in root.modules():
-                for tensors in (module._parameters, module._buffers):
-                    for name, t in tensors.items():
-                        if t is not None and id(t) not in owners:
-                            owners[id(t)] = module, name
-                            if not is_lazy(t) and not t.is_inference():
-                                version = versions.get(id(t), t._version)
-                                operands.append((f"{type(module).__name__}.{name}", t, version))
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    if _lists_its_own(module):
-                        parts.append(_part(module))
-                    else:
-                        lasts = False
-        return ModulesMet(owners, parts, frozenset(seen), operands, lasts)
+        modules = {id(module): module for root in roots for module in root.modules()}
+        for module in modules.values():
+            for name, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is not None and id(t) not in owners:
+                    owners[id(t)] = module, name
+                    if not is_lazy(t) and not t.is_inference():
+                        version = versions.get(id(t), t._version)
+                        operands.append((f"{type(module).__name__}.{name}", t, version))
+        return ModulesMet(owners, places_of_modules(list(modules.values())), frozenset(modules), operands)
 
 
 def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
@@ -237,13 +147,13 @@ def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
 
 
 class KnownModel:
-    """What lasts while the modules are as `parts` says, and what their code reads is as it was."""
+    """What lasts while the modules, and what their code reads, are as they were."""
 
-    __slots__ = ("fingerprint", "ids", "model", "parts", "reads")
+    __slots__ = ("fingerprint", "ids", "model", "places", "reads")
 
     def __init__(self, forward: Callable[..., Any] | None, model: torch.nn.Module | None) -> None:
         self.model = model
-        self.parts = None if model is None else picture(model)
+        self.places = None if model is None else places_of_modules(list(model.modules()))
         self.reads = Reads.of_forward(forward, model)  # what the code of the forward and of its modules reads
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
         self.ids: dict[bytes, np.ndarray] = {}
@@ -252,8 +162,8 @@ class KnownModel:
         """Whether it still holds."""
         return (
             self.model is model
-            and self.parts is not None
-            and as_they_were(self.parts)
+            and self.places is not None
+            and first_changed(self.places) is None
             and self.reads.unchanged()
         )
 

@@ -25,12 +25,11 @@ from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.body_reads import Reads
+from fxbatch.trace.body_reads import Reads, is_own
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined, has_hooks
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
-from fxbatch.trace.reached import is_own
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key

@@ -22,7 +22,8 @@ from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column, written_to
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
-from fxbatch.trace.module_state import ModulesMet, Owners, as_they_were
+from fxbatch.trace.module_state import ModulesMet, Owners
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers
 from fxbatch.trace.user_line import at_line
@@ -358,7 +359,7 @@ class RecordedCalls(Columns):
             or kept.with_extension is not ExtensionSwitch.on
             or len(kept.roots) != len(self.roots)
             or any(a is not b for a, b in zip(kept.roots, self.roots, strict=True))
-            or not as_they_were(kept.modules.parts)
+            or first_changed(kept.modules.places or []) is not None
             or has_global_hooks()
             or not all(x.reads.unchanged() for x in kept.examined.values())
         ):
@@ -396,7 +397,7 @@ class RecordedCalls(Columns):
         versions = {id(t): version for _, t, version in self.operands}
         found = ModulesMet.of((*self.roots, *self.table.owners.values()), versions)
         self._know(found)
-        self.lasts = self.lasts and found.lasts
+        self.lasts = self.lasts and found.places is not None
         self.operands = (
             found.operands if self.recalled else []
         )  # a lazy block may outlast an optimizer's step

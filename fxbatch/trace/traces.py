@@ -40,7 +40,7 @@ from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
 from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.operations import MARKED
-from fxbatch.trace.reached import MISSING
+from fxbatch.trace.places import MISSING
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import RecordedUnder, entered_modes, tracing
 from fxbatch.trace.table import SignatureTable

@@ -20,7 +20,7 @@ from torch import nn
 import fxbatch
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.modules import MANY_STATES
-from fxbatch.trace.reached import MISSING
+from fxbatch.trace.places import MISSING
 
 SCALE = 2.0
 TABLE = {"scale": 2.0}

@@ -13,6 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.trace import module_state
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.state import current_recorder
 from tests.trace.test_examined import CHANGES, Cell
 
@@ -21,6 +22,10 @@ modules = sys.modules["fxbatch.trace.modules"]
 
 def look(*roots: nn.Module) -> module_state.ModulesMet:
     return module_state.ModulesMet.of(roots, {})
+
+
+def unchanged(found: module_state.ModulesMet) -> bool:
+    return found.places is not None and first_changed(found.places) is None
 
 
 class Other(Cell):
@@ -38,9 +43,9 @@ MORE: dict[str, Callable[[Cell], object]] = {
 def test_a_change_is_seen(change: str, recorded_by: str) -> None:
     m = Cell()
     found = look(m)
-    assert found.lasts and module_state.as_they_were(found.parts)
+    assert unchanged(found)
     (CHANGES | MORE)[change](m)
-    assert not module_state.as_they_were(found.parts)
+    assert not unchanged(found)
 
 
 def test_numbers_and_gradients_are_no_change(recorded_by: str) -> None:
@@ -50,7 +55,7 @@ def test_numbers_and_gradients_are_no_change(recorded_by: str) -> None:
         m.inner[0].weight.add_(1)
     m.requires_grad_(False)
     m.count = 2
-    assert module_state.as_they_were(found.parts)
+    assert unchanged(found)
 
 
 def test_modules_that_list_others_unseen_are_looked_at_again(recorded_by: str) -> None:
@@ -58,8 +63,8 @@ def test_modules_that_list_others_unseen_are_looked_at_again(recorded_by: str) -
         def named_modules(self, *args: Any, **kwargs: Any) -> Any:
             return iter([("", self)])
 
-    assert not look(nn.Sequential(Hiding())).lasts
-    assert not look(nn.LazyLinear(3)).lasts
+    assert look(nn.Sequential(Hiding())).places is None
+    assert look(nn.LazyLinear(3)).places is None
 
 
 class Model(nn.Module):
