@@ -70,6 +70,10 @@ class disabled(ContextDecorator):
         _switch.disabled -= 1
 
 
+class Arguments(tuple[Any, ...]):
+    """All arguments of one instance, optional ones too, where a tuple might be an instance itself."""
+
+
 class Autobatched:
     """What `@autobatch` knows of one decorated function: its options, and an Engine a module.
 
@@ -138,6 +142,8 @@ class Autobatched:
 
     def arguments_of(self, owner: Any, item: Any) -> tuple[Any, ...]:
         """The arguments of one instance of a data set: a tuple's items where several are required."""
+        if isinstance(item, Arguments):
+            return tuple(item)
         names = self.names(owner)
         required = [
             name

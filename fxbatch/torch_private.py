@@ -248,6 +248,10 @@ def inline_compiled_functions() -> contextlib.AbstractContextManager[Any]:
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
 
+_KEYS = torch._C.DispatchKey
+_with_key = torch._C._SetExcludeDispatchKeyGuard
+
+
 class QuietDispatchMode(TorchDispatchMode):
     """A dispatch mode that torch.compile need not know: the first use of another one imports torch._dynamo (0.9 s).
 
@@ -257,6 +261,14 @@ class QuietDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @staticmethod
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        """The call as it is without a mode: in one, torch leaves out what resolves views that are conjugated or negated
+        (`pinv` of complex numbers is wrong). Checked: 2.11.0, 2.13.0.
+        """
+        with _with_key(_KEYS.Conjugate, False), _with_key(_KEYS.Negative, False):
+            return func(*args, **(kwargs or {}))
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

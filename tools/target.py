@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fxbatch.decorator import Arguments
+
 from .errors import CommandError, Status
 
 # Folders of the package, found without importing it, and of the command.
@@ -154,18 +156,32 @@ def _call(function: Callable[..., Any], keywords: dict[str, Any], target: str) -
 
 
 def _checked(result: Any, target: str) -> tuple[Any, Sequence[Any]]:
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, tuple) or len(result) < 2:
         raise CommandError(
             f"{target} returned {type(result).__name__}, expected (model, instances)", status=Status.MODEL
         )
-    model, instances = result
+    model, *columns = result
     if not callable(model):
         raise CommandError(
             f"{target} returned a model of type {type(model).__name__}, which can't be called",
             status=Status.MODEL,
         )
+    columns = [_listed(column, target) for column in columns]
+    if len(columns) == 1:
+        return model, columns[0]
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise CommandError(
+            f"{target} returned lists of {', '.join(map(str, lengths))} instances after the model",
+            hint="as for a call of it, one list for each argument, all of one length",
+            status=Status.MODEL,
+        )
+    return model, [Arguments(row) for row in zip(*columns, strict=True)]
+
+
+def _listed(instances: Any, target: str) -> Sequence[Any]:
     try:
-        return model, instances if isinstance(instances, (list, tuple)) else list(instances)
+        return instances if isinstance(instances, (list, tuple)) else list(instances)
     except TypeError as error:
         kind = type(instances).__name__
         raise CommandError(

@@ -47,7 +47,7 @@ class _DetachUnderNoGrad(QuietDispatchMode):
     """Marks what the body computes under `torch.no_grad()` with a detach, which the graph keeps."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self.call(func, args, kwargs)
         if torch.is_grad_enabled() or func.is_view or func._schema.is_mutable:
             return out
         if isinstance(out, torch.Tensor) and out.is_floating_point():

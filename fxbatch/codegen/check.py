@@ -68,7 +68,7 @@ class _SparseTables(QuietDispatchMode):
             return _rows_of_table(
                 shape, torch.tensor([index % shape[0]], device=grad.device), grad.unsqueeze(0)
             )
-        return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
 
 
 def _rows_of_table(shape: Sequence[int], indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ class _Watch(QuietDispatchMode):
         self._in_module = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self.call(func, args, kwargs)
         if func is _DETACH:  # what autograd saves
             return out
         if func is _TRANSPOSE:  # of weights, which says nothing of the call's size

@@ -77,7 +77,7 @@ class _RandomWatch(QuietDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.random = True
-        return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs)
 
 
 # What a tensor is besides its type and content: the fakes here don't say it as the real ones will.

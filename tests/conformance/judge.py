@@ -145,7 +145,7 @@ def _root(calls: Sequence[Call], every: bool, process: Any) -> Any:
         return result if process is None else process(result)
 
     class Root(torch.nn.Module):
-        forward = fxbatch.autobatch(out="list")(call)
+        forward = fxbatch.autobatch(out="list", adaptive=False)(call)
 
     root = Root()
     if isinstance(functions[0], torch.nn.Module):

@@ -478,6 +478,18 @@ def test_dispatch_modes_see_the_loops_calls() -> None:
     assert ours.get_total_flops() == theirs.get_total_flops() > 0
 
 
+def test_instances_that_are_watched_give_what_they_give_unwatched() -> None:
+    """In a dispatch mode torch loses that a view is conjugated or negated."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.linalg.pinv(x), torch.linalg.eigvals(x[:, :2]) @ x.mH.imag[:2].cfloat()
+
+    xs = [torch.randn(2, 3, dtype=torch.complex64) for _ in range(4)]
+    for found, x in zip(fxbatch.autobatch(out="list")(forward)(xs), xs, strict=True):
+        for a, b in zip(found, forward(x), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_double_backward_goes_through_the_loop() -> None:
     model = Sizes()
     result = decorated(model)(lengths(4)).sum()

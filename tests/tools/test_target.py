@@ -9,6 +9,8 @@ import pytest
 from fxbatch_cli.errors import CommandError, Status
 from fxbatch_cli.target import load_target, parse_arguments
 
+from fxbatch.decorator import Arguments
+
 SOURCE = """
 import dataclasses
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ def one_tuple(): return (model,)
 def nothing(): return None
 def no_model(): return 3, []
 def no_list(): return model, 5
+def columns(): return model, [1, 2], (x for x in (None, 4))
+def uneven(): return model, [1, 2], [3]
 def generator(): return model, (i for i in range(3))
 
 def fails():
@@ -76,6 +80,10 @@ def test_instances_may_be_any_iterable(folder: Path) -> None:
     assert load_target("my_models.py:generator")[1] == [0, 1, 2]
 
 
+def test_a_list_for_each_argument(folder: Path) -> None:
+    assert load_target("my_models.py:columns")[1] == [Arguments((1, None)), Arguments((2, 4))]
+
+
 def test_values_are_literals_or_text() -> None:
     assert parse_arguments(["a=1", "b=1e-3", "c=[1, 2]", "d=text", "e=", "f=None", "g=x=y"]) == {
         "a": 1,
@@ -116,11 +124,12 @@ def test_values_are_literals_or_text() -> None:
         ("my_models.py:nothing", [], Status.MODEL, "returned NoneType, expected (model, instances)", ""),
         ("my_models.py:one_tuple", [], Status.MODEL, "returned tuple, expected (model, instances)", ""),
         ("my_models.py:no_model", [], Status.MODEL, "a model of type int, which can't be called", ""),
+        ("my_models.py:uneven", [], Status.MODEL, "lists of 2, 1 instances", "one list for each argument"),
         ("my_models.py:no_list", [], Status.MODEL, "instances of type int, expected a list", "[instance]"),
         ("my_models.py:one_tree", [], Status.MODEL, "did you mean [tree]?", ""),
-        ("my_models.py:one_tree", [], Status.MODEL, "(my_models.py:34)", ""),
+        ("my_models.py:one_tree", [], Status.MODEL, "(my_models.py:36)", ""),
         ("my_models.py:collated", [], Status.MODEL, "collate_fn=fxbatch.collate(model)", ""),
-        ("my_models.py:fails", [], Status.MODEL, "ValueError: no luck (my_models.py:25)", "--traceback"),
+        ("my_models.py:fails", [], Status.MODEL, "ValueError: no luck (my_models.py:27)", "--traceback"),
         ("broken.py:f", [], Status.MODEL, "importing broken.py: SyntaxError", ""),
         (
             "importing.py:f",
