@@ -25,12 +25,18 @@ def readme_for_index() -> str:
 
 
 # These files are what one reads, and what runs where they are not compiled.
-PASSES = ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
+TYPED = (
+    *(
+        f"passes/{name}"
+        for name in ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
+    ),
+    "ragged/row_places",
+)
 
 _LOOPS = cythonize(
     [
-        Extension(f"fxbatch.passes.{name}", [f"fxbatch/passes/{name}.py"], extra_compile_args=["-g0"])
-        for name in PASSES
+        Extension(f"fxbatch.{name.replace('/', '.')}", [f"fxbatch/{name}.py"], extra_compile_args=["-g0"])
+        for name in TYPED
     ],
     build_dir="build",
     # A pass checks each column that comes from outside, once, and uses no negative index.

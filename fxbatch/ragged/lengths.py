@@ -18,57 +18,42 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fxbatch.ragged.row_places import measure, padded_places, padded_rows, positions, segments
+
 
 class Lengths:
     """A size of each instance."""
 
     def __init__(self, sizes: np.ndarray, device: torch.device) -> None:
-        self.sizes = sizes
+        self.sizes = sizes  # int64 [n], contiguous
         self.device = device
-        self.n = len(sizes)
+        self.n = n = len(sizes)
+        self.starts = starts = np.empty(n, dtype=np.int64)  # the first row of each instance
+        self.total, self.longest, self.shortest = measure(sizes, starts)
+        self.uniform = self.shortest == self.longest  # no instance is padded
 
     @staticmethod
     def of(sizes: Any, n: int, device: torch.device) -> Lengths:
         """Of n sizes, or of one that all instances have."""
-        if isinstance(sizes, np.ndarray) and sizes.shape == (n,) and sizes.dtype == np.int64:
-            return Lengths(sizes, device)
-        return Lengths(np.broadcast_to(np.asarray(sizes, dtype=np.int64), (n,)), device)
+        if type(sizes) is np.ndarray and sizes.shape == (n,) and sizes.dtype == np.int64:
+            return Lengths(np.ascontiguousarray(sizes), device)
+        made = np.empty(n, dtype=np.int64)
+        made[:] = sizes
+        return Lengths(made, device)
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-    @functools.cached_property
-    def total(self) -> int:
-        """Rows of all instances."""
-        return int(self.sizes.sum())
-
-    @functools.cached_property
-    def longest(self) -> int:
-        return int(self.sizes.max()) if self.n else 0
-
-    @functools.cached_property
-    def shortest(self) -> int:
-        return int(self.sizes.min()) if self.n else 0
-
-    @property
-    def uniform(self) -> bool:
-        """Whether no instance is padded."""
-        return self.shortest == self.longest
-
-    @functools.cached_property
-    def starts(self) -> np.ndarray:
-        """int64 [n]: the first row of each instance."""
-        ends = np.cumsum(self.sizes)
-        return np.asarray(ends - self.sizes, dtype=np.int64)
+        made = torch.from_numpy(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        return made if self.device.type == "cpu" else made.to(self.device)
 
     @functools.cached_property
     def list(self) -> list[int]:
-        return [int(x) for x in self.sizes]
+        found: list[int] = self.sizes.tolist()
+        return found
 
     @functools.cached_property
     def column(self) -> torch.Tensor:
         """int64 [n]: the sizes."""
-        return self._to(self.sizes.astype(np.int64))
+        return self._to(self.sizes)
 
     @functools.cached_property
     def offsets(self) -> torch.Tensor:
@@ -77,7 +62,7 @@ class Lengths:
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
-        return np.repeat(np.arange(self.n, dtype=np.int64), self.sizes)
+        return segments(self.sizes, self.total)
 
     @functools.cached_property
     def segment(self) -> torch.Tensor:
@@ -91,7 +76,7 @@ class Lengths:
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
-        return np.arange(self.total, dtype=np.int64) - self.starts[self.segments]
+        return positions(self.sizes, self.total)
 
     @functools.cached_property
     def position(self) -> torch.Tensor:
@@ -101,7 +86,7 @@ class Lengths:
     @functools.cached_property
     def places(self) -> torch.Tensor:
         """int64 [total]: the place of each row in the padded form, its first two dimensions as one."""
-        return self._to(self.segments * self.longest + self.positions)
+        return self._to(padded_places(self.sizes, self.total, self.longest))
 
     @functools.cached_property
     def sources(self) -> torch.Tensor:
@@ -109,17 +94,12 @@ class Lengths:
 
         Places of an instance without rows repeat row `total`, which is no instance's.
         """
-        last = np.maximum(self.sizes - 1, 0)[:, None]
-        rows = self.starts[:, None] + np.minimum(np.arange(self.longest, dtype=np.int64)[None], last)
-        rows[self.sizes == 0] = self.total
-        return self._to(rows.reshape(-1))
+        return self._to(padded_rows(self.sizes, self.total, self.longest, True))
 
     @functools.cached_property
     def own_rows(self) -> torch.Tensor:
         """int64 [n * longest]: the row at each place of the padded form; `total` where there is none."""
-        place = np.arange(self.longest, dtype=np.int64)[None]
-        rows = np.where(place < self.sizes[:, None], self.starts[:, None] + place, self.total)
-        return self._to(rows.reshape(-1))
+        return self._to(padded_rows(self.sizes, self.total, self.longest, False))
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
@@ -192,6 +172,25 @@ class Lengths:
             return torch.embedding_bag(table, self.each_row, self.offsets)[0].reshape(self.n, *rows.shape[1:])
         out = rows.new_zeros((self.n, *rows.shape[1:]))
         return out.index_add(0, self.segment, rows)
+
+    def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of `weights * rows` over the rows of each instance: [total, 1], [total, d] => [n, d]."""
+        recorded = torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad)
+        if recorded or rows.dtype not in (torch.float32, torch.float64) or not rows.numel():
+            return self.sum(weights * rows)
+        return torch.embedding_bag(
+            rows, self.each_row, self.offsets, mode=0, per_sample_weights=weights.reshape(-1)
+        )[0]
+
+    def softmax(self, rows: torch.Tensor) -> torch.Tensor:
+        """The softmax over the rows of each instance."""
+        wide = rows.numel() > NARROW * self.total
+        if wide or not rows.is_cpu or rows.dtype not in (torch.float32, torch.float64) or not self.total:
+            return self.unpad(self.pad(rows, float("-inf")).softmax(1))
+        if torch.is_grad_enabled() and rows.requires_grad:
+            found: torch.Tensor = _Softmax.apply(rows, self)
+            return found
+        return _softmax(rows, self)
 
     def extreme(self, rows: torch.Tensor, fill: Any, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "amax" or "amin", where equal rows share the gradient; fill: what never is one."""
@@ -266,6 +265,32 @@ class Lengths:
             self._to(rows),
             self._to(unsorted),
         )
+
+
+NARROW = 8  # elements of a row, up to which segments are reduced faster than padding is written
+
+
+def _softmax(rows: torch.Tensor, size: Lengths) -> torch.Tensor:
+    top = torch.segment_reduce(rows, "max", lengths=size.column, unsafe=True)
+    powers = (rows - size.each(top)).exp_()
+    return powers.div_(size.each(torch.segment_reduce(powers, "sum", lengths=size.column, unsafe=True)))
+
+
+class _Softmax(torch.autograd.Function):
+    """The softmax over the rows of each instance, without padding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, size: Lengths) -> torch.Tensor:
+        found = _softmax(rows, size)
+        ctx.size = size
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (found,), (gradient,) = ctx.saved_tensors, gradients
+        made = gradient * found
+        return made - found * ctx.size.each(ctx.size.sum(made)), None
 
 
 class _Extreme(torch.autograd.Function):

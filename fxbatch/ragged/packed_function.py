@@ -20,6 +20,7 @@ from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules
 from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
 from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
+from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
 from fxbatch.ragged.values_alone import alone, padded_together
@@ -161,10 +162,8 @@ class Minibatch:
     ) -> torch.Tensor:
         """The rows that each place of a sliding kernel meets, zeros beyond the ends of the instance: [total of out,
         kernel, ...]. left: how far the first place begins before the first row."""
-        place = (out.positions * stride - left)[:, None] + np.arange(kernel) * dilation
-        beyond = (place < 0) | (place >= size.sizes[out.segments][:, None])
-        met = np.where(beyond, size.total, place + size.starts[out.segments][:, None])
-        index = torch.from_numpy(met.reshape(-1)).to(self.device)
+        met = windows(size.sizes, out.sizes, out.total, size.total, kernel, left, stride, dilation)
+        index = torch.from_numpy(met).to(self.device)
         return size.extended(rows).index_select(0, index).view(out.total, kernel, *rows.shape[1:])
 
     def conv1d(

@@ -393,8 +393,27 @@ def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
         return _masked_reduction(e, node, x, dims, "0", "sum")
     if product := _of_products(e, node, x, dims):
         return _kept(e, node, product)
+    if weighted := _weighted(e, node, x, dims):
+        return _kept(e, node, weighted)
     name, size = _reduced(e, node, x, dims, "sum")
     return _kept(e, node, f"{size}.sum({name})")
+
+
+def _weighted(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
+    """A sum over rows `[T, d]` times weights `[T, 1]`, which nothing else reads: "" for another."""
+    times = node.args[0]
+    assert isinstance(times, fx.Node)
+    if times.target is not torch.ops.aten.mul.Tensor or len(times.users) > 1 or dims != [0] or x.axes != (0,):
+        return ""
+    factors = [e.value(f) for f in times.args]
+    if not all(
+        isinstance(f, Packed) and f.layout == PACKED and f.axes == (0,) and f.rank == 2 for f in factors
+    ):
+        return ""
+    weights, rows = sorted(factors, key=lambda f: bool(f.shape[1] != 1))
+    if weights.shape != (x.shape[0], 1) or rows.shape != x.shape or weights.dtype != rows.dtype:
+        return ""
+    return f"{e.lengths(x.shape[0])}.weighted({weights.name}, {rows.name})"
 
 
 def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
@@ -499,6 +518,8 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     start = x.name if x.dtype == dtype else f"{x.name}.to({e.const(dtype)})"
     size = e.lengths(x.shape[dims[0]])
     if x.layout == PACKED:
+        if how == "softmax":
+            return e.made(f"{size}.softmax({start})", node.meta["val"])
         return e.made(f"{size}.unpad({size}.pad({start}, float('-inf')).{how}(1))", node.meta["val"])
     place = x.place(dims[0])
     return e.made(f"{size}.hide({start}, {place}).{how}({place})", node.meta["val"])

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PASSES = ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")  # compiled by Cython
+TYPED = (
+    "deduplicate",
+    "gradients",
+    "plan",
+    "row_places",
+    "schedule",
+    "select",
+    "signature_graph",
+)  # by Cython
 pytestmark = pytest.mark.slow  # a minute or two of compiling: `make package`
 
 SMALL_MODEL = """
@@ -139,7 +147,7 @@ def test_the_readme_of_an_index_has_no_relative_links(archives: tuple[Path, Path
 def test_the_wheel_with_its_extensions_and_examples(archives: tuple[Path, Path], tmp_path: Path) -> None:
     environment = Environment.make(tmp_path / "wheel")
     environment.install(archives[1])
-    assert environment.extensions == ["_fast", "_native", *sorted(PASSES)]
+    assert environment.extensions == ["_fast", "_native", *TYPED]
     environment.check()
     names = [
         ".".join(["fxbatch_examples", *p.relative_to(ROOT / "examples").with_suffix("").parts])
