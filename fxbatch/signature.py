@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -40,6 +41,12 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    numel: int = field(init=False, repr=False, compare=False)  # elements in one value
+    nbytes: int = field(init=False, repr=False, compare=False)  # of one value
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
@@ -49,14 +56,6 @@ class TensorType:
         name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
         where = "" if self.device.type == "cpu" else f"@{self.device}"
         return f"{name}[{','.join('*' if d < 0 else str(d) for d in self.shape)}]{where}"
-
-    @property
-    def numel(self) -> int:
-        """Elements in one value."""
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
 
     @property
     def differentiable(self) -> bool:

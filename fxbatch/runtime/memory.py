@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.native import Span, address, extension
-from fxbatch.ir import VIEW, Plan, Program, Signature, SignatureColumns, TensorType
+from fxbatch.ir import Plan, Program, Signature, SignatureColumns, TensorType
+from fxbatch.passes.plan import ArrayTable, place_arrays, rows_of_arrays
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.torch_private import storage_uses
 
@@ -120,48 +121,51 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
+class Kinds:
+    """The types of arrays, and the same as columns."""
+
+    types: tuple[TensorType, ...]
+    width: np.ndarray  # int64: bytes a row
+    device: np.ndarray  # int64: the number of its device
+    devices: tuple[torch.device, ...]
+
+    @staticmethod
+    def of(types: Sequence[TensorType]) -> Kinds:
+        devices = list(dict.fromkeys([t.device for t in types]))
+        width = np.array([t.nbytes for t in types], dtype=np.int64)
+        numbers = np.zeros(len(types), dtype=np.int64)
+        if len(devices) > 1:
+            numbers[:] = [devices.index(t.device) for t in types]
+        return Kinds(tuple(types), width, numbers, tuple(devices))
+
+
+@dataclass(frozen=True, eq=False)
 class ArrayLayout:
     """Where arrays lie: of each the piece, and in it the offset, the bytes, and whether it is part of an arena."""
 
     lines: tuple[tuple[torch.device, int], ...]  # of each piece
     piece: tuple[int, ...]
     places: np.ndarray  # int64 [arrays, 3]
+    offsets: tuple[int, ...]  # those of the places
     rows: tuple[int, ...]
     counts: tuple[int, ...] = ()  # calls of each signature
-    inside: frozenset[int] = frozenset()  # arrays that are part of an arena; only looked up
 
 
 def lay_out(
-    kinds: Sequence[TensorType],
-    rows: Sequence[int],
-    counts: Sequence[int] = (),
-    inside: Mapping[int, tuple[int, int]] | None = None,
+    kinds: Kinds,
+    rows: np.ndarray,
+    counts: np.ndarray | None = None,
+    inside: np.ndarray | None = None,
+    first: np.ndarray | None = None,
 ) -> ArrayLayout:
-    """One array after another, each device's in a piece of its own. inside: array -> (arena, first row).
-
-    A plain loop: there are a few dozen arrays, for which each array operation would cost as much as all of them.
-    """
-    pieces: dict[torch.device, int] = {}
-    ends: list[int] = []
-    piece: list[int] = []
-    places: list[int] = []
-    for number, (kind, n) in enumerate(zip(kinds, rows, strict=True)):
-        width = row_bytes(kind)
-        found = None if not inside else inside.get(number)
-        if found is not None:
-            places += (places[3 * found[0]] + found[1] * width, n * width, 1)
-            piece.append(piece[found[0]])
-            continue
-        mine = pieces.get(kind.device)
-        if mine is None:
-            mine = pieces[kind.device] = len(ends)
-            ends.append(0)
-        piece.append(mine)
-        places += (ends[mine], n * width, 0)
-        ends[mine] += -(-n * width // LINE) * LINE
-    lines = tuple((device, ends[p] // LINE) for device, p in pieces.items())
-    columns = np.array(places, dtype=np.int64).reshape(-1, 3)
-    return ArrayLayout(lines, tuple(piece), columns, tuple(rows), tuple(counts), frozenset(inside or ()))
+    """One array after another, each device's in a piece of its own. inside: the arena that has an array's rows, from
+    row `first` on, or -1."""
+    places, ends = place_arrays(kinds.width, kinds.device, len(kinds.devices), rows, LINE, inside, first)
+    lines = tuple(zip(kinds.devices, (ends // LINE).tolist(), strict=True))
+    calls = () if counts is None else tuple(counts.tolist())
+    return ArrayLayout(
+        lines, tuple(kinds.device.tolist()), places, tuple(places[:, 0].tolist()), tuple(rows.tolist()), calls
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,7 @@ class Arrays:
     """The arrays that a set of operations needs: arenas by type, then what each operation keeps and saves."""
 
     kinds: tuple[TensorType, ...]
+    columns: Kinds  # the same as columns
     arenas: int  # how many of them are arenas
     compiled: tuple[CompiledOperation | None, ...]
     owners: tuple[
@@ -176,18 +181,19 @@ class Arrays:
     ]  # of all others: the signature that keeps or saves it, and rows a call
     first: tuple[int, ...]  # of each signature: its first array
     kept: tuple[tuple[int, tuple[int, ...]], ...]  # signatures that keep input groups, and which
+    table: ArrayTable
 
     @functools.cached_property
     def arena_widths(self) -> tuple[np.ndarray, bool]:
         """int64 [arenas]: bytes a row; and whether C can read all of them."""
         kinds = self.kinds[: self.arenas]
-        widths = [row_bytes(kind) for kind in kinds]
-        return np.array(widths, dtype=np.int64), all(widths) and all(k.device.type == "cpu" for k in kinds)
+        widths = self.columns.width[: self.arenas]
+        return widths, bool(widths.all()) and all(k.device.type == "cpu" for k in kinds)
 
     @staticmethod
     def of(types: Sequence[TensorType], compiled: Sequence[CompiledOperation | None]) -> Arrays:
         """The arrays of a program's types and compiled operations."""
-        kinds, owners, first = list(types), [], []
+        kinds, owners, first, groups = list(types), [], [], [-1] * len(types)
         for s, operation in enumerate(compiled):
             first.append(len(kinds))
             if operation is None:
@@ -195,33 +201,36 @@ class Arrays:
             kinds += kinds_of_rows(operation)
             owners += [(s, members) for members in operation.kept_members]
             owners += [(s, 1)] * len(operation.saved_types)
+            groups += [*operation.kept_groups, *[-1] * len(operation.saved_types)]
         kept = tuple((s, c.kept_groups) for s, c in enumerate(compiled) if c is not None and c.kept_groups)
-        return Arrays(tuple(kinds), len(types), tuple(compiled), tuple(owners), tuple(first), kept)
+        columns = Kinds.of(kinds)
+        of_arrays = [*[(-1, 0)] * len(types), *owners]
+        owner, members, group = (
+            np.array(x, dtype=np.int64)
+            for x in ([s for s, _ in of_arrays], [n for _, n in of_arrays], groups)
+        )
+        table = ArrayTable(
+            columns.width, columns.device, len(columns.devices), owner, members, group, len(first)
+        )
+        return Arrays(
+            tuple(kinds), columns, len(types), tuple(compiled), tuple(owners), tuple(first), kept, table
+        )
+
+    @functools.cached_property
+    def first_of(self) -> dict[CompiledOperation, int]:
+        """The first array of each operation."""
+        return {c: i for c, i in zip(self.compiled, self.first, strict=True) if c is not None}
+
+    def counts_of(self, layout: ArrayLayout) -> Sequence[int]:
+        """The calls of each operation of `first_of`."""
+        if len(self.first_of) == len(self.compiled):
+            return layout.counts
+        return [n for c, n in zip(self.compiled, layout.counts, strict=True) if c is not None]
 
     def lay_out(self, plan: Plan) -> ArrayLayout:
         """Arenas as large as the plan has them, rows for all calls; rows that lie together in an arena stay there."""
-        counts, steps, last = [[0] * len(self.first) for _ in range(3)]
-        for k, (s, n) in enumerate(zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True)):
-            counts[s] += n
-            steps[s] += 1
-            last[s] = k
-        rows = [*plan.capacity.tolist(), *(counts[s] * members for s, members in self.owners)]
-        return lay_out(self.kinds, rows, counts, self._rows_in_place(plan, steps, last))
-
-    def _rows_in_place(
-        self, plan: Plan, steps: Sequence[int], last: Sequence[int]
-    ) -> dict[int, tuple[int, int]]:
-        """Of operations with one step whose kept groups are views: array -> (arena, first row), for no copy."""
-        found = {}
-        for s, groups in self.kept:
-            if steps[s] != 1:
-                continue
-            first = int(plan.first_gather[last[s]])
-            for position, group in enumerate(groups):
-                if plan.gather_kind[first + group] == VIEW:
-                    place = int(plan.gather_arena[first + group]), int(plan.gather_start[first + group])
-                    found[self.first[s] + position] = place
-        return found
+        rows, inside, first, counts = rows_of_arrays(self.table, plan)
+        return lay_out(self.columns, rows, counts, inside, first)
 
 
 def kinds_of_rows(compiled: CompiledOperation) -> list[TensorType]:
@@ -238,10 +247,6 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def row_bytes(kind: TensorType) -> int:
-    return kind.numel * kind.dtype.itemsize
-
-
 class Pieces:
     """Arrays by number, in pieces of memory."""
 
@@ -252,34 +257,38 @@ class Pieces:
         # int64 [arrays, 3]: pointer (0 where C can't read it), bytes, whether part of an arena
         self.places = _NO_PLACES
         self._pieces: list[torch.Tensor] = []
-        self._where: list[tuple[int, int]] = []  # of each array: its piece, and the offset in it
+        self._piece: list[int] = []  # of each array: its piece, and the offset in it
+        self._offset: list[int] = []
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pieces by type
         self._tensors: dict[int, torch.Tensor] = {}
 
     def add(self, kinds: Sequence[TensorType], layout: ArrayLayout) -> None:
         """Further arrays, in new pieces."""
-        places, where = self._lay(layout)
+        before = len(self._pieces)
+        places = self._lay(layout)
         self.places = places if not self.kinds else np.concatenate((self.places, places))
         self.kinds += kinds
         self.rows += layout.rows
-        self._where += where
+        self._piece += layout.piece if not before else [before + p for p in layout.piece]
+        self._offset += layout.offsets
 
-    def _lay(self, layout: ArrayLayout) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """New pieces: where arrays lie in them, for C and for Python."""
-        before = len(self._pieces)
+    def _lay(self, layout: ArrayLayout) -> np.ndarray:
+        """New pieces: where arrays lie in them, for C."""
         begins = []
         for device, lines in layout.lines:
             piece = self.pool.take(device, lines)
             self._pieces.append(piece)
             begins.append(address(piece, lines * LINE) or 0)
         places = layout.places.copy()
-        offsets = places[:, 0].tolist()
         if len(begins) == 1:
-            places[:, 0] = places[:, 0] + begins[0] if begins[0] else 0
+            if begins[0]:
+                places[:, 0] += begins[0]
+            else:
+                places[:, 0] = 0
         elif begins:
             begin = np.array(begins, dtype=np.int64)[list(layout.piece)]
             places[:, 0] = np.where(begin > 0, places[:, 0] + begin, 0)
-        return places, list(zip([before + p for p in layout.piece], offsets, strict=True))
+        return places
 
     def tensor(self, array: int) -> torch.Tensor:
         """An array as [rows, *shape]."""
@@ -292,7 +301,7 @@ class Pieces:
         kind, rows = self.kinds[array], self.rows[array]
         if not rows or not kind.numel:
             return torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
-        piece, offset = self._where[array]
+        piece, offset = self._piece[array], self._offset[array]
         key = piece, kind.dtype
         typed = self._typed.get(key)
         if typed is None:
@@ -322,7 +331,6 @@ class Memory(Pieces):
         self.calls: dict[CompiledOperation, int] = {}  # how many rows each has, over all steps so far
         self._arena: list[int] = []  # the array of each type
         self._first: dict[CompiledOperation, int] = {}  # the first array of each
-        self._inside: frozenset[int] = frozenset()
         # Of each array, where there are several phases: rows in use, and what the next run knows it by.
         self._used: list[int] = []
         self._keys: list[Hashable] = []
@@ -349,7 +357,7 @@ class Memory(Pieces):
     def row_place(self, kind: TensorType, row: int) -> int:
         """Where a value of a type is in memory that C can write to, 0 where it can't."""
         pointer = int(self.places[self._arena[self.type_ids[kind]], 0])
-        return pointer + row * row_bytes(kind) if pointer else 0
+        return pointer + row * kind.nbytes if pointer else 0
 
     # -- room ---------------------------------------------------------------------------------------
 
@@ -357,11 +365,9 @@ class Memory(Pieces):
         """Room for a run's only phase."""
         assert not self.kinds and len(self.type_ids) == arrays.arenas, "the only phase of its run"
         self.add(arrays.kinds, layout)
-        self._inside = layout.inside
         self._arena = list(range(arrays.arenas))
-        for compiled, first, count in zip(arrays.compiled, arrays.first, layout.counts, strict=True):
-            if compiled is not None:
-                self._first[compiled], self.calls[compiled] = first, count
+        self._first.update(arrays.first_of)
+        self.calls.update(zip(arrays.first_of, arrays.counts_of(layout), strict=True))
 
     def grow(self, arrays: Arrays, plan: Plan) -> None:
         """Room for one more phase: arrays that are too small move to a new piece, with twice the rows."""
@@ -394,10 +400,12 @@ class Memory(Pieces):
     def _move(self, moving: Sequence[int], rows: Sequence[int]) -> None:
         """Put arrays into a new piece, with this many rows, and what they hold with them."""
         before = [self.tensor(i)[: self._used[i]] if self._used[i] else None for i in moving]
-        places, where = self._lay(lay_out([self.kinds[i] for i in moving], rows))
-        self.places[moving] = places
-        for i, place, n, old in zip(moving, where, rows, before, strict=True):
-            self._where[i], self.rows[i] = place, n
+        pieces = len(self._pieces)
+        layout = lay_out(Kinds.of([self.kinds[i] for i in moving]), np.array(rows, dtype=np.int64))
+        self.places[moving] = self._lay(layout)
+        where = zip(layout.piece, layout.offsets, strict=True)
+        for i, (piece, offset), n, old in zip(moving, where, rows, before, strict=True):
+            self._piece[i], self._offset[i], self.rows[i] = pieces + piece, offset, n
             self._tensors.pop(i, None)
             if old is not None:
                 self.tensor(i)[: len(old)].copy_(old)
@@ -433,7 +441,8 @@ class Memory(Pieces):
         self.kinds.append(kind)
         self._keys.append(key)
         self.rows.append(0)
-        self._where.append((-1, 0))
+        self._piece.append(-1)
+        self._offset.append(0)
         self._used.append(0)
         return len(self.kinds) - 1
 
@@ -460,7 +469,7 @@ class Memory(Pieces):
 
     def in_place(self, compiled: CompiledOperation, position: int) -> bool:
         """Whether a kept group is read where it is in its arena."""
-        return self._first[compiled] + position in self._inside
+        return bool(self.places[self._first[compiled] + position, 2])
 
     def saved(self, compiled: CompiledOperation, index: int) -> torch.Tensor:
         """The rows of a saved tensor."""
@@ -500,7 +509,7 @@ class GradientRows(Pieces):
             self._first[compiled] = len(everything)
             everything += compiled.extra_types
             rows += [n] * len(compiled.extra_types)
-        self.add(everything, lay_out(everything, rows))
+        self.add(everything, lay_out(Kinds.of(everything), np.array(rows, dtype=np.int64)))
         self.table = self._clear(len(kinds))
 
     def _clear(self, arenas: int) -> array[int]:

@@ -23,7 +23,7 @@ from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import Span, address, place_of
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
-from fxbatch.runtime.memory import Arrays, GradientRows, row_bytes
+from fxbatch.runtime.memory import Arrays, GradientRows
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.trace.integers import PLAIN_TENSORS
 
@@ -140,7 +140,7 @@ def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: 
     step = operation.native_backward if backward else operation.native_forward
     stop = arrays.first[s] + len(operation.kept_groups) + len(operation.saved_types)
     kinds = arrays.kinds[arrays.first[s] : stop]
-    return step if all(row_bytes(k) and k.device.type == "cpu" for k in kinds) else None
+    return step if all(k.nbytes and k.device.type == "cpu" for k in kinds) else None
 
 
 def places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Span] | None:

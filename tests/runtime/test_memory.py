@@ -14,7 +14,7 @@ from torch import nn
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
 from fxbatch.ir import VIEW, Plan, tensor_type
-from fxbatch.runtime.memory import LINE, ArrayLayout, Arrays, Memory, Pieces, Pool, lay_out, row_bytes
+from fxbatch.runtime.memory import LINE, ArrayLayout, Arrays, Kinds, Memory, Pieces, Pool, lay_out
 from tests import models as M
 from tests.oracle import check_equal
 from tests.runtime.test_native_steps import CASES
@@ -46,7 +46,6 @@ def check_layout(arrays: Arrays, plan: Plan, layout: ArrayLayout) -> None:
     for array, (kind, rows) in enumerate(zip(arrays.kinds, layout.rows, strict=True)):
         offset, size, flag = layout.places[array].tolist()
         assert size == rows * kind.numel * kind.dtype.itemsize
-        assert flag == (array in layout.inside)
         if flag:
             continue
         assert offset % LINE == 0 and offset + size <= LINE * lines
@@ -60,10 +59,10 @@ def check_layout(arrays: Arrays, plan: Plan, layout: ArrayLayout) -> None:
             gathers = [int(plan.first_gather[k]) + group for k in steps]
             assert layout.rows[array] == sum(int(plan.gather_rows[g]) for g in gathers)
             once = len(steps) == 1 and plan.gather_kind[gathers[0]] == VIEW
-            assert once == (array in layout.inside)
+            assert once == bool(layout.places[array, 2])
             if once:
                 arena = int(plan.gather_arena[gathers[0]])
-                width = row_bytes(arrays.kinds[arena])
+                width = arrays.kinds[arena].nbytes
                 start = layout.places[arena, 0] + int(plan.gather_start[gathers[0]]) * width
                 assert layout.places[array, 0] == start
                 assert all(owner[b] == arena for b in range(start, start + layout.places[array, 1]))
@@ -128,7 +127,7 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
     pool = Pool()
     memory = Memory(pool)
     types = [ROW, INDEX]
-    arrays = Arrays(tuple(types), 2, (), (), (), ())
+    arrays = Arrays.of(types, ())
     memory.type_ids = {kind: i for i, kind in enumerate(types)}
 
     def grow(*rows: int) -> None:
@@ -171,7 +170,7 @@ def test_tensors_of_memory() -> None:
     pool = Pool()
     memory = Pieces(pool)
     kinds = [ROW, INDEX, EMPTY, tensor_type((2,), torch.complex128, ROW.device)]
-    memory.add(kinds, lay_out(kinds, [3, 2, 4, 0]))
+    memory.add(kinds, lay_out(Kinds.of(kinds), np.array([3, 2, 4, 0])))
     memory.tensor(0).fill_(1.5)
     memory.tensor(1).fill_(7)
     assert memory.tensor(0).tolist() == [[1.5] * 3] * 3 and memory.tensor(1).tolist() == [7, 7]
