@@ -5,7 +5,8 @@ next, the one with the lowest node comes first.
 
     components(4, [(0, 1), (1, 2), (2, 1), (3, 2)])      # [[0], [3], [1, 2]]
 
-Without networkx, whose import takes as long as the rest of a first minibatch's planning.
+Without networkx, whose import takes as long as the rest of a first minibatch's planning. Plain Python: compiled
+passes can't index from the end.
 """
 
 from __future__ import annotations

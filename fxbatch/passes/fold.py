@@ -1,12 +1,10 @@
 """Program + Schedule -> BatchedGraph, and Fold's algorithm on it, stage by stage (Looks et al. 2017, section 2).
 
 Comes in: a Program and its Schedule. Goes out: a node a step, an edge where a step reads what another made; then
-what Fold adds (pass-throughs, gathers, cats) and what goes beyond it (without pass-throughs, without gathers of
-consecutive rows). They are there for dumps, drawings and fidelity; the looped module walks a Plan instead.
+what Fold adds: pass-throughs, gathers, cats. They are there for dumps, drawings and fidelity; a run walks a Plan.
 
     graph = batch_calls(program, schedule)
     graph = insert_cats(insert_gathers(insert_pass_throughs(graph)))
-    elide_gathers(elide_pass_throughs(graph))
     program, schedule = add_pass_through_calls(program)       # the same as calls, so that any runtime can run them
 """
 
@@ -70,24 +68,6 @@ def _add_results(build: GraphBuilder, depth: int) -> None:
         if len(values):
             node = Node("result", depth, (program.types[t],), (values,), (values,))
             build.add(f"r{t}", node, give=False)
-
-
-def copy_node(build: GraphBuilder, batched: BatchedGraph, name: str, node: Node) -> None:
-    """Add a node: inputs that come from a gather keep it, all others connect to who gives the values now."""
-    gathers = {
-        read.input: before
-        for before, read in batched.reads(name)
-        if batched.node(before).kind == "gather" and before in build.graph
-    }
-    build.add(name, node, give=False, connect=False)
-    for i, wanted in enumerate(node.wants):
-        if i in gathers:
-            rows = np.arange(len(wanted))
-            build.read(gathers[i], name, (Read(0, i, rows, rows),))
-        else:
-            build.connect(name, i, wanted)
-    if node.kind not in ("gather", "result"):
-        build.give(name, node)
 
 
 def insert_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
@@ -169,10 +149,12 @@ def insert_cats(batched: BatchedGraph) -> BatchedGraph:
         # A depth's gathers read what the depths before have made, so they connect before it gives.
         for name, node in by_depth[depth]:
             if node.kind == "gather":
-                copy_node(build, batched, name, node)
+                build.add(name, node, give=False)
         for name, node in by_depth[depth]:
             if node.kind != "gather":
-                copy_node(build, batched, name, node)
+                build.add(name, node, give=node.kind != "result", connect=False)
+                for before, read in batched.reads(name):
+                    build.read(before, name, (read,))
         _add_cats(build, depth, [node for _, node in by_depth[depth]])
     return build.build()
 
@@ -187,68 +169,6 @@ def _add_cats(build: GraphBuilder, depth: int, nodes: list[Node]) -> None:
     for t in sorted(pieces):
         wants = tuple(pieces[t])
         build.add(f"c{depth}.{t}", Node("cat", depth, (program.types[t],), (np.concatenate(wants),), wants))
-
-
-def elide_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
-    """The graph without `pass` nodes; the same graph when it has none.
-
-        p2.0 depth 2: pass x1   b4 depth 3: input 0 <- p2.0.0[0] at [0]
-        ==>
-        b4 depth 3: input 0 <- b1.0[0] at [0]
-
-    Possible because what a depth has made stays there: arenas (and the nodes of a graph) keep their rows. The
-    gathers of pass-throughs go with them; cats lose the rows that were carried.
-    """
-    passes = batched.nodes("pass")
-    if not passes:
-        return batched
-    build = GraphBuilder(batched.program, "pass-throughs elided")
-    gone = {name for name, _ in passes}
-    for name, node in batched.nodes():
-        readers = list(batched.graph.successors(name))
-        if name in gone or (node.kind == "gather" and readers and all(r in gone for r in readers)):
-            continue
-        if node.kind == "cat":
-            sources = {read.input: before for before, read in batched.reads(name)}
-            wants = tuple(w for i, w in enumerate(node.wants) if sources[i] not in gone)
-            if not wants:
-                continue
-            node = Node("cat", node.depth, node.types, (np.concatenate(wants),), wants)
-        copy_node(build, batched, name, node)
-    return build.build()
-
-
-def elide_gathers(batched: BatchedGraph) -> BatchedGraph:
-    """The graph without gathers of consecutive rows of one node; the same graph when there are none.
-
-    g.b3.0: input 0 <- b2.0[4:8] at [0:4]         b3: input 0 <- b2.0[4:8] at [0:4]
-    b3: input 0 <- g.b3.0.0[0:4] at [0:4]  ==>
-    """
-    gone = [name for name, _ in batched.nodes("gather") if is_view(batched, name)]
-    if not gone:
-        return batched
-    dropped = dict.fromkeys(gone)
-    build = GraphBuilder(batched.program, "gathers elided")
-    for name, node in batched.nodes():
-        if name in dropped:
-            continue
-        build.add(name, node, give=False, connect=False)
-        for before, read in batched.reads(name):
-            if before in dropped:
-                ((source, through),) = batched.reads(before)
-                build.read(source, name, (Read(through.output, read.input, through.rows, read.places),))
-            else:
-                build.read(before, name, (read,))
-    return build.build()
-
-
-def is_view(batched: BatchedGraph, gather: str) -> bool:
-    """Whether a gather reads consecutive rows of one output, in order."""
-    reads = list(batched.reads(gather))
-    if len(reads) != 1:
-        return False
-    rows, places = reads[0][1].rows, reads[0][1].places
-    return bool((np.diff(rows) == 1).all() and (places == np.arange(len(places))).all())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -203,6 +203,13 @@ class CallBlock:
     wired: tuple[int, ...]
     groups: list[Group]
 
+    def __post_init__(self) -> None:
+        # The member of each flat slot, and where the slots of each member begin.
+        self.owner_in = [k for k, s in enumerate(self.signatures) for _ in s.inputs]
+        self.owner_out = [k for k, s in enumerate(self.signatures) for _ in s.outputs]
+        self.first_in = list(accumulate((len(s.inputs) for s in self.signatures), initial=0))
+        self.first_out = list(accumulate((len(s.outputs) for s in self.signatures), initial=0))
+
 
 @dataclass(eq=False)
 class Match:
@@ -278,10 +285,10 @@ def _cut(match: Match, recurrent_in: np.ndarray, recurrent_out: np.ndarray) -> l
     block = match.block
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(block.signatures)))
-    owner_in, owner_out = owners(block)
+    owner_in = block.owner_in
     for slot, output in enumerate(block.wired):
         if output >= 0:
-            graph.add_edge(owner_out[output], owner_in[slot])
+            graph.add_edge(block.owner_out[output], owner_in[slot])
     assert nx.is_directed_acyclic_graph(graph)
     waits, needed = set(), set()
     for slot in np.flatnonzero(recurrent_in).tolist():
@@ -303,12 +310,10 @@ def _cut(match: Match, recurrent_in: np.ndarray, recurrent_out: np.ndarray) -> l
 
 def _group(match: Match, members: tuple[int, ...]) -> Group:
     block = match.block
-    owner_in, owner_out = owners(block)
-    inside = frozenset(members)
     slots = [
         slot
         for slot, output in enumerate(block.wired)
-        if owner_in[slot] in inside and (output < 0 or owner_out[output] not in inside)
+        if block.owner_in[slot] in members and (output < 0 or block.owner_out[output] not in members)
     ]
     alias: dict[int, int] = {}
     for n, slot in enumerate(slots):
@@ -317,13 +322,6 @@ def _group(match: Match, members: tuple[int, ...]) -> Group:
                 alias[slot] = other
                 break
     return Group(members, tuple(slots), alias)
-
-
-def owners(block: CallBlock) -> tuple[list[int], list[int]]:
-    """The member of each flat input slot, and of each flat output slot."""
-    ins = [k for k, s in enumerate(block.signatures) for _ in s.inputs]
-    outs = [k for k, s in enumerate(block.signatures) for _ in s.outputs]
-    return ins, outs
 
 
 def find_matches(program: Program, stream: Stream, blocks: list[CallBlock]) -> list[Match]:
@@ -420,7 +418,7 @@ class MemberModule(nn.Module):
         return tuple(self.signature.run(tensors[:arity], tensors[arity:]))
 
 
-def fused_signature(wiring: Wiring, rule: str = "calls that always occur together") -> Signature:
+def fused_signature(wiring: Wiring) -> Signature:
     """The Signature of the whole. Its body runs the members one after another.
 
         wiring = Wiring(members, reads, outputs)
@@ -444,7 +442,7 @@ def fused_signature(wiring: Wiring, rule: str = "calls that always occur togethe
         f"fused:{name}" if len(name) <= 60 else f"fused:{name[:57]}...",
         "graph",
         _compose(wiring, len(inputs), shared),
-        rule=rule,
+        rule="calls that always occur together",
         random=any(m.operation.random for m in members),
     )
     return Signature(
@@ -494,7 +492,6 @@ class Fuser:
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
-        self.hits = self.misses = 0
         self.families: OrderedDict[tuple[int, ...], _Learned] = OrderedDict()
         self.made: OrderedDict[Hashable, Signature] = OrderedDict()
 
@@ -519,12 +516,6 @@ class Fuser:
                     if any(made is signature for made in group.made):
                         group.refused = True
 
-    def clear(self) -> None:
-        """Forget what was learned; fused operations are made anew."""
-        self.families.clear()
-        self.made.clear()
-        self.hits = self.misses = 0
-
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
         key = (tuple(map(id, wiring.members)), wiring.reads, wiring.outputs)
@@ -545,10 +536,8 @@ class Fuser:
         key = tuple(map(id, members))  # the entry holds the signatures, so their ids stay theirs
         found = self.families.get(key)
         if found is not None and len(program) < 4 * found.calls:
-            self.hits += 1
             self.families.move_to_end(key)
             return found
-        self.misses += 1
         stream = Stream(program)
         blocks = learn_blocks(program, stream) if stream.ordered else []
         self.families[key] = _Learned(members, len(program), blocks)
@@ -615,16 +604,17 @@ class _Fusing:
         for slot, other in list(group.alias.items()):
             if (match.values[:, slot] != match.values[:, other]).any():
                 del group.alias[slot]  # from now on they are two inputs
-        owner_in, owner_out = owners(block)
-        first_out = list(accumulate((len(s.outputs) for s in block.signatures), initial=0))
-        made = [program.first_value[match.calls[:, k]] + (o - first_out[k]) for o, k in enumerate(owner_out)]
-        for output, k in enumerate(owner_out):
+        made = [
+            program.first_value[match.calls[:, k]] + (o - block.first_out[k])
+            for o, k in enumerate(block.owner_out)
+        ]
+        for output, k in enumerate(block.owner_out):
             if k in group.members and output not in group.outputs and outside[made[output]].any():
                 group.outputs.append(output)
         if not group.outputs:  # dead calls: any one output keeps the operation well formed
-            group.outputs.append(next(o for o, k in enumerate(owner_out) if k in group.members))
+            group.outputs.append(next(o for o, k in enumerate(block.owner_out) if k in group.members))
         inputs = [slot for slot in group.slots if slot not in group.alias]
-        signature = self.fuser.signature(_wiring(block, group, inputs, owner_in, owner_out, first_out))
+        signature = self.fuser.signature(_wiring(block, group, inputs))
         if not any(made is signature for made in group.made):
             group.made.append(signature)
         columns = [match.values[:, slot] for slot in inputs]
@@ -655,27 +645,19 @@ class _Fusing:
         return reorder(select_calls(wide, keep), np.argsort(position, kind="stable"))
 
 
-def _wiring(
-    block: CallBlock,
-    group: Group,
-    inputs: list[int],
-    owner_in: list[int],
-    owner_out: list[int],
-    first_out: list[int],
-) -> Wiring:
+def _wiring(block: CallBlock, group: Group, inputs: list[int]) -> Wiring:
     """The group as members, reads and outputs in terms of itself."""
-    first_in = list(accumulate((len(s.inputs) for s in block.signatures), initial=0))
     place = {k: n for n, k in enumerate(group.members)}
-    reads = []
-    for k in group.members:
-        row = []
-        for i in range(len(block.signatures[k].inputs)):
-            slot = first_in[k] + i
-            if slot in group.slots:
-                row.append((-1, inputs.index(group.alias.get(slot, slot))))
-            else:
-                output = block.wired[slot]
-                row.append((place[owner_out[output]], output - first_out[owner_out[output]]))
-        reads.append(tuple(row))
-    outputs = tuple((place[owner_out[o]], o - first_out[owner_out[o]]) for o in group.outputs)
-    return Wiring(tuple(block.signatures[k] for k in group.members), tuple(reads), outputs)
+
+    def made(output: int) -> tuple[int, int]:
+        k = block.owner_out[output]
+        return place[k], output - block.first_out[k]
+
+    def read(slot: int) -> tuple[int, int]:
+        if slot in group.slots:
+            return -1, inputs.index(group.alias.get(slot, slot))
+        return made(block.wired[slot])
+
+    reads = [tuple(map(read, range(block.first_in[k], block.first_in[k + 1]))) for k in group.members]
+    members = tuple(block.signatures[k] for k in group.members)
+    return Wiring(members, tuple(reads), tuple(map(made, group.outputs)))

@@ -1,10 +1,8 @@
 """The rewrites of a program as one literal tuple, and the manager that runs them.
 
-    pipeline = Pipeline({"eliminate_dead", "fuse"})      # one a decorated callable
-    program = pipeline(program)
-    pipeline.records                                     # name, calls before and after, seconds
-
-`STAGES` is the same for the batched graph: Fold's algorithm, then what goes beyond it.
+pipeline = Pipeline({"eliminate_dead", "fuse"})      # one a decorated callable
+program = pipeline(program)
+pipeline.records                                     # name, calls before and after, seconds
 """
 
 from __future__ import annotations
@@ -13,22 +11,13 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from fxbatch.batched_graph import BatchedGraph
 from fxbatch.errors import OptionError
-from fxbatch.ir import Program, Schedule
+from fxbatch.ir import Program
 from fxbatch.passes.deduplicate import Deduplicator, deduplicate
-from fxbatch.passes.fold import (
-    batch_calls,
-    elide_gathers,
-    elide_pass_throughs,
-    insert_cats,
-    insert_gathers,
-    insert_pass_throughs,
-)
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.unstack_sums import Unstacker
-from fxbatch.verify import verify_batched_graph, verify_program
+from fxbatch.verify import verify_program
 
 ProgramPass = Callable[[Program], Program]
 
@@ -39,14 +28,6 @@ PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),
     ("deduplicate_large", Deduplicator, "in its place, where nobody said whether to"),
-)
-
-STAGES: tuple[tuple[str, Callable[[BatchedGraph], BatchedGraph], str], ...] = (
-    ("pass-through", insert_pass_throughs, "each depth reads the depth before"),
-    ("gathered", insert_gathers, "after pass-throughs: those gather too"),
-    ("cats", insert_cats, "after gathers: they read the cats"),
-    ("no-pass-through", elide_pass_throughs, "beyond Fold: rows stay where they were made"),
-    ("no-gather", elide_gathers, "last: gathers of consecutive rows are views"),
 )
 
 
@@ -91,20 +72,3 @@ class Pipeline:
             records.append(PassRecord(name, before, calls, clock - start))
         self.records = tuple(records)
         return program
-
-
-def batched_stages(program: Program, schedule: Schedule, *, verify: bool = False) -> dict[str, BatchedGraph]:
-    """The batched graph of a schedule after each stage, `batched` first, by stage name."""
-    graphs = {"batched": batch_calls(program, schedule)}
-    if verify:
-        verify_batched_graph(graphs["batched"])
-    graph = graphs["batched"]
-    for name, rewrite, _ in STAGES:
-        try:
-            graph = graphs[name] = rewrite(graph)
-            if verify:
-                verify_batched_graph(graph)
-        except Exception as error:
-            error.add_note(f"in stage {name} of the batched graph")
-            raise
-    return graphs

@@ -284,39 +284,22 @@ def _in_turn(program: Program, before: np.ndarray, length: np.ndarray) -> Schedu
     """One component after another: `before` is a call's step in its own, `length` the steps, summed over its
     signatures."""
     members, first = survey(program).graph.turns
-    steps = int(length.sum())
-    columns = np.zeros(steps + 1 + len(program), dtype=np.int64)
-    offsets, order = columns[: steps + 1], columns[steps + 1 :]
-    _take_turns(program.sig, before, length, members, first, offsets, order)
-    return Schedule(order, offsets, "lookahead")
+    step = np.empty(len(program), dtype=np.int64)
+    _take_turns(program.sig, before, length, members, first, step)
+    return schedule_from_steps(step, int(length.sum()), "lookahead")
 
 
-def _take_turns(
-    sig: Shorts, before: Shorts, length: Ints, members: Ints, first: Ints, offsets: Written, order: Written
-) -> None:
-    """As `_group`, by the step of each call: parts of the signatures one after another."""
+def _take_turns(sig: Shorts, before: Shorts, length: Ints, members: Ints, first: Ints, step: Written) -> None:
+    """The step of each call, parts of the signatures one after another."""
     steps = 0
     begin: Written = np.zeros(length.shape[0], dtype=np.int64)
     for p in range(first.shape[0] - 1):
-        step = steps
+        of_part = steps
         for i in range(first[p], first[p + 1]):
-            begin[members[i]] = step
+            begin[members[i]] = of_part
             steps += length[members[i]]
     for c in range(sig.shape[0]):
-        step = begin[sig[c]] + before[c]
-        if step < 0 or step >= steps:
-            raise IndexError(NOT_THERE)
-        offsets[step + 1] += 1
-    for i in range(steps):
-        offsets[i + 1] += offsets[i]
-    for c in range(sig.shape[0]):
-        step = begin[sig[c]] + before[c]
-        order[offsets[step]] = c
-        offsets[step] += 1
-    for i in range(steps, 0, -1):
-        offsets[i] = offsets[i - 1]
-    if steps > 0:
-        offsets[0] = 0
+        step[c] = begin[sig[c]] + before[c]
 
 
 @cython.cclass

@@ -83,9 +83,7 @@ def test_decisions_are_kept_from_minibatch_to_minibatch() -> None:
     used = [second.signatures[s] for s in sorted(set(second.sig.tolist()))]
     fused = [s for s in used if s.operation.kind == "graph"]
     assert len(fused) == 2 and all(s in first.signatures for s in fused)
-    assert (fuser.hits, fuser.misses) == (1, 1)
-    fuser.clear()
-    assert (fuser.hits, fuser.misses) == (0, 0)
+    assert len(fuser.families) == 1
 
 
 def test_a_value_that_turns_out_to_be_needed_becomes_an_output() -> None:

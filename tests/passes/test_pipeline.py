@@ -9,8 +9,7 @@ from hypothesis import given
 
 from fxbatch.errors import OptionError, VerifyError
 from fxbatch.ir import Program
-from fxbatch.passes.pipeline import PASSES, STAGES, Pipeline, batched_stages
-from fxbatch.passes.schedule import batch_by_depth
+from fxbatch.passes.pipeline import PASSES, Pipeline
 from tests.passes.fusion_models import Functions
 from tests.passes.test_rewrites import check_same_results
 from tests.programs import programs, tree_lstm_program
@@ -51,9 +50,3 @@ def test_unknown_passes_list_the_known() -> None:
         match="unknown pass 'fusee'; known are eliminate_dead, unstack_sums, fuse, deduplicate",
     ):
         Pipeline({"fusee"})
-
-
-def test_stages_by_name() -> None:
-    program = tree_lstm_program([(1, (2, 3))])
-    graphs = batched_stages(program, batch_by_depth(program), verify=True)
-    assert list(graphs) == ["batched", *(name for name, _, _ in STAGES)]
