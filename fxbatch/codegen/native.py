@@ -44,13 +44,13 @@ def _nowhere(tensor: torch.Tensor, size: int) -> int | None:
 address: Callable[[torch.Tensor, int], int | None] = _nowhere if extension is None else extension.address
 
 
-def place_of(tensor: torch.Tensor) -> Span | None:
-    """Where a tensor is, and its bytes from the first element to the end of the last; None where C must not look."""
+def put_place(rows: Any, width: int, at: int, tensor: torch.Tensor) -> bool:
+    """Write where a tensor is, and its bytes from the first element to the end of the last, into row `at` of int64 [..,
+    width]; False where C must not look."""
     if tensor.layout is not torch.strided:
-        return None
+        return False
     size = tensor.nbytes
     if size and not tensor.is_contiguous():
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         size = last * tensor.element_size()
-    start = address(tensor, size)
-    return None if start is None else (start, size)
+    return bool(extension.put_places(rows, width, at, (tensor,), (size,)))

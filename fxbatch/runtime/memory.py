@@ -16,6 +16,7 @@ rows as the last one came to have, and moves arrays that outgrow theirs to a new
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from array import array
 from collections import OrderedDict, deque
@@ -541,13 +542,15 @@ class GradientRows(Pieces):
         first = self._first.get(compiled)
         return [] if first is None else [self.tensor(first + i) for i in range(len(compiled.extra_types))]
 
-    def extra_places(self, compiled: CompiledOperation) -> list[Span]:
-        """Pointers and bytes of those rows, nothing of what C can't read."""
+    def extra_places(self, compiled: CompiledOperation) -> np.ndarray:
+        """Pointers and bytes of those rows, pointer 0 where C can't read them; none where they were not asked for."""
         first = self._first.get(compiled)
-        if first is None:
-            return []
-        places = self.places[first : first + len(compiled.extra_types), :2].tolist()
-        return [(start, size) if start else (0, 0) for start, size in places]
+        return _NO_PLACES if first is None else self.places[first : first + len(compiled.extra_types)]
+
+    def extra_place(self, compiled: CompiledOperation, index: int) -> Span | None:
+        """Pointer and bytes of one of them; None where C can't read it."""
+        pointer, size, _ = self.places[self._first[compiled] + index].tolist()
+        return (pointer, size) if pointer else None
 
 
 class GradientMemory:
@@ -574,9 +577,7 @@ class GradientMemory:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the CPU with undefined contents, no view of another."""
-        size = dtype.itemsize
-        for n in shape:
-            size *= n
+        size = dtype.itemsize * math.prod(shape)
         if size < self.LEAST:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:

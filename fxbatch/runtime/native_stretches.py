@@ -10,6 +10,7 @@ Pointers are fetched anew for each phase and backward pass, and their tensors he
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Span, extension, place_of
+from fxbatch.codegen.native import Span, extension, put_place
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.runtime.memory import GradientMemory, GradientRows, Memory
 from fxbatch.runtime.phase import Phase
-from fxbatch.runtime.pointer_table import PointerTable, places_of_shared
+from fxbatch.runtime.pointer_table import PointerTable
 from fxbatch.runtime.watchers import named_step
 from fxbatch.torch_private import profiler_enabled
 
@@ -138,9 +139,8 @@ class NativeKernels:
         the shared operands that the results belong to."""
         if not 0 < n <= _ROWS:
             return None
-        given = places_of_shared(step, shared)
-        fixed = None if given is None else step.prepared(shared, self._workspace)
-        if given is None or fixed is None:
+        fixed = step.prepared(shared, self._workspace)
+        if fixed is None:
             return None
         operands = [id(shared[i]) for i in of]
         adds = step.adding is not None and bool(operands) and all(x in self._sums for x in operands)
@@ -148,14 +148,20 @@ class NativeKernels:
             results = [self._sums[x] for x in operands]
         else:
             results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
-        places = [*inputs, *given]
-        for tensor in (*results, *fixed):
-            found = place_of(tensor)
-            if found is None:
+        table = array("q", itertools.chain.from_iterable(inputs))
+        first = len(inputs)
+        made = first + len(shared)
+        after = made + len(results)
+        table.frombytes(bytes(16 * (after + len(fixed) - first)))
+        if not (
+            extension.put_places(table, 2, first, shared, step.shared_bytes)
+            and extension.put_places(table, 2, made, results, None)
+        ):
+            return None
+        for k, tensor in enumerate(fixed):
+            if not put_place(table, 2, after + k, tensor):
                 return None
-            places.append(found)
-        for place in places:
-            self._table.extend(place)
+        self._table += table
         if step.adding is not None and not adds:
             self._sums.update(zip(operands, results, strict=True))
         self.steps.append(step)

@@ -18,7 +18,7 @@ import torch
 
 from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Span, place_of
+from fxbatch.codegen.native import Span, address
 from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.native_stretches import NativeKernels
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -62,14 +62,15 @@ class Left:
     def place(self, compiled: CompiledOperation, ref: Ref, held: list[torch.Tensor]) -> Span | None:
         """Pointer and bytes of the same; None where they aren't together on the CPU. held: until C has read them."""
         if ref.kind == "extra" and compiled not in self.kept:
-            return self.rows.extra_places(compiled)[ref.index]
+            return self.rows.extra_place(compiled, ref.index)
         if ref.kind in ("group", "saved"):
             kept = compiled.kept_groups
             own = kept.index(ref.index) if ref.kind == "group" else len(kept) + ref.index
             return self.memory.place(compiled, own)
         rows = self.all_rows(compiled, ref)
         held.append(rows)
-        return place_of(rows) if rows.is_contiguous() else None
+        start = address(rows, rows.nbytes) if rows.is_contiguous() else None
+        return None if start is None else (start, rows.nbytes)
 
 
 def parameter_gradients(

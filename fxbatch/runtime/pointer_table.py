@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Span, address, place_of
+from fxbatch.codegen.native import extension, put_place
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
 from fxbatch.runtime.memory import Arrays, GradientRows
@@ -60,7 +60,6 @@ class PointerTable:
     rows: np.ndarray  # int64 [rows, 3]
     at: np.ndarray  # rows of arrays
     arrays: np.ndarray  # which
-    shared_at: np.ndarray  # rows of shared operands, part after part
     parts: tuple[_Part, ...]
 
     @staticmethod
@@ -70,7 +69,6 @@ class PointerTable:
         programs: list[Any] = []
         at: list[int] = []
         read: list[int] = []
-        shared_at: list[int] = []
         parts: list[_Part] = []
         for s, operation in enumerate(arrays.compiled):
             step = None if operation is None else _step_of(operation, arrays, s, backward=backward)
@@ -87,14 +85,13 @@ class PointerTable:
                 rows.extend((0, 0, 0) * (len(step.fixed) + len(operation.extra_types)))
                 at += range(own, shared)
                 read += range(arrays.first[s], arrays.first[s] + kept + saved)
-                shared_at += range(shared, fixed)
                 parts.append(_Part(s, operation, step, shared, fixed, fixed + len(step.fixed)))
             first.append(len(rows) // 3)
         if not parts:
             return None
         column = lambda x: np.array(x, dtype=np.int64)  # noqa: E731
         return PointerTable(
-            tuple(programs), column(first), column(rows).reshape(-1, 3), column(at), column(read), column(shared_at),
+            tuple(programs), column(first), column(rows).reshape(-1, 3), column(at), column(read),
             tuple(parts),
         )  # fmt: skip
 
@@ -110,25 +107,24 @@ class PointerTable:
         rows = self.rows.copy()
         if len(self.at):
             rows[self.at] = places[self.arrays]
-        pointers: list[int] = []
         held: list[torch.Tensor] = []
         refused = []
         for part in self.parts:
             shared, step = operands[part.operation.signature], part.step
-            found = [address(t, size) for t, size in zip(shared, step.shared_bytes, strict=True)]
-            pointers += [x or 0 for x in found]
-            fixed = None if None in found else step.prepared(shared, workspace)
-            where = None if fixed is None else list(map(place_of, fixed))
-            if fixed is None or where is None or None in where:
+            if not extension.put_places(rows, 3, part.shared, shared, step.shared_bytes):
                 refused.append(part.s)
                 continue
-            for k, place in enumerate(where):
-                rows[part.fixed + k, :2] = place
-            held += fixed
-            if made is not None:
-                for k, place in enumerate(made.extra_places(part.operation)):
-                    rows[part.extra + k, :2] = place
-        rows[self.shared_at, 0] = pointers
+            if step.fixed:
+                fixed = step.prepared(shared, workspace)
+                if fixed is None or not all(
+                    put_place(rows, 3, part.fixed + k, tensor) for k, tensor in enumerate(fixed)
+                ):
+                    refused.append(part.s)
+                    continue
+                held += fixed
+            if made is not None and part.operation.extra_types:
+                extra = made.extra_places(part.operation)
+                rows[part.extra : part.extra + len(extra)] = extra
         programs = self.programs
         if refused:
             programs = tuple(None if s in refused else x for s, x in enumerate(programs))
@@ -141,17 +137,6 @@ def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: 
     stop = arrays.first[s] + len(operation.kept_groups) + len(operation.saved_types)
     kinds = arrays.kinds[arrays.first[s] : stop]
     return step if all(k.nbytes and k.device.type == "cpu" for k in kinds) else None
-
-
-def places_of_shared(step: NativeStep, shared: Sequence[torch.Tensor]) -> list[Span] | None:
-    """Where the shared operands are; None where C can't read one as it is."""
-    found: list[Span] = []
-    for tensor, size in zip(shared, step.shared_bytes, strict=True):
-        start = address(tensor, size)
-        if start is None:
-            return None
-        found.append((start, size))
-    return found
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,19 +188,31 @@ def _known(recorder: RecordedCalls, results: Sequence[Any]) -> tuple[dict[int, V
             ahead += result
         else:
             ahead += tree_leaves(result)
+    ahead = _of(recorder, ahead)
     for kept in (recorder.constants, recorder.foreign.copies, recorder.copies or {}):
-        ahead += [x[0] for x in kept.values()]
+        ahead += map(_FIRST, kept.values())
     ahead += recorder.numbers.values()
     found: dict[int, Value] = {}
     views: list[Value] = []
     while ahead:
-        new = {id(v): v for v in ahead if type(v) is Value and v._recorder is recorder}
-        linked = [v for number, v in new.items() if hasattr(v, "_alias") and number not in found]
+        new = dict(zip(map(id, ahead), ahead, strict=True))
+        are_linked = map(
+            hasattr, new.values(), itertools.repeat("_alias")
+        )  # no bytecode a value: there are many
+        linked = [v for v in itertools.compress(new.values(), are_linked) if id(v) not in found]
         found.update(new)
         views += linked
         aliases = [a for a in map(alias_of, linked) if a is not None]
-        ahead = [x for a in aliases for x in (a.source, *tree_leaves(a.call or ()))]
+        ahead = _of(recorder, [x for a in aliases for x in (a.source, *tree_leaves(a.call or ()))])
     return found, _made_again(views)
+
+
+def _of(recorder: RecordedCalls, leaves: Iterable[Any]) -> list[Value]:
+    """Those that are values of this recording."""
+    return [x for x in leaves if type(x) is Value and x._recorder is recorder]
+
+
+_FIRST = operator.itemgetter(0)
 
 
 def _made_again(values: Iterable[Value]) -> int:
