@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.ir import SharedOperand, Slot, Template
+from fxbatch.ir import SharedOperand, Slot, Template, TensorType
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
+from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.user_line import at_line
@@ -162,3 +163,17 @@ class Arguments:
                 filled.append(leaf)
         assert next(slots, None) is None, "arguments flatten in another order than their key"
         return Template(tuple(filled), spec)
+
+    def outcome(self, target: Callable[..., Any], template: Template) -> Outcome:
+        """What a function gives for these, and does to them, from one run on fake tensors."""
+
+        def body(tensors: Any, shared: Any) -> Any:
+            args, kwargs = template.fill(input=tensors, shared=shared)
+            return target(*args, **kwargs)
+
+        operands = [s.resolve() for s in self.shared]
+        return run_on_fakes(body, self.types(), operands, grad=self.recorder.grad)
+
+    def types(self) -> tuple[TensorType, ...]:
+        """The types of the inputs."""
+        return tuple(self.recorder.type_of(v) for v in self.values)

@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.ir import Operation, Signature, Template
+from fxbatch.ir import Operation, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
 from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays, without_derived
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
-from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome, run_on_fakes
+from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome
 from fxbatch.trace.module_state import ExaminedFunction
 from fxbatch.trace.modules import call_method
 from fxbatch.trace.operations import (
@@ -263,52 +263,33 @@ def function_entry(
 
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
-    table = recorder.table
-    name = made.name
     _refuse_running_statistics(made.target, args, kwargs)
-    template = arguments.template(args, kwargs)
-    inputs = tuple(recorder.type_of(v) for v in arguments.values)
-
-    def body(tensors: Any, shared: Any) -> Any:
-        a, k = template.fill(input=tensors, shared=shared)
-        return made.target(*a, **k)
-
-    real = [s.resolve() for s in arguments.shared]
+    template, inputs = arguments.template(args, kwargs), arguments.types()
 
     def run() -> Outcome:
-        return run_on_fakes(body, inputs, real, grad=recorder.grad)
+        return arguments.outcome(made.target, template)
 
     try:
         outcome = run() if examined is None else _run_watched(recorder, examined, run)
     except BodyError as error:
         if examined is None or made.rule == MARKED:
-            raise TraceError(f"{name}: {error}{at_line()}") from None
+            raise TraceError(f"{made.name}: {error}{at_line()}") from None
         examined.reason, outcome = str(error), run()  # it runs call by call, as it stands
     except NEEDS_VALUES as error:
         return Dependent(_why_values(error))
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
         raise
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
-        _raise_as_eager(template, made.target, inputs, real)
+        _raise_as_eager(template, made.target, inputs, [s.resolve() for s in arguments.shared])
         return Dependent(_why_values(error))
-    refuse_shared_writes(name, outcome)
+    refuse_shared_writes(made.name, outcome)
     if outcome.written:
         return written_entry(recorder, made, args, kwargs, arguments, outcome)
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
-    operation = table.operation(
-        (made.target, made.name, outcome.random),
-        lambda: Operation(made.name, made.kind, made.target, made.rule, random=outcome.random),
-    )
-    entry = table.add(
-        Signature(
-            operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result,
-            recorder.modes(detaches=outcome.detaches(inputs)), location=user_line(),
-            reason=reason if examined is None else examined.reason,
-            frozen=None if examined is None else Frozen(None, examined.reads),
-        ),
-        outcome,
-    )  # fmt: skip
+    reason = reason if examined is None else examined.reason
+    frozen = None if examined is None else Frozen(None, examined.reads)
+    entry = recorder.signed(made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen)
     entry.guards = None if examined is None else examined.guards or None
     return entry
 

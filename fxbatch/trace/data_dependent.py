@@ -12,6 +12,7 @@ keeps a stack a thread, and ends the process when a greenlet leaves it out of or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.ir import Operation, Signature, Slot, Template, TensorType
+from fxbatch.ir import Operation, Slot, Template, TensorType
 from fxbatch.torch_private import tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import Arguments
+from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.user_line import at_line, user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 
 _BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
@@ -168,25 +170,17 @@ def _run_on_values(
     arguments_key = (arguments.key(args), arguments.key(kwargs))
     key = ("dependent", func, *arguments_key, types)
     entry = recorder.functions.get(key)
-    table = recorder.table
-    with table.lock:
+    with recorder.table.lock:
         if entry is None:
-            name = function_name(func)
-            operation = table.operation(
-                (func, "function", False), lambda: Operation(name, "function", func, FUNCTION)
-            )
-            inputs = tuple(recorder.type_of(v) for v in arguments.values[: len(real)])
-            count = iter(range(len(types)))
+            made = Operation(function_name(func), "function", func, FUNCTION)
+            inputs, shared_operands = arguments.types()[: len(real)], arguments.shared[: len(shared)]
+            count = itertools.count()
             slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
-            signature = Signature(
-                operation, inputs, types, tuple(arguments.shared[: len(shared)]), template,
-                Template(slots, spec),
-                recorder.modes(), location=user_line(), reason=reason,
-            )  # fmt: skip
-            entry = recorder.functions[key] = table.add(signature)
-    outputs = recorder.row(entry, arguments.ids()[: len(real)])
-    made: Any = entry.signature.result
-    return made.fill(output=outputs)
+            new = (-1,) * len(types)
+            outcome = Outcome(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
+            entry = recorder.signed(made, inputs, shared_operands, template, outcome, reason=reason)
+            recorder.functions[key] = entry
+    return recorder.emit(entry, arguments.ids()[: len(real)])
 
 
 def _as_constants(recorder: RecordedCalls, result: Any) -> Any:

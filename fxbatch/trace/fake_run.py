@@ -53,13 +53,13 @@ class Outcome:
 
     outputs: tuple[TensorType, ...]
     result: Template  # output slots where the tensors are
+    gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
     aliases: tuple[int, ...]  # per output: the input whose memory it shares, -1 for none
     same: tuple[int, ...]  # per output: the input that it is, -1 for none
-    written: tuple[int, ...]  # inputs that the body writes to
-    reshaped: bool  # the body changes the shape of an input
-    written_shared: tuple[int, ...]  # shared operands that the body writes to
-    random: bool  # draws torch random numbers
-    gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
+    written: tuple[int, ...] = ()  # inputs that the body writes to
+    reshaped: bool = False  # the body changes the shape of an input
+    written_shared: tuple[int, ...] = ()  # shared operands that the body writes to
+    random: bool = False  # draws torch random numbers
 
     def detaches(self, inputs: Sequence[TensorType]) -> bool:
         """Whether gradients could go through by the types, and don't."""

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
-from fxbatch.ir import Operation, Signature
+from fxbatch.ir import Operation
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
@@ -388,11 +388,10 @@ def _signature(
     kwargs: Any,
     arguments: Arguments,
 ) -> Entry:
-    table, module, method = recorder.table, record.module, record.method
+    module, method = record.module, record.method
     names = tuple(examined.names)
     template = arguments.template(args, kwargs, first_shared=len(names))
-    inputs = tuple(recorder.type_of(v) for v in arguments.values)
-    shared = (*examined.shared, *arguments.shared)
+    inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
     is_buffer = {
         n: s.name not in s.owner.__dict__ for n, s in zip(names, examined.shared, strict=True) if s.owner
     }
@@ -434,16 +433,11 @@ def _signature(
     if not outcome.outputs:
         raise BodyError("returns no tensor")
     name = _name(recorder, module) + (f".{method}" if method else "")
-    operation = table.operation(
-        ("module", id(module), method, outcome.random),
-        lambda: Operation(name, "module", module, rule, random=outcome.random, method=method),
+    made = Operation(name, "module", module, rule, method=method)
+    frozen = Frozen(structural_twin(module, {}), examined.reads)
+    return recorder.signed(
+        made, inputs, shared, template, outcome, training=module.training, names=names, frozen=frozen
     )
-    signature = Signature(
-        operation, inputs, outcome.outputs, shared, template, outcome.result,
-        recorder.modes(module.training, detaches=outcome.detaches(inputs)), names, location=user_line(),
-        frozen=Frozen(structural_twin(module, {}), examined.reads),
-    )  # fmt: skip
-    return table.add(signature, outcome)
 
 
 def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fxbatch.ir import Operation, Signature, Slot, Template
+from fxbatch.ir import Operation, Slot, Template
 from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key
-from fxbatch.trace.user_line import at_line, user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, link_view
 
 _GETITEM = torch.Tensor.__getitem__
@@ -167,37 +168,22 @@ def _new_lifted(
             types.reverse()
         slots = (Slot("input", 0), Slot("input", 1))
         outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.grad)
-        modes, location = recorder.modes(), user_line()
-        entry = table.add(
-            Signature(
-                table.operation((func, "function", False), _function(func, function_name(fixed_func))),
-                tuple(types), outcome.outputs, (), Template.of((slots, {})), outcome.result, modes,
-                location=location,
-            ),
-            outcome,
-        )  # fmt: skip
+        name = function_name(fixed_func)
+        made = Operation(name, "function", func, FUNCTION)
+        entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)
         t, functions, s = types[1 - position], recorder.functions, entry.signature
 
         def fixed(number: Any) -> Entry:
             fixed_key = ("fixed", *key, static_key(number))
             with table.lock:
-                made = functions.get(fixed_key)
-                if made is None:
-                    x = Slot("input", 0)
-                    arguments = Template.of(((x, number) if position == 1 else (number, x), {}))
-                    made = functions[fixed_key] = table.add(
-                        Signature(
-                            table.operation((fixed_func, "function", False), _function(fixed_func)),
-                            (t,), s.outputs, (), arguments, s.result, modes, location=location,
-                        ),
-                        outcome,
-                    )  # fmt: skip
-                return made
+                found = functions.get(fixed_key)
+                if found is None:
+                    args = (slots[0], number) if position == 1 else (number, slots[0])
+                    operation = table.operation(Operation(name, "function", fixed_func, FUNCTION))
+                    alone = replace(s, operation=operation, inputs=(t,), arguments=Template.of((args, {})))
+                    found = functions[fixed_key] = table.add(alone, outcome)
+                return found
 
         table.lifted[entry.sid] = Lifted(position, fixed)
         recorder.functions[key] = entry
         return entry
-
-
-def _function(func: Any, name: str = "") -> Callable[[], Operation]:
-    return lambda: Operation(name or function_name(func), "function", func, FUNCTION)

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.ir import Modes, Program, SharedOperand, TensorType
+from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorType
+from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column, written_to
+from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers
-from fxbatch.trace.user_line import at_line
+from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.value_facts import Phases
 from fxbatch.trace.values import Value, Written, new_value, value_of
 
@@ -150,6 +153,29 @@ class RecordedCalls(Columns):
         """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
         grad, casts, default = self._mode_key
         return Modes(training, grad and not detaches, casts, default)
+
+    def signed(
+        self,
+        made: Operation,
+        inputs: Sequence[TensorType],
+        shared: Sequence[SharedOperand],
+        arguments: Template,
+        outcome: Outcome,
+        *,
+        training: bool = False,
+        names: tuple[str, ...] = (),
+        reason: str = "",
+        frozen: Frozen | None = None,
+    ) -> Entry:
+        """The entry of a call that was not met before: its signature, with an id from here on. names: of the shared
+        operands that are the module's own; reason: why it is not to be batched."""
+        operation = self.table.operation(replace(made, random=outcome.random))
+        inputs, modes = tuple(inputs), self.modes(training, detaches=outcome.detaches(inputs))
+        signature = Signature(
+            operation, inputs, outcome.outputs, tuple(shared), arguments, outcome.result, modes, names, user_line(),
+            reason, frozen,
+        )  # fmt: skip
+        return self.table.add(signature, outcome)
 
     def attribute_changes(self, module: torch.nn.Module, name: str) -> None:
         """The instance that runs is about to set an attribute of a module, or to delete it."""

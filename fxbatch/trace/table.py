@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
+from fxbatch.signature import OperationKind
 from fxbatch.trace.fake_run import Outcome
 
 _BY_VALUE = (
@@ -246,33 +247,27 @@ class SignatureTable:
         self.gradients.append(passes)
         return Entry(sid, signature, types, outcome)
 
-    def operation(self, key: Hashable, make: Callable[[], Operation]) -> Operation:
-        """The one Operation of a target."""
+    def operation(self, made: Operation) -> Operation:
+        """The one Operation of these: of one module, or of equal functions."""
+        target = ByIdentity(made.target) if made.kind == "module" else made.target
+        key = made.kind, target, made.method, made.name, made.rule, made.random
         with self.lock:
-            found = self.operations.get(key)
-            if found is None:
-                found = self.operations[key] = make()
-            return found
+            return self.operations.setdefault(key, made)
 
     def constant(self, t: TensorType) -> Entry:
         """The signature of constants of type t."""
-        key = ("constant", t)
-        with self.lock:
-            entry = self.entries.get(key)
-            if entry is None:
-                operation = self.operation("constant", lambda: Operation("constant", "constant"))
-                entry = self.entries[key] = self.add(Signature(operation, (), (t,)))
-            return entry
+        return self._given(("constant", t), "constant", lambda: t)
 
     def number(self, dtype: torch.dtype, device: torch.device) -> Entry:
         """The signature of lifted Python numbers of a dtype: shape []."""
-        key = ("number", dtype, device)
+        return self._given(("number", dtype, device), "number", lambda: tensor_type((), dtype, device))
+
+    def _given(self, key: Hashable, kind: OperationKind, type_of: Callable[[], TensorType]) -> Entry:
         with self.lock:
             entry = self.entries.get(key)
             if entry is None:
-                operation = self.operation("number", lambda: Operation("number", "number"))
-                t = tensor_type((), dtype, device)
-                entry = self.entries[key] = self.add(Signature(operation, (), (t,)))
+                operation = self.operation(Operation(kind, kind))
+                entry = self.entries[key] = self.add(Signature(operation, (), (type_of(),)))
             return entry
 
     def note_traced_through(self, name: str, reason: str, location: str) -> None:

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from fxbatch.errors import InPlaceError
-from fxbatch.ir import Operation, Signature, Template
+from fxbatch.ir import Operation
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.fake_run import Outcome, run_on_fakes
+from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import is_foreign
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
-from fxbatch.trace.user_line import at_line, user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import RECORD, Value, Written, WrittenTensor, alias_of, stored_next
 
 # Functions that give a view or a copy, depending on strides that a recording does not know.
@@ -83,13 +83,12 @@ def written_entry(
     recorder: RecordedCalls, made: Operation, args: Any, kwargs: Any, arguments: Arguments, outcome: Outcome
 ) -> Entry:
     """The signature, without writes, of a call that writes to its inputs."""
-    inputs = tuple(recorder.type_of(v) for v in arguments.values)
     pure = _PURE_FORMS.get(made.target)
     if pure is not None and outcome.written == (0,):
         operation = Operation(function_name(pure), "function", pure, FUNCTION)
-        entry = _signed(recorder, operation, args, kwargs, arguments, inputs, outcome)
+        entry = _signed(recorder, operation, args, kwargs, arguments, outcome)
         allowed = function_name(pure) in _RESHAPING
-        if entry is not None and (entry.signature.outputs == inputs[:1] or allowed):
+        if entry is not None and (entry.signature.outputs == entry.signature.inputs[:1] or allowed):
             return entry
     if outcome.reshaped:
         raise InPlaceError(f"{made.name} changes the shape of a tensor in place{at_line()}")
@@ -98,40 +97,19 @@ def written_entry(
     slots = [i for i, slot in zip(tensors, arguments.slots, strict=True) if slot.kind == "input"]
     places = tuple(slots[i] for i in outcome.written)
     operation = Operation(made.name, "function", on_copies, FUNCTION)
-    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, inputs, outcome)
+    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, outcome)
     assert entry is not None
     return entry
 
 
 def _signed(
-    recorder: RecordedCalls,
-    made: Operation,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-    inputs: tuple[Any, ...],
-    written: Outcome,
+    recorder: RecordedCalls, made: Operation, args: Any, kwargs: Any, arguments: Arguments, written: Outcome
 ) -> Entry | None:
-    table = recorder.table
-    template: Template = arguments.template(args, kwargs)
-
-    def body(tensors: Any, shared: Any) -> Any:
-        a, k = template.fill(input=tensors, shared=shared)
-        return made.target(*a, **k)
-
-    outcome = run_on_fakes(body, inputs, [s.resolve() for s in arguments.shared], grad=recorder.grad)
+    template = arguments.template(args, kwargs)
+    outcome = arguments.outcome(made.target, template)
     if outcome.written or outcome.written_shared:
         return None
-    operation = table.operation(
-        (made.target, made.name, outcome.random),
-        lambda: Operation(made.name, "function", made.target, FUNCTION, random=outcome.random),
-    )
-    signature = Signature(
-        operation, inputs, outcome.outputs, tuple(arguments.shared), template, outcome.result,
-        recorder.modes(),
-        location=user_line(),
-    )  # fmt: skip
-    entry = table.add(signature, outcome)
+    entry = recorder.signed(made, arguments.types(), arguments.shared, template, outcome)
     entry.written, entry.write = written.written, written
     return entry
 
