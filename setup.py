@@ -76,10 +76,7 @@ setup(
         Extension(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
-            depends=[
-                f"fxbatch/trace/_fast_{name}.h"
-                for name in ("columns", "integers", "modules", "sizes", "waiting")
-            ],
+            depends=[f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "tensors")],
             optional=True,
         ),
         Extension(

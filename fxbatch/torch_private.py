@@ -517,12 +517,6 @@ def _warning_handlers() -> tuple[Callable[[], int | None], Callable[[int | None]
 warning_handler, set_warning_handler = _warning_handlers()
 
 
-def warning_handler_address() -> int:
-    """Where the C++ function behind `warning_handler` is, 0 where there is none."""
-    found: Any = warning_handler
-    return ctypes.cast(found, ctypes.c_void_p).value or 0 if hasattr(found, "restype") else 0
-
-
 # The cheap form for hot paths: a C function, no Python frame.
 any_autocast = _is_any_autocast_enabled
 set_grad_enabled = _set_grad_enabled
@@ -543,7 +537,7 @@ __all__ = [
     "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
     "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "warning_handler", "without_module_trackers", "warning_handler_address",
+    "warning_handler", "without_module_trackers",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses",
 ]  # fmt: skip
 

@@ -21,22 +21,18 @@ static struct {
     Py_ssize_t sid, types, alone, row, aliased, guards;                 /* of an Entry */
     Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
-    Py_ssize_t m_grad, m_inference, m_autocast, m_functions, m_warnings, m_recorder; /* of ThreadModes */
 } at;
 static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *slow_link, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
 static PyObject *cpu; /* the device */
-static PyObject *inference_enabled, *function_modes;
 /* C++, of torch: the same as the first three, or NULL */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
-static void *(*warning_handler)(void); /* C++, of torch; NULL where it has none */
-static PyTypeObject *ThreadModes;
 static PyObject *slow_torch_function, *slow_handle;
-static PyObject *s_shape, *s_dtype, *s_device, *s_version;
+static PyObject *s_shape, *s_dtype, *s_device;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -764,9 +760,8 @@ static PyTypeObject MethodType = {
 };
 
 #include "_fast_modules.h"
-#include "_fast_waiting.h"
-#include "_fast_integers.h"
-#include "_fast_sizes.h"
+#include "_fast_tensors.h"
+
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
 static PyObject *set_current(PyObject *Py_UNUSED(module), PyObject *recorder)
@@ -797,7 +792,7 @@ static struct {
     void *where; /* a PyObject * or a PyTypeObject * */
 } const given_objects[] = {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
-    {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry}, {"ThreadModes", &ThreadModes},
+    {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"link_outputs", &slow_link}, {"torch_function", &slow_torch_function},
     {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
@@ -808,7 +803,7 @@ static struct {
     PyObject **where; /* functions in C without arguments */
 } const given_questions[] = {
     {"is_grad_enabled", &grad_enabled}, {"any_autocast", &autocast_enabled}, {"default_dtype", &default_dtype},
-    {"modes_enabled", &modes_enabled}, {"inference", &inference_enabled}, {"function_modes", &function_modes},
+    {"modes_enabled", &modes_enabled},
 };
 
 static struct {
@@ -832,10 +827,7 @@ static struct {
     {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
     {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
     {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
-    {&Recorder, "unchecked", &at.unchecked}, {&ThreadModes, "grad", &at.m_grad},
-    {&ThreadModes, "inference", &at.m_inference}, {&ThreadModes, "autocast", &at.m_autocast},
-    {&ThreadModes, "functions", &at.m_functions}, {&ThreadModes, "warnings", &at.m_warnings},
-    {&ThreadModes, "recorder", &at.m_recorder},
+    {&Recorder, "unchecked", &at.unchecked},
 };
 
 static PyObject *not_as_expected(void)
@@ -850,10 +842,9 @@ static PyObject *not_as_expected(void)
 /* setup(what is given by name, addresses of torch's C++): what the Python objects are; once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *given, *handler, *pointer;
+    PyObject *given, *pointer;
     unsigned long long address[4];
-    if (!PyArg_ParseTuple(args, "O!O(KKKK)", &PyDict_Type, &given, &handler, &address[0], &address[1], &address[2],
-                          &address[3]))
+    if (!PyArg_ParseTuple(args, "O!(KKKK)", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3]))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -876,9 +867,6 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     Py_XDECREF(pointer); /* its class keeps it */
     if (!data_ptr || data_ptr->ml_flags != METH_NOARGS || !Value->tp_clear || !Value->tp_weaklistoffset)
         return not_as_expected();
-    warning_handler = (void *(*)(void))PyLong_AsVoidPtr(handler);
-    if (PyErr_Occurred())
-        return NULL;
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];
     grad_now = (_Bool (*)(void))(uintptr_t)address[2];
@@ -925,11 +913,8 @@ static PyMethodDef functions[] = {
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
-    {"written_to", written_to, METH_O, "The first constant that was written to, or None."},
-    {"read_integers", read_integers, METH_VARARGS, "Numbers and versions of tensors without dimensions."},
+    {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
-    {"versions_are", versions_are, METH_VARARGS, "Whether nobody has written to these tensors."},
-    {"modes_are", modes_are, METH_O, "Whether these are the thread's modes."},
     {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/places.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
@@ -949,7 +934,7 @@ static struct {
     PyObject **where;
 } const interned[] = {
     {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]}, {"shape", &s_shape},
-    {"dtype", &s_dtype}, {"device", &s_device}, {"_version", &s_version}, {"__getattr__", &s_getattr},
+    {"dtype", &s_dtype}, {"device", &s_device}, {"__getattr__", &s_getattr},
     {"__getattribute__", &s_getattribute},
 };
 

@@ -54,9 +54,6 @@ def new_call_table() -> Any:
 
 def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
-    if ExtensionSwitch.on:
-        found: Owner | None = _fast.written_to(tensors)
-        return found
     return next((x for x, t, version in tensors if version is not None and t._version != version), None)
 
 

@@ -28,34 +28,21 @@ _INTEGERS: dict[torch.dtype, Any] = {
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 
 
-def read_integers(
-    tensors: list[torch.Tensor], dtype: torch.dtype, versions: np.ndarray | None = None
-) -> np.ndarray | None:
+def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray | None:
     """The numbers of tensors of one integer type (or bool) and no dimensions, 0.1 us each, without a launch.
 
-    versions: int64 [tensors], filled with the tensors' versions. None where that can't be done: other types, another
-    device, subclasses of Tensor, tensors without a version where versions are wanted (made in inference mode).
+    None where that can't be done: other types, another device, subclasses of Tensor.
     """
     if dtype not in _INTEGERS or inside_functorch():
         return None
     numbers = np.empty(len(tensors), _INTEGERS[dtype])
-    try:
-        read = _fast.read_integers if ExtensionSwitch.on else _read_integers
-        return numbers if read(tensors, numbers, versions) else None
-    except RuntimeError:
-        if versions is None:
-            raise
-        return None
-
-
-def _read_integers(tensors: list[torch.Tensor], numbers: np.ndarray, versions: np.ndarray | None) -> bool:
+    if ExtensionSwitch.on:
+        return numbers if _fast.read_integers(tensors, numbers) else None
     if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
-        return False
+        return None
     if tensors:
         numbers[:] = torch.stack(tensors).numpy()
-    if versions is not None:
-        versions[:] = [t._version for t in tensors]
-    return True
+    return numbers
 
 
 class IntegerColumn(Sequence[torch.Tensor]):
@@ -70,7 +57,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
             IntegerColumn
         ] = ()  # what it was joined from, while nobody has asked for a tensor
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
-        self._versions: np.ndarray | None = None  # of the tensors when they were read
+        self._versions: list[int] | None = None  # of the tensors when they were read
         self._foreign = False  # whether others may write to their memory, which versions don't tell
 
     @staticmethod
@@ -79,8 +66,11 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
         watched: whether it says later if one was written to.
         """
-        versions = np.empty(len(tensors), np.int64) if watched else None
-        numbers = read_integers(tensors, dtype, versions)
+        try:
+            versions = [t._version for t in tensors] if watched else None
+        except RuntimeError:  # tensors made in inference mode have none
+            return None
+        numbers = read_integers(tensors, dtype)
         if numbers is None:
             return None
         column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
@@ -112,9 +102,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
             now = read_integers(self._tensors, self._tensors[0].dtype)
             if now is None or not np.array_equal(now, self.numbers):
                 return True
-        if ExtensionSwitch.on:
-            return not _fast.versions_are(self._tensors, self._versions)
-        return [t._version for t in self._tensors or ()] != self._versions.tolist()
+        return [t._version for t in self._tensors or ()] != self._versions
 
     @property
     def tensors(self) -> list[torch.Tensor]:

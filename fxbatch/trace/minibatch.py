@@ -315,6 +315,7 @@ class _Run:
         answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
         numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
+        now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
         for p in self.resuming:
             if p.turn and self.waiting is not None and self.waiting.settled < p.instance:
                 self.parked.append(p)
@@ -324,8 +325,11 @@ class _Run:
             self._runs(p.instance)
             if self.waiting is not None:
                 self.waiting.enter(p.instance)
-            p.modes.restore_if_other()
+            if p.modes is not now:
+                p.modes.restore()
+            before = len(self.parked)
             p.greenlet.switch()
+            now = self.parked[-1].modes if len(self.parked) > before else None
             if self.failed is not None:
                 break
         self.modes.restore()
@@ -416,7 +420,8 @@ class _Run:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
-        if plain and len(values) == 1 and self.recorder.has_run(values[0]) and self.usual.are_those_now():
+        usual = self.usual.are_those_now()
+        if usual and plain and len(values) == 1 and self.recorder.has_run(values[0]):
             return self.execution.numbers([values[0].id])  # nothing to wait for
         me = greenlet.getcurrent()
         if me is self.main or me.parent is not self.main:
@@ -426,7 +431,7 @@ class _Run:
         if len(self.instances) > 1 and (reason := self._wait_begins().why_stay()):
             self.statistics.stayed = self.statistics.stayed or reason
             return self._answer_here(values, plain)
-        if not self.usual.are_those_now():
+        if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
         self.statistics.asked(user_place(), len(values))

@@ -24,7 +24,7 @@ from fxbatch.torch_private import (
     swap_function_modes,
     warning_handler,
 )
-from fxbatch.trace.columns import ExtensionSwitch, _fast, set_current
+from fxbatch.trace.columns import set_current
 from fxbatch.trace.user_line import at_line
 
 
@@ -93,8 +93,6 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
-        if ExtensionSwitch.on:
-            return _fast.modes_are(self)
         return (
             torch.is_grad_enabled() is self.grad
             and torch.is_inference_mode_enabled() is self.inference
@@ -105,11 +103,6 @@ class ThreadModes:
             and warning_handler() == self.warnings
             and state.recorder is self.recorder
         )
-
-    def restore_if_other(self) -> None:
-        """`restore`, where others are set."""
-        if not self.are_those_now():
-            self.restore()
 
 
 def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:

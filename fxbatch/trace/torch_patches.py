@@ -27,7 +27,6 @@ from fxbatch.torch_private import (
     CheckpointFunction,
     any_autocast,
     dynamo_questions,
-    function_mode_count,
     function_modes_enabled,
     functorch_transforms,
     functorch_vmap,
@@ -39,7 +38,6 @@ from fxbatch.torch_private import (
     stateless,
     tree_leaves,
     tree_map,
-    warning_handler_address,
 )
 from fxbatch.trace.calls import examined_function
 from fxbatch.trace.columns import ExtensionSwitch, _fast
@@ -47,7 +45,7 @@ from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
-from fxbatch.trace.state import ThreadModes, state
+from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import BINARY, Value, WrittenTensor, link_outputs, plain_new, with_values
@@ -117,15 +115,14 @@ if extension_available():
         {
             "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
-            "ThreadModes": ThreadModes, "plain_new": plain_new, "build_result": _build_result,
+            "plain_new": plain_new, "build_result": _build_result,
             "constant": RecordedCalls.constant, "link_outputs": link_outputs,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
             "strided": torch.strided, "cpu": CPU, "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
-            "modes_enabled": function_modes_enabled, "inference": torch.is_inference_mode_enabled,
-            "function_modes": function_mode_count,
+            "modes_enabled": function_modes_enabled,
         },
-        warning_handler_address(), mode_addresses(),
+        mode_addresses(),
     )  # fmt: skip
     _fast.find_resizable(*resizable_place())
     _MODULE_CALL = _fast.Method(None, traced_call)

@@ -126,7 +126,7 @@ def test_other_modes_are_told_apart(change: str) -> None:
     assert modes.are_those_now()
     if change in ("grad", "autocast"):  # the others' `with` would end what is not there any more
         with CHANGES[change]():
-            modes.restore_if_other()
+            modes.restore()
             assert modes.are_those_now()
 
 

@@ -1,10 +1,43 @@
-/* Sizes of tensors that may differ in their sizes alone. Part of _fast.c, whose names it uses; trace/columns.py has
-   the twin. */
+/* What many tensors have in common that are looked at together: numbers of integers without dimensions, as words and
+   labels are, and sizes. Part of _fast.c, whose names it uses; trace/integers.py and trace/columns.py have the twins. */
 
-#ifndef FXBATCH_FAST_SIZES_H
-#define FXBATCH_FAST_SIZES_H
+#ifndef FXBATCH_FAST_TENSORS_H
+#define FXBATCH_FAST_TENSORS_H
 
+static PyMethodDef *data_ptr; /* of torch.Tensor */
 static const PyGetSetDef *get_requires_grad;
+
+/* Read one number of `size` bytes; 0 where that can't be done, maybe with an error. */
+static int read_integer(PyObject *t, char *out, Py_ssize_t size)
+{
+    if (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter))
+        return 0;
+    PyObject *here = ask(get_is_cpu, t), *address = here == Py_True ? data_ptr->ml_meth(t, NULL) : NULL;
+    void *from = address ? PyLong_AsVoidPtr(address) : NULL;
+    if (from)
+        memcpy(out, from, size);
+    Py_XDECREF(address);
+    Py_XDECREF(here);
+    return from != NULL;
+}
+
+/* read_integers(tensors, numbers): the number of each of a list of tensors of one type. False, with the array half
+   written, where one is no plain tensor on the CPU. */
+static PyObject *read_integers(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *tensors;
+    Py_buffer numbers;
+    if (!PyArg_ParseTuple(args, "O!w*", &PyList_Type, &tensors, &numbers))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(tensors), size = n ? numbers.len / n : 0;
+    int good = numbers.len == n * size;
+    if (!good)
+        PyErr_SetString(PyExc_ValueError, "an item a tensor");
+    for (Py_ssize_t i = 0; good && i < n && i < PyList_GET_SIZE(tensors); i++)
+        good = read_integer(PyList_GET_ITEM(tensors, i), (char *)numbers.buf + i * size, size);
+    PyBuffer_Release(&numbers);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(good);
+}
 
 /* Whether t is a plain tensor of this type, which requires gradients or not alike; its shape goes to `shape`. */
 static int alike(PyObject *t, PyObject *dtype, PyObject *asks, PyObject **shape)
