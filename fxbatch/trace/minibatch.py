@@ -61,13 +61,11 @@ class Statistics:
         self.phases: list[PhaseStatistics] = []
         self.suspensions = 0
         self._places: dict[UserPlace, int] = {}  # where the user's code asked -> how often
-        self.values_read = 0
         self.stayed = ""  # why an instance that asked was not left, so that others could not run
 
-    def asked(self, place: UserPlace, values: int) -> None:
+    def asked(self, place: UserPlace) -> None:
         """An instance asked for values at this place of the user's code."""
         self.suspensions += 1
-        self.values_read += values
         self._places[place] = self._places.get(place, 0) + 1
 
     @property
@@ -434,7 +432,7 @@ class _Run:
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.statistics.asked(user_place(), len(values))
+        self.statistics.asked(user_place())
         self._park(parked)
         return parked.answer
 
@@ -478,7 +476,7 @@ class _Run:
     def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
         """The answer to `_ask` without leaving this instance: what is pending runs now."""
         calls, modes = self.recorder.pending, ThreadModes()
-        self.statistics.asked(user_place(), len(values))
+        self.statistics.asked(user_place())
         self.modes.restore()
         try:
             with tracing(None):
@@ -554,7 +552,7 @@ class LazyBatch:
         return tree_map(lambda x: next(real) if type(x) is Value else x, results)
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
-        self.statistics.asked(user_place(), len(values))
+        self.statistics.asked(user_place())
         self.run()
         with tracing(None):
             read = self.execution.numbers if plain else self.execution.read

@@ -14,14 +14,14 @@ that have the strides of the instance's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fxbatch.errors import TraceError
-from fxbatch.ir import CONSTANT_KINDS, Signature
+from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.torch_private import FakeTensorMode, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.operations import Attribute, on_views, take_row
@@ -42,9 +42,8 @@ class Recorder(RecordedCalls):
             return self._call_real(func, args, kwargs)
         if self.over or state.recorder is not self:
             raise TraceError(
-                "a value of another minibatch (or of a finished call) was used: values live for "
-                "one decorated "
-                f"call; keep results instead{at_line()}"
+                "a value of another minibatch (or of a finished call) was used: values live for one decorated call; "
+                f"keep results instead{at_line()}"
             )
         if self.written:
             args, kwargs = with_values(args, kwargs)
@@ -83,13 +82,14 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     Raises TraceError where they can't be told: after writes in place, and where a function of ours stands in for
     torch's.
     """
-    calls = _Calls(recorder)
+    program = _whole(recorder)
     constants = {c._value - recorder.base: t for c, t, _ in recorder.constants.values()}
     wanted = v._value - recorder.base
     with tracing(None), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         made: dict[int, torch.Tensor] = {}
-        for call in calls.before(wanted):
-            s, inputs, outputs = calls[call]
+        for call in _before(program, wanted):
+            s, inputs = program.signatures[program.sig[call]], _inputs(program, call)
+            outputs = range(*program.first_value[call : call + 2].tolist())
             if any(o + recorder.base in recorder.rewritten for o in outputs):
                 raise _untold("it was written to in place")
             if s.operation.kind in CONSTANT_KINDS:
@@ -127,35 +127,27 @@ def _untold(reason: str) -> TraceError:
     )
 
 
-class _Calls:
-    """The calls of a recording, of all phases, by number."""
+def _whole(recorder: RecordedCalls) -> Program:
+    """The calls of a recording, of all phases."""
+    phases = recorder.phases.columns
+    pending = np.array(recorder.inputs, dtype=np.int64) - recorder.base
+    sig = np.concatenate([*(sig for sig, _ in phases), np.array(recorder.sigs, dtype=np.int32)])
+    inputs = np.concatenate([*(inputs for _, inputs in phases), pending])
+    return Program(recorder.table.snapshot(), sig, inputs, np.zeros_like(sig), np.zeros(0, dtype=np.int64))
 
-    def __init__(self, recorder: RecordedCalls) -> None:
-        table, phases = recorder.table, recorder.phases.columns
-        pending = np.array(recorder.inputs, dtype=np.int64) - recorder.base
-        self.signatures = table.signatures
-        self.sig = np.concatenate([*(sig for sig, _ in phases), np.array(recorder.sigs, dtype=np.int64)])
-        self.inputs = np.concatenate([*(inputs for _, inputs in phases), pending])
-        self.arity = table.arity()[self.sig]
-        self.width = table.output_types()[1][self.sig]
-        self.first_input = self.arity.cumsum() - self.arity
-        self.first_output = self.width.cumsum() - self.width
 
-    def __getitem__(self, call: int) -> tuple[Signature, list[int], list[int]]:
-        at, first = int(self.first_input[call]), int(self.first_output[call])
-        return (
-            self.signatures[int(self.sig[call])],
-            self.inputs[at : at + int(self.arity[call])].tolist(),
-            list(range(first, first + int(self.width[call]))),
-        )
+def _inputs(program: Program, call: int) -> list[int]:
+    found: list[int] = program.inputs[slice(*program.input_offsets[call : call + 2])].tolist()
+    return found
 
-    def before(self, value: int) -> Iterator[int]:
-        """All calls that a value depends on, its own last."""
-        found: set[int] = set()
-        ahead = [value]
-        while ahead:
-            call = int(np.searchsorted(self.first_output, ahead.pop(), side="right")) - 1
-            if call not in found:
-                found.add(call)
-                ahead.extend(self[call][1])
-        return iter(sorted(found))
+
+def _before(program: Program, value: int) -> list[int]:
+    """All calls that a value depends on, its own last."""
+    found: set[int] = set()
+    ahead = [value]
+    while ahead:
+        call = int(program.call_of_value[ahead.pop()])
+        if call not in found:
+            found.add(call)
+            ahead.extend(_inputs(program, call))
+    return sorted(found)

@@ -136,11 +136,6 @@ class Entry:
         self.write: Outcome | None = None  # of the call as the user made it
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 
-    def holds(self) -> bool:
-        """Whether what its body reads and user code may change unseen is as it was."""
-        g = self.guards
-        return g is None or all(d.get(k) is x for d, k, x in zip(g[::3], g[1::3], g[2::3], strict=True))
-
 
 def _is_row(result: Template, outputs: int) -> bool:
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
