@@ -2,8 +2,8 @@
 
 In: the body `(*groups, *shared)`. Out: the joint graph
 `(n, *groups, *shared, *output gradients) -> (*outputs, *group gradients, *shared gradients)`.
-It is traced at two numbers of rows; integers that differ are `a * n + b` and become nodes; a third number
-of rows must give the same graph.
+It is recorded at two numbers of rows that are far apart; integers that differ are `a * n + b` and become nodes. The
+graphs are compared with eager at other numbers of rows (check.py); where they can't be, a third recording must agree.
 
     joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxbatch.codegen.body import (
     devices_of,
@@ -25,16 +24,18 @@ from fxbatch.codegen.body import (
     fake_rows,
     fake_shared,
     gradients_of,
-    mutates,
 )
 from fxbatch.codegen.operation_graphs import NotBatchable
-from fxbatch.codegen.shapes import evaluate, fit, rows_node
+from fxbatch.codegen.shapes import fit, rows_node
+from fxbatch.codegen.tape import Call, Result, Tape, record, run
 from fxbatch.ir import Layout, Signature
 from fxbatch.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     elementwise_under_vmap,
     has_vmap_rule,
     no_vmap_fallback,
+    without_autograd,
 )
 
 aten = torch.ops.aten
@@ -83,12 +84,12 @@ class Joint:
 
 
 def sample_rows(signature: Signature, shared: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-    """Three numbers of rows that are no size in the signature nor a factor of one."""
+    """Three numbers of rows, the first two far apart, that are no size in the signature nor a factor of one."""
     sizes = {d for t in (*signature.inputs, *signature.outputs) for d in t.shape}
     sizes |= {d for x in shared for d in x.shape}
     free = [p for p in _PRIMES if all(s == 0 or (s % p and p % max(s, 2)) for s in sizes)]
-    picked = (free if len(free) >= 3 else [*free, 107, 109, 113])[:3]
-    return picked[0], picked[1], picked[2]
+    first, second, *_, last = free if len(free) >= 3 else [*free, 107, 109, 113]
+    return first, last, second
 
 
 def batch_body(
@@ -100,25 +101,31 @@ def batch_body(
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
+    third: bool = False,
 ) -> Joint:
-    """Trace the joint graph at three numbers of rows and make one graph of it.
+    """Record the joint calls at two numbers of rows and make one graph of them.
 
-    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them. `third`:
+    a third number of rows has to give the same graph; so it has where random numbers keep the graphs from being
+    compared with eager, whose numbers of rows are others.
     """
     sizes = sample_rows(signature, shared)
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
-    traced = [
-        _trace_joint(body, signature, layout, n, needs, shared_needs, shared, mode, filled) for n in sizes
-    ]
-    present = traced[0][1]
-    if any(other[1] != present for other in traced[1:]):
+    recorded: list[tuple[Tape, tuple[bool, ...]]] = []
+    for n in sizes:
+        if len(recorded) < 2 or third or recorded[0][0].random:
+            recorded.append(
+                _record_joint(body, signature, layout, n, needs, shared_needs, shared, mode, filled)
+            )
+    tapes, present = [tape for tape, _ in recorded], recorded[0][1]
+    if any(other != present for _, other in recorded):
         raise NotBatchable("different gradients exist at different numbers of rows")
-    return _unify([t[0] for t in traced], sizes, present, len(layout.groups), shared)
+    return _unify(tapes, sizes, present, len(layout.groups), len(signature.outputs), shared)
 
 
-def _trace_joint(
+def _record_joint(
     body: fx.GraphModule,
     signature: Signature,
     layout: Layout,
@@ -128,7 +135,8 @@ def _trace_joint(
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     filled: Sequence[bool],
-) -> tuple[fx.GraphModule, tuple[bool, ...]]:
+) -> tuple[Tape, tuple[bool, ...]]:
+    """The calls of `(*groups, *shared, *output gradients, dummy)`, and which gradients exist."""
     groups = []
     for group, need in zip(layout.groups, needs, strict=True):
         lead = (n,) if len(group) == 1 else (n, len(group))
@@ -141,7 +149,7 @@ def _trace_joint(
     gradients = [fake_rows(mode, kind, n) for kind in signature.outputs]
     present: list[bool] = []
 
-    def joint(groups: Any, weights: Any, gradients: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
+    def joint(*_: torch.Tensor) -> list[Any]:
         with entered_modes(signature.modes, devices_of(signature)):
             outputs = _run_batched(body, groups, weights, dummy)
         slots = gradients_of(outputs, gradients, [*groups, *weights])
@@ -152,14 +160,15 @@ def _trace_joint(
 
     with mode, no_vmap_fallback(), torch.set_grad_enabled(signature.modes.grad):
         dummy = torch.empty(n, device=signature.outputs[0].device if signature.outputs else "cpu")
-        module = make_fx(joint)(groups, weights, gradients, dummy)
-        if any(mutates(node) for node in module.graph.nodes):
+        operands = [*groups, *weights, *gradients, dummy]
+        tape = record(joint, operands)
+        if tape.writes:
             with torch.no_grad():
-                module = make_fx(torch.func.functionalize(module))(groups, weights, gradients, dummy)
-    for node in module.graph.nodes:
-        if mutates(node):
-            raise NotBatchable(f"{node.target} writes to a tensor that the operation was given")
-    return module, tuple(present)
+                first = tape
+                tape = record(torch.func.functionalize(lambda *xs: run(first, xs)), operands)
+        for target in tape.writes:
+            raise NotBatchable(f"{target} writes to a tensor that the operation was given")
+    return tape, tuple(present)
 
 
 def _zeros(x: torch.Tensor) -> torch.Tensor:
@@ -198,37 +207,31 @@ class _ElementwiseInterpreter(fx.Interpreter):
 
 
 def _unify(
-    modules: list[fx.GraphModule],
+    tapes: list[Tape],
     sizes: tuple[int, int, int],
     present: tuple[bool, ...],
     groups: int,
+    outputs: int,
     shared: Sequence[torch.Tensor],
 ) -> Joint:
-    lists = [list(m.graph.nodes) for m in modules]
-    if len({len(nodes) for nodes in lists}) > 1:
+    """One graph of tapes that must agree up to integers linear in the number of rows."""
+    if len({len(tape.calls) for tape in tapes}) > 1:
         raise NotBatchable(f"different graphs at {sizes[0]} and {sizes[1]} rows")
-    graph = fx.Graph()
+    graph, root = fx.Graph(), torch.nn.Module()
     rows = graph.placeholder("n")
     rows.meta["values"] = sizes[:2]
-    known: list[dict[fx.Node, fx.Node]] = [{}, {}, {}]
-    unifier = _Unifier(graph, rows, sizes, known)
-    places: list[fx.Node] = []
-    results: list[fx.Node] = []
-    for triple in zip(*lists, strict=True):
-        new = unifier.node(*triple)
-        if triple[0].op == "placeholder":
-            places.append(new)
-        elif triple[0].op == "output":
-            results = list(new.args[0])
-            graph.erase_node(new)
-            continue
-        for table, old in zip(known, triple, strict=True):
-            table[old] = new
+    kinds = {"groups": groups, "weights": len(shared), "gradients": outputs, "dummy": 1}
+    names = [f"{kind}_{i + 1}" for kind, count in kinds.items() for i in range(count)]
+    unifier = _Unifier(graph, root, rows, sizes, names)
+    for calls in zip(*(tape.calls for tape in tapes), strict=True):
+        unifier.nodes.append(unifier.node(*calls))
+    results = unifier.argument(*(tape.results for tape in tapes))
+    places = [node for node in graph.nodes if node.op == "placeholder"][1:]
     graph.erase_node(places.pop())  # the dummy
     graph.output(tuple(results))
     first_gradient = groups + len(shared)
     return Joint(
-        fx.GraphModule(modules[0], graph),
+        fx.GraphModule(root, graph),
         tuple(places[:groups]),
         tuple(places[groups:first_gradient]),
         tuple(places[first_gradient:]),
@@ -238,50 +241,59 @@ def _unify(
 
 @dataclass
 class _Unifier:
-    """Builds one node of three that must agree up to integers linear in the number of rows."""
+    """Builds one node of calls that must agree up to integers linear in the number of rows."""
 
     graph: fx.Graph
+    root: torch.nn.Module  # has the constants
     rows: fx.Node
     sizes: tuple[int, int, int]
-    known: list[dict[fx.Node, fx.Node]]
+    names: Sequence[str]  # of placeholders
+    nodes: list[fx.Node] = field(default_factory=list)  # of the calls so far
 
-    def node(self, a: fx.Node, b: fx.Node, c: fx.Node) -> fx.Node:
-        same_target = a.target == b.target == c.target or a.op in ("placeholder", "get_attr", "output")
-        if not (a.op == b.op == c.op and same_target):
+    def node(self, a: Call, *others: Call) -> fx.Node:
+        if not all(x.target == a.target for x in others):
             raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows ({a.target})")
-        args = self.argument(a.args, b.args, c.args)
-        kwargs = self.argument(a.kwargs, b.kwargs, c.kwargs)
-        new = self.graph.create_node(a.op, a.target, args, kwargs)
-        if a.op == "get_attr":
-            new.meta["values"] = tuple(getattr(x.graph.owning_module, str(x.target)) for x in (a, b))
-        elif "val" in a.meta:
-            new.meta["values"] = (a.meta["val"], b.meta["val"])
-        elif a.op != "output":
-            new.meta["values"] = evaluate(new.target, new.args, new.kwargs)
+        if a.target == "placeholder":
+            new = self.graph.placeholder(self.names[len(self.nodes)])
+        elif a.target == "constant":
+            new = self.constant(a.value, *(x.value for x in others))
+        else:
+            args = self.argument(a.args, *(x.args for x in others))
+            kwargs = self.argument(a.kwargs, *(x.kwargs for x in others))
+            new = self.graph.call_function(a.target, args, kwargs)
+        new.meta["values"] = (_form(a.value), _form(others[0].value))
         return new
 
-    def argument(self, a: Any, b: Any, c: Any) -> Any:
-        if isinstance(a, fx.Node):
-            mapped = [self.known[i].get(x) for i, x in enumerate((a, b, c))]
-            if mapped[0] is not mapped[1] or mapped[1] is not mapped[2]:
-                raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
-            return mapped[0]
-        if isinstance(a, (list, tuple)):
-            if not len(a) == len(b) == len(c):
-                raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
-            return type(a)([self.argument(*xs) for xs in zip(a, b, c, strict=True)])
-        if isinstance(a, dict):
-            return {key: self.argument(a[key], b[key], c[key]) for key in a}
-        if type(a) is int and type(b) is int and type(c) is int and not a == b == c:
-            return self.linear(a, b, c)
-        if type(a) is not type(b) or not (a == b == c or a != a):
-            raise NotBatchable(f"{a} at {self.sizes[0]} rows is {b} at {self.sizes[1]}")
-        return a
+    def constant(self, a: torch.Tensor, *others: torch.Tensor) -> fx.Node:
+        if not all(x is a or _same(x, a) for x in others):
+            raise NotBatchable(f"a tensor at {self.sizes[0]} rows is another at {self.sizes[1]}")
+        name = f"_tensor_constant{len(list(self.root.buffers()))}"
+        self.root.register_buffer(name, a)
+        return self.graph.get_attr(name)
 
-    def linear(self, a: int, b: int, c: int) -> fx.Node:
+    def argument(self, a: Any, *others: Any) -> Any:
+        if isinstance(a, Result):
+            if any(x != a for x in others):
+                raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
+            return self.nodes[a.index]
+        if isinstance(a, (list, tuple)):
+            if any(len(x) != len(a) for x in others):
+                raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
+            return type(a)([self.argument(*xs) for xs in zip(a, *others, strict=True)])
+        if isinstance(a, dict):
+            return {key: self.argument(a[key], *(x[key] for x in others)) for key in a}
+        if any(type(x) is not type(a) for x in others):
+            raise NotBatchable(f"{a} at {self.sizes[0]} rows is {others[0]} at {self.sizes[1]}")
+        if a != a or all(x == a for x in others):
+            return a
+        if type(a) is not int:
+            raise NotBatchable(f"{a} at {self.sizes[0]} rows is {others[0]} at {self.sizes[1]}")
+        return self.linear(a, *others)
+
+    def linear(self, a: int, b: int, *others: int) -> fx.Node:
         factor, rest = fit(a, b, self.sizes[:2])
-        if factor * self.sizes[2] + rest != c:
-            raise NotBatchable(f"{a}, {b}, {c} at {self.sizes} rows are not linear in the rows")
+        if any(factor * self.sizes[2] + rest != c for c in others):
+            raise NotBatchable(f"{a}, {b}, {others[0]} at {self.sizes} rows are not linear in the rows")
         node = self.rows
         for function, operand in ((operator.mul, factor), (operator.add, rest)):
             if operand != (1 if function is operator.mul else 0):
@@ -289,3 +301,15 @@ class _Unifier:
                 node = self.graph.call_function(function, (node, operand))
                 node.meta["values"] = values
         return node
+
+
+def _form(value: Any) -> Any:
+    """A value without what autograd knows of it."""
+    if isinstance(value, torch.Tensor):
+        return without_autograd(value) if value.requires_grad else value
+    return type(value)(map(_form, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two constants are one; what a fake tensor stands for is not known."""
+    return not isinstance(a, FakeTensor) and not isinstance(b, FakeTensor) and torch.equal(a, b)

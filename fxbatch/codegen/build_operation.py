@@ -108,6 +108,8 @@ def _build_checked(
                 raise
             zeros += ((missing.shared, missing.index),)
             continue
+        if not checked and not graphs.random:
+            build_joint(body, signature, needs, shared, mode, zeros, third=True)
         keep(content, graphs)
         return replace(graphs, checked=checked)
 
@@ -154,10 +156,12 @@ def build_joint(
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
+    third: bool = False,
 ) -> tuple[Joint, Layout, tuple[int, ...]]:
     """The cleaned and rewritten joint graph of a body, before it is cut in three, and which gradients are sparse.
 
-    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them.
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them; `third`: a
+    third number of rows has to give the same (see `batch_body`).
     """
     sparse = sparse_tables(body, len(signature.inputs))
     if sparse:
@@ -165,7 +169,7 @@ def build_joint(
         look_up_densely(body)
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
-    joint = batch_body(body, signature, layout, *needs, shared, mode, zeros)
+    joint = batch_body(body, signature, layout, *needs, shared, mode, zeros, third)
     with ours(NotBatchable):
         mark_kept_detaches(joint.graph, joint.outputs)
         clean(joint.graph)

@@ -130,10 +130,16 @@ def _leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def add_call(graph: fx.Graph, target: Callable[..., Any], args: Any, kwargs: Any | None = None) -> fx.Node:
-    """A new call_function node at the graph's insertion point, with its values."""
+def add_call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """A new call_function node at the graph's insertion point, with its values: those of `like`, if it is the same."""
     node = graph.call_function(target, args, kwargs or {})
-    node.meta["values"] = evaluate(target, node.args, node.kwargs)
+    node.meta["values"] = evaluate(target, node.args, node.kwargs) if like is None else like.meta["values"]
     return node
 
 

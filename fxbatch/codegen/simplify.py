@@ -136,7 +136,7 @@ def _to_reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return source
     if node.target is aten.reshape.default and source is node.args[0]:
         return None
-    return add_call(graph, aten.reshape.default, (source, shape_argument(graph, shape(node))))
+    return add_call(graph, aten.reshape.default, (source, shape_argument(graph, shape(node))), like=node)
 
 
 def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -163,7 +163,9 @@ def _drop_same_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if same_form(x, node):
         return x
     if x.target is aten.expand.default and shape(x.args[0]) != ():
-        return add_call(graph, aten.expand.default, (x.args[0], shape_argument(graph, shape(node))))
+        return add_call(
+            graph, aten.expand.default, (x.args[0], shape_argument(graph, shape(node))), like=node
+        )
     return None
 
 
@@ -194,10 +196,10 @@ def _to_permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return source
     big = [d for d in order if shape(source)[d] != (0, 1)]
     if big == sorted(big):
-        return add_call(graph, aten.reshape.default, (source, shape_argument(graph, shape(node))))
+        return add_call(graph, aten.reshape.default, (source, shape_argument(graph, shape(node))), like=node)
     if node.target is aten.permute.default and source is node.args[0] and list(node.args[1]) == order:
         return None
-    return add_call(graph, aten.permute.default, (source, order))
+    return add_call(graph, aten.permute.default, (source, order), like=node)
 
 
 def slice_bounds(node: fx.Node) -> tuple[int, int, int] | None:
@@ -223,7 +225,7 @@ def _slice(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if bounds is None or outer is None or outer[0] != bounds[0]:
         return None
     args = (source.args[0], bounds[0], outer[1] + bounds[1], outer[1] + bounds[2])
-    return add_call(graph, aten.slice.Tensor, args)
+    return add_call(graph, aten.slice.Tensor, args, like=node)
 
 
 def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -234,7 +236,7 @@ def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x = source.args[0] if source.args else None
     if source.target is aten.unbind.int:
         dim = source.args[1] if len(source.args) > 1 else 0
-        return add_call(graph, aten.select.int, (x, dim, index))
+        return add_call(graph, aten.select.int, (x, dim, index), like=node)
     if source.target not in _SPLITS:
         return None
     dim = (source.args[2] if len(source.args) > 2 else 0) % len(shape(x))
@@ -242,7 +244,7 @@ def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     pieces = [shape_of_piece[dim] for shape_of_piece in (p.shape for p in source.meta["values"][0])]
     start = sum(pieces[:index])
-    return add_call(graph, aten.slice.Tensor, (x, dim, start, start + pieces[index]))
+    return add_call(graph, aten.slice.Tensor, (x, dim, start, start + pieces[index]), like=node)
 
 
 def _neutral(value: float, sides: tuple[int, ...]) -> Rule:
@@ -278,7 +280,7 @@ def _sum_keepdim(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     dims = {d % rank for d in source.args[1]} if source.args[1] else set(range(rank))
     if shape(node) != tuple(s for d, s in enumerate(shape(source)) if d not in dims):
         return None
-    return add_call(graph, aten.sum.dim_IntList, (source.args[0], source.args[1]), dict(source.kwargs))
+    return add_call(graph, aten.sum.dim_IntList, (source.args[0], source.args[1]), dict(source.kwargs), node)
 
 
 def _detach_of_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

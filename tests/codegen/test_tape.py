@@ -1,0 +1,94 @@
+"""Tapes are what `make_fx` sees, and give what the function gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxbatch.codegen import batch
+from fxbatch.codegen.built import forget
+from fxbatch.codegen.operation_graphs import Unbatched
+from fxbatch.codegen.tape import record, run
+from fxbatch.torch_private import FakeTensorMode
+from tests.codegen.operation_cases import build
+
+UNREAD = (
+    operator.getitem,
+    torch.ops.aten.detach.default,
+)  # not all are read, and what isn't need not be told
+Function = Callable[..., list[torch.Tensor]]
+
+
+def gradients(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    y = torch.vmap(lambda row: torch.tanh(row @ w).chunk(2)[0])(x)
+    return [y, *torch.autograd.grad(y.sum(), [x, w])]
+
+
+CASES: dict[str, Function] = {
+    "forward and gradients": gradients,
+    "several results": lambda x, w: [*torch.max(x, 1), x],
+    "a constant": lambda x, w: [x * torch.tensor([1.0, 2.0, 3.0, 4.0])],
+    "a write": lambda x, w: [x.detach().clone().add_(1.0), w],
+    "squeezed in place": lambda x, w: [x.detach().unsqueeze(0).squeeze_(0) + 1],
+    "numbers": lambda x, w: [torch.full((3,), float("nan")), torch.arange(5)],
+}
+
+
+@pytest.mark.parametrize("function", CASES.values(), ids=CASES.keys())
+def test_a_tape_is_what_make_fx_sees(function: Function) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(torch.randn(5, 4)), mode.from_tensor(torch.randn(4, 4))]
+    given: list[Any] = [x.requires_grad_() for x in fakes]
+    with mode:
+        tape = record(function, given)
+        nodes = make_fx(function)(*given).graph.nodes
+    seen = [(x.target, form(x.meta.get("val"))) for x in nodes if x.op == "call_function"]
+    told = [(x.target, form(x.value)) for x in tape.calls if callable(x.target)]
+    assert [x for x in told if x[0] not in UNREAD] == [x for x in seen if x[0] not in UNREAD]
+
+
+def form(value: Any) -> Any:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("function", CASES.values(), ids=CASES.keys())
+def test_its_calls_run_on_other_tensors(function: Function) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        tape = record(
+            function, [torch.empty(5, 4, requires_grad=True), torch.empty(4, 4, requires_grad=True)]
+        )
+    real = [torch.randn(5, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)]
+    with torch.no_grad():
+        found = run(tape, real)
+    torch.testing.assert_close(found, function(*real), equal_nan=True)
+
+
+def test_what_writes_is_told() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tape = record(CASES["a write"], [torch.empty(5, 4), torch.empty(4, 4)])
+        squeezed = record(CASES["squeezed in place"], [torch.empty(5, 4), torch.empty(4, 4)])
+    assert tape.writes == [torch.ops.aten.add_.Tensor] and squeezed.writes == []
+
+
+def test_random_calls_have_to_agree_at_a_third_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    plain = batch._record_joint
+
+    def recorded(*args: Any) -> Any:
+        counted.append(args[3])
+        return plain(*args)
+
+    monkeypatch.setattr(batch, "_record_joint", recorded)
+    monkeypatch.delenv("FXBATCH_CACHE", raising=False)
+    forget()
+    for function, times in ((torch.tanh, 2), (lambda x: x + torch.rand_like(x), 3)):
+        counted.clear()
+        graphs, _ = build(function, [torch.randn(4)])
+        assert not isinstance(graphs, Unbatched), graphs
+        assert len(set(counted)) == times and counted[1] > 10 * counted[0], "the first two are far apart"
