@@ -29,7 +29,7 @@ FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError(
 # module, what in it, and at which of its calls the fault comes
 IN_PYTHON = ("lay_out_steps", "Backward._step")  # on the path where steps don't run native
 POINTS = (
-    ("fxbatch.trace.calls", "run_on_fakes", 0),
+    ("fxbatch.trace.arguments", "run_on_fakes", 0),
     ("fxbatch.trace.recorded_calls", "Program", 0),
     ("fxbatch.runtime.planner", "plan_arenas", 0),
     ("fxbatch.runtime.operation_cache", "build_operation", 0),
