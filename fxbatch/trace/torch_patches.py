@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -84,6 +84,7 @@ def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
 
 
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
+Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
 
 def put_attributes(entries: Entries, saved: list[Entries]) -> None:
@@ -129,10 +130,32 @@ if extension_available():
     use_extension(True)
 
 
-_functional_call = stateless._functional_call
+_PATCHES: list[tuple[Any, str, Any]] = []  # what stands in torch's place while some thread records
 
 
-def _traced_functional_call(
+def stands_for(owner: Any, *names: str) -> Callable[[Replacement], Replacement]:
+    """This function stands for functions of torch while some thread records: where it is the caller that records, it
+    is given the recorder, torch's function and the arguments."""
+
+    def named(traced: Replacement) -> Replacement:
+        _PATCHES.extend((owner, name, _while_recording(getattr(owner, name), traced)) for name in names)
+        return traced
+
+    return named
+
+
+def _while_recording(plain: Any, traced: Replacement) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        recorder = state.recorder
+        return plain(*args, **kwargs) if recorder is None else traced(recorder, plain, *args, **kwargs)
+
+    return functools.wraps(plain)(called)
+
+
+@stands_for(stateless, "_functional_call")
+def _functional_call(
+    recorder: RecordedCalls,
+    _: Any,
     module: torch.nn.Module,
     parameters_and_buffers: dict[str, torch.Tensor],
     args: Any = None,
@@ -142,11 +165,6 @@ def _traced_functional_call(
     strict: bool = False,
 ) -> Any:
     """Recorded as one function of all of the module's tensors: those that are given, and its own."""
-    recorder = state.recorder
-    if recorder is None:
-        return _functional_call(
-            module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict
-        )
     parts = list(module.modules())
     if any(m._forward_hooks or m._forward_pre_hooks for m in parts):
         raise TraceError(f"functional_call of a {type(module).__name__} with hooks{at_line()}")
@@ -170,51 +188,29 @@ def _all_tensors(
     return {**given, **rest}
 
 
-def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """A transform's function that wraps a tensor, or takes what was computed out again: a Value is neither."""
-
-    def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is Value and state.recorder is not None:
-            raise TraceError(
-                "a torch.func transform (grad, vmap, ...) met a value: call it inside a submodule, or in a "
-                f"function with @fxbatch.operation{at_line()}"
-            )
-        return wrap(x, *args, **kwargs)
-
-    return functools.wraps(wrap)(wrapped)
+@stands_for(functorch_transforms, "_wrap_tensor_for_grad")
+@stands_for(functorch_vmap, "_add_batch_dim", "_remove_batch_dim")
+def _transform(_: RecordedCalls, plain: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """A transform wraps a tensor, or takes what was computed out again: a Value is neither."""
+    if type(x) is Value:
+        raise TraceError(
+            "a torch.func transform (grad, vmap, ...) met a value: call it inside a submodule, or in a "
+            f"function with @fxbatch.operation{at_line()}"
+        )
+    return plain(x, *args, **kwargs)
 
 
-_backward = torch.autograd.backward
-
-
-def _traced_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    if state.recorder is not None and any(type(x) is Value for x in tree_leaves(tensors)):
+@stands_for(torch.autograd, "backward")
+def _backward(_: RecordedCalls, plain: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(type(x) is Value for x in tree_leaves(tensors)):
         raise TraceError(f"backward() inside a per-instance forward: call it on the results{at_line()}")
-    return _backward(tensors, *args, **kwargs)
+    return plain(tensors, *args, **kwargs)
 
 
-_cond = torch.cond
-
-
-def _traced_cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+@stands_for(torch, "cond")
+def _cond(_: RecordedCalls, __: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     """The branch that the value chooses: the instance waits for it, as at an `if`."""
-    if state.recorder is None:
-        return _cond(pred, true_fn, false_fn, operands)
     return true_fn(*operands) if pred else false_fn(*operands)
-
-
-TRANSFORMS: tuple[tuple[Any, str, Any], ...] = (
-    (stateless, "_functional_call", _traced_functional_call),
-    (
-        functorch_transforms,
-        "_wrap_tensor_for_grad",
-        _refusing(functorch_transforms._wrap_tensor_for_grad),
-    ),
-    (functorch_vmap, "_add_batch_dim", _refusing(functorch_vmap._add_batch_dim)),
-    (functorch_vmap, "_remove_batch_dim", _refusing(functorch_vmap._remove_batch_dim)),
-    (torch, "cond", functools.wraps(_cond)(_traced_cond)),
-    (torch.autograd, "backward", functools.wraps(_backward)(_traced_backward)),
-)
 
 
 # torch.fx changes nn.Module too while it traces, and puts back what it found. Who has it trace holds this, so that
@@ -269,14 +265,14 @@ class attributes_read(patched):
 
     def put(self) -> None:
         """What the first use does."""
-        put_attributes(((_Module, "__getattr__", traced_getattr),), self.saved)
+        put_attributes(((torch.nn.Module, "__getattr__", traced_getattr),), self.saved)
 
 
 @functools.cache
 def _entries(handle: Any, module_call: Any) -> Entries:
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
     questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in dynamo_questions())
-    return ((_Module, "__call__", module_call), *_PATCHES, *handles, *questions)
+    return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 
 def _uncompiled(ask: Callable[..., Any], answer: Any) -> Callable[..., Any]:
@@ -306,6 +302,9 @@ def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 
+_PATCHES.append((torch.autograd.Function, "apply", classmethod(_traced_apply)))
+
+
 def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     """`checkpoint(function, *args, use_reentrant=True)`: what is saved is fxbatch's choice, the result is the same."""
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
@@ -313,21 +312,21 @@ def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> An
         return function(*args)
 
 
-def _with_real_tensors(func: Any) -> Any:
-    """`torch.tensor` and `as_tensor`: copies of contents, so Values inside are read."""
+_FACTORIES = (
+    "tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye",
+)  # fmt: skip
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        recorder = state.recorder
-        if recorder is not None:
-            if recorder.written:
-                args, kwargs = with_values(args, kwargs)
-            found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
-            if found:
-                real = dict(zip(map(id, found), recorder.read(found), strict=True))
-                args, kwargs = tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
-        return func(*args, **kwargs)
 
-    return functools.wraps(func)(made)
+@stands_for(torch, *_FACTORIES)
+def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Copies of contents, so Values inside are read."""
+    if recorder.written:
+        args, kwargs = with_values(args, kwargs)
+    found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
+    if found:
+        real = dict(zip(map(id, found), recorder.read(found), strict=True))
+        args, kwargs = tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
+    return plain(*args, **kwargs)
 
 
 def _plain(x: Any) -> Any:
@@ -335,37 +334,29 @@ def _plain(x: Any) -> Any:
     return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
-_as_tensor = torch.as_tensor
-
-
-def _traced_as_tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
-    if type(data) is Value and state.recorder is not None:
+@stands_for(torch, "as_tensor")
+def _as_tensor(recorder: RecordedCalls, plain: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    if type(data) is Value:
         return data.to(*args, **kwargs) if args or kwargs else data
-    return _real_as_tensor(data, *args, **kwargs)
+    return _with_real_tensors(recorder, plain, data, *args, **kwargs)
 
 
-_real_as_tensor = _with_real_tensors(_as_tensor)
+_CHANGING = (
+    "train", "_apply", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook", "register_buffer", "register_parameter", "add_module",
+)  # fmt: skip
 
 
-def _invalidating(func: Any) -> Any:
+@stands_for(torch.nn.Module, *_CHANGING)
+def _changes_module(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """A method that changes what a module is: modules are looked at again at their next call."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = func(self, *args, **kwargs)
-        if state.recorder is not None:
-            state.recorder.forget_modules()
-        return result
-
-    return functools.wraps(func)(method)
+    result = plain(*args, **kwargs)
+    recorder.forget_modules()
+    return result
 
 
-_setattr = torch.nn.Module.__setattr__
-
-
-def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
-    recorder = state.recorder
-    if recorder is None:
-        return _setattr(self, name, value)
+@stands_for(torch.nn.Module, "__setattr__")
+def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: Any) -> None:
     recorder.attribute_changes(self, name)
     if isinstance(value, torch.Tensor):
         recorder.operand_replaced(self, name, value)
@@ -379,87 +370,50 @@ def _traced_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
         if recorder.is_read(name):
             recorder.forget_modules()
         object.__setattr__(self, name, value)
-        return None
+        return
     if name == "training" or isinstance(value, (torch.Tensor, torch.nn.Module)) or recorder.is_read(name):
         recorder.forget_modules()
-    return _setattr(self, name, value)
+    plain(self, name, value)
 
 
-def _refusing_values(call: Any) -> Any:
+@stands_for(torch.nn.Module, "__delattr__")
+def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str) -> None:
+    recorder.attribute_changes(self, name)
+    recorder.forget_modules()
+    plain(self, name)
+
+
+@stands_for(torch._C.ScriptFunction, "__call__")
+@stands_for(torch._C.ScriptMethod, "__call__")
+def _compiled_code(_: RecordedCalls, plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
-
-    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
-            raise TraceError(
-                f"{getattr(self, 'name', 'a function')} is TorchScript, whose code can't be recorded: call the Python "
-                f"function that it was made from, or call it in a submodule{at_line()}"
-            )
-        return call(self, *args, **kwargs)
-
-    return refused
+    if any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
+        raise TraceError(
+            f"{getattr(self, 'name', 'a function')} is TorchScript, whose code can't be recorded: call the Python "
+            f"function that it was made from, or call it in a submodule{at_line()}"
+        )
+    return plain(self, *args, **kwargs)
 
 
-_delattr = torch.nn.Module.__delattr__
-
-
-def _traced_delattr(self: torch.nn.Module, name: str) -> None:
-    recorder = state.recorder
-    if recorder is not None:
-        recorder.attribute_changes(self, name)
-        recorder.forget_modules()
-    _delattr(self, name)
-
-
-_plain_numpy = torch.Tensor.numpy
-
-
-def _traced_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if state.recorder is not None and type(self) is not Value:
-        state.recorder.lend_memory(self)
-    return _plain_numpy(self, *args, **kwargs)
+@stands_for(torch.Tensor, "numpy")
+def _numpy(recorder: RecordedCalls, plain: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if type(self) is not Value:
+        recorder.lend_memory(self)
+    return plain(self, *args, **kwargs)
 
 
 _plain_requires_grad: Any = torch.Tensor.requires_grad
-_plain_requires_grad_ = torch.Tensor.requires_grad_
 
 
-def _switch_gradient(t: torch.Tensor, on: bool) -> None:
-    if state.recorder is not None and _plain_requires_grad.__get__(t) is not bool(on):
-        state.recorder.gradient_switched(t)
+def _switch_gradient(
+    recorder: RecordedCalls, plain: Any, self: torch.Tensor, requires_grad: bool = True
+) -> Any:
+    if _plain_requires_grad.__get__(self) is not bool(requires_grad):
+        recorder.gradient_switched(self)
+    return plain(self, requires_grad)
 
 
-def _traced_requires_grad_(self: torch.Tensor, requires_grad: bool = True) -> Any:
-    _switch_gradient(self, requires_grad)
-    return _plain_requires_grad_(self, requires_grad)
-
-
-def _traced_requires_grad(self: torch.Tensor, requires_grad: bool) -> None:
-    _switch_gradient(self, requires_grad)
-    _plain_requires_grad.__set__(self, requires_grad)
-
-
-_Module = torch.nn.Module
+stands_for(torch.Tensor, "requires_grad_")(_switch_gradient)
+_set_requires_grad = _while_recording(_plain_requires_grad.__set__, _switch_gradient)
+_PATCHES.append((torch.Tensor, "requires_grad", property(_plain_requires_grad.__get__, _set_requires_grad)))
 _HANDLING = (torch.nn.functional, torch.functional, torch._tensor)
-_PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    (_Module, "__setattr__", _traced_setattr),
-    (_Module, "__delattr__", _traced_delattr),
-    *(
-        (_Module, name, _invalidating(_Module.__dict__[name]))
-        for name in (
-            "train", "_apply", "register_forward_hook", "register_forward_pre_hook",
-            "register_full_backward_hook", "register_full_backward_pre_hook", "register_buffer",
-            "register_parameter", "add_module",
-        )
-    ),
-    (torch.autograd.Function, "apply", classmethod(_traced_apply)),
-    *(
-        (torch, name, _with_real_tensors(getattr(torch, name)))
-        for name in ("tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye")
-    ),
-    (torch, "as_tensor", _traced_as_tensor),
-    (torch.Tensor, "numpy", _traced_numpy),
-    (torch.Tensor, "requires_grad_", _traced_requires_grad_),
-    (torch.Tensor, "requires_grad", property(_plain_requires_grad.__get__, _traced_requires_grad)),
-    *((c, "__call__", _refusing_values(c.__call__)) for c in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
-    *TRANSFORMS,
-)  # fmt: skip
