@@ -18,7 +18,7 @@
 
 static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
-    Py_ssize_t sid, types, alone, row, aliased, guards;                 /* of an Entry */
+    Py_ssize_t sid, types, single, is_tuple, aliased, guards;           /* of an Entry */
     Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked;
 } at;
@@ -155,7 +155,7 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, 
     for (Py_ssize_t i = 0; i < n; i++)
         inputs->data[inputs->size++] = read[i].id;
     PyObject *types = SLOT(entry, at.types);
-    if (PyLong_AsLong(SLOT(entry, at.alone)) >= 0)
+    if (SLOT(entry, at.single) == Py_True)
         return make_value(recorder, PyTuple_GET_ITEM(types, 0));
     PyObject *outputs = PyTuple_New(PyTuple_GET_SIZE(types));
     for (Py_ssize_t i = 0; outputs && i < PyTuple_GET_SIZE(types); i++) {
@@ -165,7 +165,7 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, 
         else
             Py_CLEAR(outputs);
     }
-    if (!outputs || SLOT(entry, at.row) == Py_True)
+    if (!outputs || SLOT(entry, at.is_tuple) == Py_True)
         return outputs;
     PyObject *built = PyObject_CallFunctionObjArgs(build_result, entry, outputs, NULL);
     Py_DECREF(outputs);
@@ -821,7 +821,7 @@ static struct {
 } const slots[] = {
     {&Value, "_value", &at.value}, {&Value, "_type", &at.type}, {&Value, "_recorder", &at.recorder},
     {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid}, {&Entry, "types", &at.types},
-    {&Entry, "alone", &at.alone}, {&Entry, "row", &at.row}, {&Entry, "aliased", &at.aliased},
+    {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliased", &at.aliased},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
     {&Recorder, "count", &at.count}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode},
     {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},

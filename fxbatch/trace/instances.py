@@ -575,7 +575,8 @@ def _handlers(code: types.CodeType) -> tuple[tuple[int, int, int, _Manager | Non
     """(start, end, handler, manager where it is a `with`'s) of each protected range of instructions."""
     steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
     place = {i.offset: k for k, i in enumerate(steps)}
-    rows = list(_protected(code))
+    protected: Any = dis.Bytecode(code)  # whose table of exceptions typeshed does not know
+    rows = [(x.start, x.end, x.target) for x in protected.exception_entries]
     first: dict[int, int] = {}
     for start, _, target in rows:
         first[target] = min(start, first.get(target, start))
@@ -619,25 +620,6 @@ def _entered(code: types.CodeType, offset: int) -> Iterator[_Manager]:
         offset = found[2]
         if found[3] is not None:
             yield found[3]
-
-
-def _protected(code: types.CodeType) -> Iterator[tuple[int, int, int]]:
-    """(start, end, handler) of each protected range of instructions, in bytes (CPython's exception_handling_notes)."""
-    data = iter(code.co_exceptiontable)
-
-    def number() -> int | None:
-        byte = next(data, None)
-        if byte is None:
-            return None
-        n = byte & 63
-        while byte & 64:
-            byte = next(data)
-            n = (n << 6) | (byte & 63)
-        return n
-
-    while (start := number()) is not None:
-        length, target, _ = number() or 0, number() or 0, number()
-        yield 2 * start, 2 * (start + length), 2 * target
 
 
 @functools.lru_cache(maxsize=4096)

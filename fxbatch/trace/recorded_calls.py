@@ -211,9 +211,9 @@ class RecordedCalls(Columns):
         if self.in_c:
             return _fast.emit(self, entry, ids)
         outputs = self.row(entry, ids)
-        if entry.alone >= 0:
+        if entry.single:
             return outputs[0]
-        if entry.row:
+        if entry.is_tuple:
             return tuple(outputs)
         assert entry.signature.result is not None
         return entry.signature.result.fill(output=outputs)

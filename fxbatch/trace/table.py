@@ -106,12 +106,12 @@ class Entry:
 
     __slots__ = (
         "aliased",
-        "alone",
         "guards",
+        "is_tuple",
         "outcome",
-        "row",
         "sid",
         "signature",
+        "single",
         "types",
         "write",
         "written",
@@ -124,11 +124,11 @@ class Entry:
         self.signature = signature
         self.types = types  # type id of each output
         self.outcome = outcome
-        single = outcome is None or outcome.result.spec.is_leaf()
-        self.alone = (
-            types[0] if single and len(types) == 1 else -1
-        )  # its type id when the result is one tensor
-        self.row = outcome is not None and _is_row(outcome.result, len(types))  # a plain tuple of all outputs
+        leaf = outcome is None or outcome.result.spec.is_leaf()
+        self.single = leaf and len(types) == 1  # whether the result is one tensor ...
+        self.is_tuple = outcome is not None and _is_tuple(
+            outcome.result, len(types)
+        )  # ... or all, in a plain tuple
         self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
         self.written: tuple[
             int, ...
@@ -137,7 +137,7 @@ class Entry:
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 
 
-def _is_row(result: Template, outputs: int) -> bool:
+def _is_tuple(result: Template, outputs: int) -> bool:
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
         return False
     rebuilt = result.fill(output=range(outputs))
@@ -158,7 +158,6 @@ class SignatureTable:
     def __init__(
         self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., Any] | None = None
     ) -> None:
-        self.unexplained = 0  # references to recorders that no value explained (trace/left_behind.py)
         self.limit = limit
         self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
         self.lock = threading.RLock()
@@ -172,22 +171,15 @@ class SignatureTable:
         self.type_ids: dict[TensorType, int] = {}
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
-        self.stateless: dict[
-            Hashable, torch.nn.Module
-        ] = {}  # one of all modules without tensors that are equal
-        self.functions: dict[
-            int, list[Any]
-        ] = {}  # users' functions as they were with each content met, last first
+        self.stateless: dict[Hashable, torch.nn.Module] = {}  # one of all equal modules without tensors
+        self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
-        self.uniform: dict[
-            int, Any
-        ] = {}  # lifted signature -> key of the one number met, None when they varied
+        self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
-        self.packed: Any = (
-            None  # what makes entries of calls with sizes of their own (runtime/packed_calls.py)
-        )
+        self.unexplained = 0  # references to recorders that no value explained (trace/left_behind.py)
+        self.packed: Any = None  # makes entries of calls with sizes of their own (runtime/packed_calls.py)
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         self._snapshot: tuple[Signature, ...] = ()

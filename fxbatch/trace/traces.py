@@ -24,7 +24,7 @@ import importlib
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -162,29 +162,16 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> D
     if s.arguments is not None:
         packed = tuple(refer(x) if callable(x) and not isinstance(x, type) else x for x in s.arguments.leaves)
         arguments = Template(packed, s.arguments.spec)
-    marked = op.rule == MARKED
-    parts = (
-        op.kind,
-        op.name,
-        target,
-        op.method,
-        marked,
-        s.inputs,
-        s.outputs,
-        tuple(shared),
-        own,
-        s.modes,
-        lifted,
-    )
-    text = repr(parts)
+    key = ""
     if arguments is not None:  # members of two enumerations may print alike
         members = [type(x).__module__ for x in arguments.leaves if isinstance(x, enum.Enum)]
-        text += repr((arguments.leaves, str(arguments.spec), *members))
-    return Described(
-        op.kind, op.name, target, op.method, marked, s.inputs, s.outputs, tuple(shared), own, arguments,
-        s.modes,
-        lifted, sample, text + (type(sample).__name__ if lifted >= 0 else ""),
+        key = repr((arguments.leaves, str(arguments.spec), *members))
+    made = Described(
+        op.kind, op.name, target, op.method, op.rule == MARKED, s.inputs, s.outputs, tuple(shared), own, None,
+        s.modes, lifted,
     )  # fmt: skip
+    key = f"{made!r}{key}{type(sample).__name__ if lifted >= 0 else ''}"
+    return replace(made, arguments=arguments, number=sample, key=key)
 
 
 def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | None) -> int:
@@ -403,9 +390,10 @@ def _trace(
     recorder = recording.recorder
     leaves, spec = tree_flatten(recording.results[0])
     if recorder.known:
-        if reason == "":
-            reason = "some of its calls have run already"
-        recorder.sigs, recorder.inputs, recorder.payload = _whole(recording)
+        raise TraceError(
+            "an instance that branches on values can't be traced ahead: its calls depend on values "
+            f"({', '.join(recording.statistics.lines)})"
+        )
     sigs = np.array(recorder.sigs, dtype=np.int32)
     used, sig = np.unique(sigs, return_inverse=True)
     names = module_names(model)
@@ -441,13 +429,6 @@ def _trace(
     )
     trace.integers(), trace.row, trace.leaf  # read now, so that merging finds them
     return trace
-
-
-def _whole(recording: Recording) -> Any:
-    raise TraceError(
-        "an instance that branches on values can't be traced ahead: its calls depend on values "
-        f"({', '.join(recording.statistics.lines)})"
-    )
 
 
 def _lifted(table: SignatureTable, sid: int) -> int:

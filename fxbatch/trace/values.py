@@ -519,7 +519,7 @@ def link_view(result: Value, source: Value, again: Any, call: Any, output: int) 
 def link_views(entry: Entry, result: Any, inputs: Sequence[Value], again: Any, call: Any) -> None:
     """Note which outputs of a call are views of which inputs."""
     assert entry.outcome is not None
-    leaves = result if entry.row else [x for x in tree_leaves(result) if type(x) is Value]
+    leaves = result if entry.is_tuple else [x for x in tree_leaves(result) if type(x) is Value]
     for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
         if i >= 0:
             link_view(leaf, inputs[i], again, call, output)
@@ -536,7 +536,7 @@ def link_outputs(
     """Note which outputs of a function's call are views of which inputs."""
     func = entry.signature.operation.target
     again, call = functools.partial(recorder.call, func, args, kwargs), (func, args, kwargs)
-    if entry.alone >= 0:
+    if entry.single:
         assert entry.outcome is not None
         link_view(result, inputs[entry.outcome.aliases[0]], again, call, 0)
     else:
