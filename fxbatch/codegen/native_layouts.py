@@ -38,6 +38,11 @@ class Span:
     dtype: torch.dtype
     number: float = 0.0
 
+    @property
+    def lines(self) -> tuple[int, int, int, int]:
+        """As an operand whose rows are those of the first dimension, of neighbouring elements."""
+        return self.base, self.offset, self.strides[0], 1
+
 
 Place = tuple[int, int, int]  # offset, stride from row to row, stride within a row (0 or 1)
 

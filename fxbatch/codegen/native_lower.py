@@ -12,6 +12,7 @@ only they read lives in the first cache.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ aten = torch.ops.aten
 INPUT, OUTPUT, FIXED, OWN, LOCAL = range(5)
 MOST_BASES = 192
 ONE: Size = (0, 1)
+UNUSED = (-1, 0, 0, 0)  # an operand that there is not
 SHORT = 16  # elements of a dimension that is added up one addition after another
 FixedTensor = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -117,15 +119,13 @@ class Lowering:
             if i not in self.place.values():
                 out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
                 if self.adding:
-                    self.loops(out, [out, self.span(node)], calls.CODES["add"], 1.0)
+                    self.loops(out, [out, self.span(node)], "add", 1.0)
                 else:
                     self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
             raise NotNative(f"more than {MOST_BASES} tensors")
-        bases, code = (
-            np.array(self.bases, dtype=np.int64),
-            np.array(self.items, dtype=np.int64).reshape(-1, 32),
-        )
+        bases = np.array(self.bases, dtype=np.int64)
+        code = np.array(self.items, dtype=np.int64).reshape(-1, 32)
         group_pointwise(code)
         localise(bases, code, self.sizes)
         return NativeProgram(bases, code, tuple(self.fixed), self._given())
@@ -135,7 +135,7 @@ class Lowering:
     def base(self, dims: Shape, dtype: torch.dtype, kind: int) -> int:
         """A new piece of memory for a contiguous tensor."""
         if dtype not in (torch.float32, torch.int64, torch.bool):
-            raise NotNative(f"numbers of type {str(dtype).removeprefix('torch.')}")
+            raise NotNative(f"numbers of type {_name(dtype)}")
         (a, b), width = rows_and_width(dims)
         if a < 0 or b < 0 or a + b == 0 or width == 0:
             raise NotNative("a tensor without elements")
@@ -201,12 +201,8 @@ class Lowering:
 
     def _strided(self, dims: Shape, dtype: torch.dtype, like: torch.Tensor, kind: int) -> Span:
         """Memory of a tensor that is as it is, from its first element to its last."""
-        if (
-            like.layout is not torch.strided
-            or like.device.type != "cpu"
-            or not like.numel()
-            or like.dtype != dtype
-        ):
+        dense = like.layout is torch.strided and like.device.type == "cpu" and like.numel()
+        if not dense or like.dtype != dtype:
             raise NotNative("a shared operand that is not dense on the CPU")
         last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
         number = self.base(((0, last),), dtype, kind)
@@ -298,7 +294,7 @@ class Lowering:
         call = calls.cast(out.dtype, out.dtype, None)
         if call is None or (source.base >= 0 and source.dtype != out.dtype):
             raise NotNative("a copy to another type")
-        self.loops(out, [as_number(source, out.dtype)], calls.CODES[call.name], 0.0)
+        self.loops(out, [as_number(source, out.dtype)], call.name, 0.0)
 
     def pointwise(self, out: Span, call: Pointwise) -> None:
         """A pointwise call, as one loop or a few."""
@@ -306,30 +302,46 @@ class Lowering:
         operands = [as_number(self.span(x), kind) for x, kind in zip(call.operands, kinds[1:], strict=True)]
         for span, kind in zip((out, *operands), kinds, strict=True):
             if span.dtype != kind:
-                raise NotNative(f"{call.name} of {str(span.dtype).removeprefix('torch.')}")
-        self.loops(out, operands, calls.CODES[call.name], call.number)
+                raise NotNative(f"{call.name} of {_name(span.dtype)}")
+        self.loops(out, operands, call.name, call.number)
 
-    def loops(self, out: Span, operands: list[Span], code: int, number: float) -> None:
+    def loops(self, out: Span, operands: list[Span], name: str, number: float) -> None:
         """Pointwise instructions that write `out`."""
         for rows, width, places in walk(out.shape, [out, *operands]):
-            item = [code, *rows, width]
-            for span, place in zip((out, *operands), places, strict=True):
-                item += [-1, _bits(span.number, span.dtype), 0, 0] if span.base < 0 else [span.base, *place]
-            self.add(item, number=number, group=0)
+            found = [
+                [-1, _bits(span.number, span.dtype), 0, 0] if span.base < 0 else [span.base, *place]
+                for span, place in zip((out, *operands), places, strict=True)
+            ]
+            self.add(name, rows, width, *found, number=number, group=0)
 
     def add(
         self,
-        item: list[int],
-        *,
+        name: str,
+        rows: Size,
+        width: int,
+        *operands: Sequence[int],
         number: float = 0.0,
-        depth: tuple[int, int] = (0, 1),
+        depth: Size = ONE,
         flag: int = 0,
         group: int = -1,
     ) -> None:
-        """One instruction: code, rows, width and operands, and what else it needs."""
-        item = item + [-1, 0, 0, 0] * ((20 - len(item)) // 4)
+        """One instruction: operation, rows, width and operands (the result first), and what else it needs."""
+        four = [*operands, *[UNUSED] * (4 - len(operands))]
         bits = struct.unpack("<q", struct.pack("<d", number))[0]
-        self.items.append([*item, bits, *depth, flag, group, *([0] * 7)])
+        item = [calls.CODES[name], *rows, width, *itertools.chain(*four), bits, *depth, flag, group]
+        self.items.append([*item, *[0] * 7])
+
+    def floats(self, node: Any) -> Span:
+        """Where a node of float32 is, which is no number."""
+        return _is(self.span(node), torch.float32)
+
+    def integers(self, node: Any) -> Span:
+        """Where a node of int64 is, which is no number."""
+        return _is(self.span(node), torch.int64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def as_number(span: Span, kind: torch.dtype) -> Span:
@@ -412,9 +424,7 @@ def _need(good: bool, what: str) -> None:
 
 
 def _is(span: Span, dtype: torch.dtype) -> Span:
-    _need(
-        span.base >= 0 and span.dtype == dtype, f"{str(span.dtype).removeprefix('torch.')} or a number there"
-    )
+    _need(span.base >= 0 and span.dtype == dtype, f"{_name(span.dtype)} or a number there")
     return span
 
 
@@ -425,6 +435,13 @@ def _rows(span: Span) -> tuple[Size, list[int]]:
     _need(width[0] == 0 and (span.strides[-1] == 1 or width == ONE), "rows that aren't contiguous")
     rows, stride = _even(span.shape[:-1], span.strides[:-1])
     return rows, [span.base, span.offset, stride, 1]
+
+
+def _same_rows(*spans: Span) -> list[Any]:
+    """The rows that all of these have, and each of these as an operand."""
+    rows, operands = zip(*map(_rows, spans), strict=True)
+    _need(len(set(rows)) == 1, "other rows")
+    return [rows[0], *operands]
 
 
 def _even(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
@@ -474,18 +491,8 @@ def product(lowering: Lowering, node: fx.Node) -> None:
     (rows, columns), depth = out.shape, a.shape[1]
     _need(columns[0] == 0, "as many columns as rows")
     _need(columns == ONE or out.strides[1] == 1, "a result that isn't contiguous")
-    item = [
-        calls.CODES["PRODUCT"],
-        *rows,
-        columns[1],
-        out.base,
-        out.offset,
-        out.strides[0],
-        1,
-        *_matrix(a),
-        *_matrix(b),
-    ]
-    lowering.add(item, depth=depth, flag=int(added or (lowering.adding and node in lowering.place)))
+    adds = added or (lowering.adding and node in lowering.place)
+    lowering.add("PRODUCT", rows, columns[1], out.lines, _matrix(a), _matrix(b), depth=depth, flag=int(adds))
 
 
 def _in_memory(lowering: Lowering, span: Span) -> Span:
@@ -499,19 +506,13 @@ def _in_memory(lowering: Lowering, span: Span) -> Span:
 
 def lookup(lowering: Lowering, node: fx.Node) -> None:
     """index_select(table, 0, index)."""
-    table, index = (
-        _is(lowering.span(node.args[0]), torch.float32),
-        _is(lowering.span(node.args[2]), torch.int64),
-    )
-    _need(
-        node.args[1] == 0 and len(table.shape) == 2 and len(index.shape) == 1,
-        "another dimension than the first",
-    )
-    (size, width), out = table.shape, lowering.target(node)
+    table, index = lowering.floats(node.args[0]), lowering.integers(node.args[2])
+    first = node.args[1] == 0 and len(table.shape) == 2 and len(index.shape) == 1
+    _need(first, "another dimension than the first")
+    size, width = table.shape
     _need(size[0] == 0 and (width == ONE or table.strides[1] == 1), "a table with other strides")
-    rows, place = _rows(out)
-    item = [calls.CODES["LOOKUP"], *rows, width[1], *place, table.base, table.offset, table.strides[0], 1]
-    lowering.add([*item, index.base, index.offset, index.strides[0], 1], depth=(0, size[1]))
+    rows, place = _rows(lowering.target(node))
+    lowering.add("LOOKUP", rows, width[1], place, table.lines, index.lines, depth=size)
 
 
 def _position(dim: Any, dims: Shape) -> int:
@@ -532,17 +533,16 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     )  # fmt: skip
     if not over:
         found = calls.cast(source.dtype, out.dtype, None)
-        _need(found is not None and source.base >= 0, "a sum of that type")
-        assert found is not None
-        lowering.loops(squeezed, [reduced], calls.CODES[found.name], 0.0)
+        if found is None or source.base < 0:
+            raise NotNative("a sum of that type")
+        lowering.loops(squeezed, [reduced], found.name, 0.0)
         return
     _is(source, torch.float32)
     if over == list(range(len(over))) and len(over) < len(dims):
         summed, step = _even(dims[: len(over)], source.strides[: len(over)])
         for rows, width, (to, place) in walk(reduced.shape, [squeezed, reduced]):
             _need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
-            item = [calls.CODES["SUM_ROWS"], *summed, width, out.base, to[0], 0, 1]
-            lowering.add([*item, source.base, place[0], step, 1])
+            lowering.add("SUM_ROWS", summed, width, (out.base, to[0], 0, 1), (source.base, place[0], step, 1))
         return
     if len(over) == 1 and over[0] < len(dims) - 1 and dims[over[0]][1] <= SHORT:
         _sum_short(lowering, squeezed, reduced, source.strides[over[0]], dims[over[0]][1])
@@ -551,17 +551,15 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     rows, place_in = _rows(source)
     same, stride = _even(squeezed.shape, squeezed.strides)
     _need(same == rows, "a sum over other dimensions")
-    item = [calls.CODES["SUM_LAST"], *rows, dims[-1][1], out.base, out.offset, stride, 1, *place_in]
-    lowering.add(item)
+    lowering.add("SUM_LAST", rows, dims[-1][1], (out.base, out.offset, stride, 1), place_in)
 
 
 def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int) -> None:
     """Add up `size` spans that are `step` apart, in order."""
-    add = calls.CODES["add"]
     spans = [replace(first, offset=first.offset + i * step) for i in range(size)]
-    lowering.loops(out, spans[:2], add, 1.0)
+    lowering.loops(out, spans[:2], "add", 1.0)
     for span in spans[2:]:
-        lowering.loops(out, [out, span], add, 1.0)
+        lowering.loops(out, [out, span], "add", 1.0)
 
 
 def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
@@ -573,7 +571,7 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     sum_dimensions(lowering, node)
     out = lowering.target(node)
     count = Span(-1, 0, (), (), torch.float32, float(math.prod(dims[d][1] for d in over)))
-    lowering.loops(out, [out, count], calls.CODES["div"], 0.0)
+    lowering.loops(out, [out, count], "div", 0.0)
 
 
 def _dense(out: Span, count: int) -> tuple[int, ...]:
@@ -585,84 +583,53 @@ def _dense(out: Span, count: int) -> tuple[int, ...]:
 
 def softmax(lowering: Lowering, node: fx.Node) -> None:
     """log_softmax and softmax along the last dimension."""
-    source, out = _is(lowering.span(node.args[0]), torch.float32), lowering.target(node)
-    _need(
-        _position(node.args[1], source.shape) == len(source.shape) - 1 and not node.args[2],
-        "another dimension",
-    )
-    rows, place = _rows(source)
-    same, to = _rows(out)
-    _need(same == rows, "other rows")
-    item = [calls.CODES["LOG_SOFTMAX"], *rows, source.shape[-1][1], *to, *place]
-    lowering.add(item, flag=int(node.target is aten._log_softmax.default))
+    source = lowering.floats(node.args[0])
+    last = _position(node.args[1], source.shape) == len(source.shape) - 1
+    _need(last and not node.args[2], "another dimension")
+    rows, *operands = _same_rows(lowering.target(node), source)
+    logarithm = node.target is aten._log_softmax.default
+    lowering.add("LOG_SOFTMAX", rows, source.shape[-1][1], *operands, flag=int(logarithm))
 
 
 def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
     """The gradients of log_softmax and softmax along the last dimension."""
-    grad, result = (_is(lowering.span(x), torch.float32) for x in node.args[:2])
+    grad, result = map(lowering.floats, node.args[:2])
     _need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
-    out = lowering.target(node)
-    (rows, a), (same, b), (third, to) = _rows(grad), _rows(result), _rows(out)
-    _need(rows == same == third, "other rows")
-    item = [calls.CODES["LOG_SOFTMAX_BACKWARD"], *rows, grad.shape[-1][1], *to, *a, *b]
-    lowering.add(item, flag=int(node.target is aten._log_softmax_backward_data.default))
+    rows, *operands = _same_rows(lowering.target(node), grad, result)
+    logarithm = node.target is aten._log_softmax_backward_data.default
+    lowering.add("LOG_SOFTMAX_BACKWARD", rows, grad.shape[-1][1], *operands, flag=int(logarithm))
 
 
 def pick(lowering: Lowering, node: fx.Node) -> None:
     """gather(x, 1, index)."""
-    source, index = (
-        _is(lowering.span(node.args[0]), torch.float32),
-        _is(lowering.span(node.args[2]), torch.int64),
-    )
+    source, index = lowering.floats(node.args[0]), lowering.integers(node.args[2])
     _need(len(source.shape) == 2 and _position(node.args[1], source.shape) == 1, "another dimension")
-    out = lowering.target(node)
-    (rows, a), (same, b), (third, to) = _rows(source), _rows(index), _rows(out)
-    _need(rows == same == third, "other rows")
-    lowering.add([calls.CODES["PICK"], *rows, index.shape[1][1], *to, *a, *b], depth=(0, source.shape[1][1]))
+    rows, *operands = _same_rows(lowering.target(node), source, index)
+    lowering.add("PICK", rows, index.shape[1][1], *operands, depth=source.shape[1])
 
 
 def put(lowering: Lowering, node: fx.Node) -> None:
     """scatter_add(x, 1, index, source)."""
-    index, source = (
-        _is(lowering.span(node.args[2]), torch.int64),
-        _is(lowering.span(node.args[3]), torch.float32),
-    )
-    out = lowering.target(node)
+    index, source, out = lowering.integers(node.args[2]), lowering.floats(node.args[3]), lowering.target(node)
     _need(len(out.shape) == 2 and _position(node.args[1], out.shape) == 1, "another dimension")
     lowering.copy(out, lowering.span(node.args[0]))
-    (rows, to), (same, b), (third, c) = _rows(out), _rows(index), _rows(source)
-    _need(rows == same == third and index.shape == source.shape, "other rows")
-    unused = [-1, 0, 0, 0]
-    lowering.add(
-        [calls.CODES["PUT_ADD"], *rows, index.shape[1][1], *to, *unused, *b, *c], depth=(0, out.shape[1][1])
-    )
+    rows, to, b, c = _same_rows(out, index, source)
+    _need(index.shape == source.shape, "other rows")
+    lowering.add("PUT_ADD", rows, index.shape[1][1], to, UNUSED, b, c, depth=out.shape[1])
 
 
 def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     """embedding_dense_backward(gradient, index, rows, padding, by frequency)."""
-    grad, index = (
-        _is(lowering.span(node.args[0]), torch.float32),
-        _is(lowering.span(node.args[1]), torch.int64),
-    )
+    grad, index = lowering.floats(node.args[0]), lowering.integers(node.args[1])
     size, padding, by_frequency = node.args[2:]
     _need(not by_frequency and isinstance(size, int), "gradients by frequency")
-    out = lowering.target(node)
     rows, place = _rows(grad)
     found = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
     _need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
-    stride = found[0][1] if found else 0
-    item = [
-        calls.CODES["TABLE_GRADIENT"],
-        *rows,
-        grad.shape[-1][1],
-        out.base,
-        out.offset,
-        out.strides[0],
-        1,
-        *place,
-    ]
+    at = (index.base, index.offset, found[0][1] if found else 0, 1)
     assert isinstance(padding, int) and isinstance(size, int)
-    lowering.add([*item, index.base, index.offset, stride, 1], depth=(0, size), flag=padding)
+    out = lowering.target(node).lines
+    lowering.add("TABLE_GRADIENT", rows, grad.shape[-1][1], out, place, at, depth=(0, size), flag=padding)
 
 
 ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
