@@ -75,8 +75,8 @@ def native(
     if isinstance(step, str) or step.fixed:
         return lambda: None
     memory = array("q", [x for t in (*inputs, *shared, *outs) for x in (t.data_ptr(), t.nbytes)])
-    room, program = extension.Room(), step.program
-    return lambda: extension.run(program, room, n, memory)
+    room, programs, rows = extension.Room(), (step.program,), array("q", [n])
+    return lambda: extension.run_all(programs, room, rows, memory, 0, 1)
 
 
 def candidates(cell: Cell, hidden: int, n: int) -> dict[str, Callable[[], object]]:

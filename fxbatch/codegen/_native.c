@@ -303,29 +303,6 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(at);
 }
 
-/* run(program, room, n, memory) -> bool. memory: int64 [inputs + outputs + fixed, 2], pointer and bytes. */
-static PyObject *native_run(PyObject *module, PyObject *args)
-{
-    PyObject *program, *room, *memory;
-    long long n;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!LO", &ProgramType, &program, &RoomType, &room, &n, &memory))
-        return NULL;
-    Program *p = (Program *)program;
-    Py_buffer view;
-    int64_t count;
-    if (columns(memory, &view, 2, &count) < 0)
-        return NULL;
-    int good = count == p->inputs + p->outputs + p->fixed;
-    if (good) {
-        Py_BEGIN_ALLOW_THREADS
-        good = run_given(p, (Room *)room, n, view.buf);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&view);
-    return PyBool_FromLong(good);
-}
-
 /* --- Where tensors are: Python's methods, asked from here ------------------------------------------------ */
 
 static PyObject *plain_tensors; /* classes whose numbers are in memory as they are */
@@ -534,7 +511,6 @@ static PyObject *native_put(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"run", native_run, METH_VARARGS, "run(program, room, n, memory): one program; False: not run, or a bad index."},
     {"run_all", native_run_all, METH_VARARGS, "run_all(programs, room, counts, memory, first, last): where it stopped."},
     {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},

@@ -162,7 +162,7 @@ def _placeholders(body: fx.GraphModule) -> list[fx.Node]:
 def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> fx.GraphModule:
     """The body over groups: members are selected, their concatenation is the group itself."""
     if all(len(group) == 1 for group in layout.groups):
-        return _reorder(body, layout, len(signature.inputs))
+        return body
     graph = fx.Graph()
     olds = _placeholders(body)
     count = len(signature.inputs)
@@ -198,11 +198,6 @@ def _whole(graph: fx.Graph, node: fx.Node, wide: fx.Node, shape: tuple[int, ...]
         return wide
     members = len(node.args[0])
     return graph.call_function(aten.view.default, (wide, [members * shape[0], *shape[1:]]))
-
-
-def _reorder(body: fx.GraphModule, layout: Layout, count: int) -> fx.GraphModule:
-    assert layout.groups == tuple((i,) for i in range(count))
-    return body
 
 
 # -- `nn.Embedding(sparse=True)` keeps its sparse gradient, made once from the rows of the whole minibatch

@@ -14,10 +14,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
-from fxbatch.codegen.shapes import Shape, Size
+from fxbatch.codegen.shapes import Shape, Size, fit, sample_sizes
 
 DTYPES = (torch.float32, torch.int64, torch.bool)
 _SPREAD = 16  # walks that one call may become
@@ -143,25 +145,32 @@ def _collapse(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list
     return sizes, steps
 
 
-def view(span: Span, shapes: Sequence[Sequence[int]], look: object, sizes: tuple[int, int]) -> Span | None:
-    """The span of a view: `look(tensor, i)` makes it of a tensor at sample i. None: it would have to copy."""
+def view(span: Span, node: fx.Node) -> Span | None:
+    """The span of a view, a call on the node that the span is of. None: it would have to copy."""
+    sizes = sample_sizes(node.graph)
     found = []
     for i in (0, 1):
         whole = [a * sizes[i] + b for a, b in span.shape]
-        steps = list(span.strides)
-        like = torch.empty_strided(whole, steps, dtype=torch.bool, device="meta")
+        like = torch.empty_strided(whole, span.strides, dtype=torch.bool, device="meta")
         try:
-            found.append(look(like, i))
+            found.append(_look(node, like, i))
         except RuntimeError:
             return None
     first, second = found
     same = first.storage_offset() == second.storage_offset() and first.dim() == second.dim()
-    shape = tuple(
-        ((y - x) // (sizes[1] - sizes[0]), x - (y - x) // (sizes[1] - sizes[0]) * sizes[0])
-        for x, y in zip(first.shape, second.shape, strict=True)
+    shape = tuple(fit(x, y, sizes) for x, y in zip(first.shape, second.shape, strict=True))
+    strides, other = (
+        tuple(0 if size == (0, 1) else s for s, size in zip(x.stride(), shape, strict=True)) for x in found
     )
-    strides = tuple(0 if size == (0, 1) else s for s, size in zip(first.stride(), shape, strict=True))
-    other = tuple(0 if size == (0, 1) else s for s, size in zip(second.stride(), shape, strict=True))
     if not same or strides != other:
         raise NotNative("a view's strides depend on the number of rows")
     return Span(span.base, span.offset + first.storage_offset(), shape, strides, span.dtype, span.number)
+
+
+def _look(node: fx.Node, like: torch.Tensor, i: int) -> torch.Tensor:
+    """The view of a tensor at sample i."""
+    args: Any = fx.map_arg(node.args[1:], lambda x: x.meta["values"][i])
+    target: Any = node.target
+    if target is torch.ops.aten.reshape.default:
+        return like.view(args[0])
+    return target(like, *args, **node.kwargs)

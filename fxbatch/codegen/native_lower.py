@@ -35,7 +35,7 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
-from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, sample_sizes, shape
+from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.shapes import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
@@ -44,6 +44,7 @@ INPUT, OUTPUT, FIXED, OWN, LOCAL = range(5)
 MOST_BASES = 192
 ONE: Size = (0, 1)
 UNUSED = (-1, 0, 0, 0)  # an operand that there is not
+OPERANDS, GROUP = slice(4, 20), 24  # where an instruction has these
 SHORT = 16  # elements of a dimension that is added up one addition after another
 FixedTensor = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -278,11 +279,11 @@ class Lowering:
 
     def _view(self, node: fx.Node) -> None:
         source = self.span(node.args[0])
-        found = view(source, (), lambda like, i: _look(node, like, i), sample_sizes(self.graph))
+        found = view(source, node)
         if found is None:  # a reshape that copies
             whole = contiguous(self.base(source.shape, source.dtype, OWN), source.shape, source.dtype)
             self.copy(whole, source)
-            found = view(whole, (), lambda like, i: _look(node, like, i), sample_sizes(self.graph))
+            found = view(whole, node)
             if found is None:
                 raise NotNative(f"{node.target}")
         self.spans[node] = found
@@ -364,13 +365,6 @@ def _number(node: fx.Node) -> float | None:
     return constant_value(node)
 
 
-def _look(node: fx.Node, like: torch.Tensor, i: int) -> torch.Tensor:
-    args = fx.map_arg(node.args[1:], lambda x: x.meta["values"][i])
-    if node.target is aten.reshape.default:
-        return like.view(args[0])
-    return node.target(like, *args, **node.kwargs)
-
-
 def narrow(span: Span, dim: int, start: int, size: int) -> Span:
     """Part of a span along one dimension."""
     dims = (*span.shape[:dim], (0, size), *span.shape[dim + 1 :])
@@ -385,16 +379,16 @@ def group_pointwise(code: np.ndarray) -> None:
     """
     number, rows, written = -1, (-1, -1), dict[int, int]()
     for item in code:
-        if item[24] < 0:
+        if item[GROUP] < 0:
             rows = (-1, -1)
             continue
-        operands = item[4:20].reshape(4, 4)
+        operands = item[OPERANDS].reshape(4, 4)
         reads = [(int(o[0]), int(o[2])) for o in operands[1:] if o[0] >= 0]
         mine = (int(item[1]), int(item[2]))
         apart = any(base in written and written[base] != stride for base, stride in reads)
         if mine != rows or (apart and mine != (0, 1)):
             number, rows, written = number + 1, mine, {}
-        item[24] = number
+        item[GROUP] = number
         written[int(operands[0][0])] = int(operands[0][2])
 
 
@@ -402,9 +396,9 @@ def localise(bases: np.ndarray, code: np.ndarray, sizes: Sequence[int]) -> None:
     """Intermediates that only one group of instructions touches, row by row, live in its block."""
     users: dict[int, list[tuple[int, int, int, int]]] = {}
     for item in code:
-        for operand in item[4:20].reshape(4, 4):
+        for operand in item[OPERANDS].reshape(4, 4):
             if operand[0] >= 0:
-                place = (int(item[24]), int(operand[2]), int(item[1]), int(item[2]))
+                place = (int(item[GROUP]), int(operand[2]), int(item[1]), int(item[2]))
                 users.setdefault(int(operand[0]), []).append(place)
     for base, uses in users.items():
         a, b, row_bytes, kind = bases[base].tolist()

@@ -159,9 +159,7 @@ def plan_arenas(
     *columns, unordered = planner.run(known_rows, used, run_before, reuse, into)
     capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = columns[:9]
     first_block, block_arena, block_start, entry_offsets, entries, row_of_value, indices = columns[9:]
-    order = {
-        s: _order_of(program, schedule, step_sig, s) if s in unordered else None for s in program.constants
-    }
+    order = {s: _order_of(schedule, step_sig, s) if s in unordered else None for s in program.constants}
     return Plan(
         program.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
         first_block, block_arena, block_start, indices, entries, entry_offsets, row_of_value, order,
@@ -561,7 +559,7 @@ class FreeRows:
             self.first[j], self.stop[j] = self.first[j + 1], self.stop[j + 1]
 
 
-def _order_of(program: Program, schedule: Schedule, step_sig: np.ndarray, s: int) -> np.ndarray | None:
+def _order_of(schedule: Schedule, step_sig: np.ndarray, s: int) -> np.ndarray | None:
     """The permutation of a signature's payload, None where its calls run as they were recorded."""
     order, first = schedule.order, schedule.offsets
     calls = [order[first[k] : first[k + 1]] for k in np.flatnonzero(step_sig == s).tolist()]

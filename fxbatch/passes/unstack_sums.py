@@ -24,6 +24,7 @@ import torch
 
 from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorType, tensor_type
 from fxbatch.passes.select import eliminate_dead, reorder
+from fxbatch.signature import kept_by_signatures
 
 _SUMS = (torch.sum, torch.Tensor.sum)
 _MEANS = (torch.mean, torch.Tensor.mean)
@@ -42,17 +43,26 @@ class _Kinds:
     modes: np.ndarray
 
 
+@kept_by_signatures(256)
+def _kinds(signatures: tuple[Signature, ...]) -> _Kinds:
+    modes = list(dict.fromkeys(s.modes for s in signatures))
+    return _Kinds(
+        np.array([is_stack(s) for s in signatures], dtype=bool),
+        np.array([_reduction(s) for s in signatures], dtype=np.int64),
+        np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
+    )
+
+
 class Unstacker:
     """Replaces reductions of stacks; the same Signatures for the same types and modes."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
-        self.kinds: OrderedDict[tuple[Signature, ...], _Kinds] = OrderedDict()
         self.made: OrderedDict[Any, Signature] = OrderedDict()
 
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
-        kinds = self._kinds(program.signatures)
+        kinds = _kinds(program.signatures)
         if not kinds.stacks.any() or not kinds.sums.any():
             return program
         calls = np.flatnonzero(kinds.sums[program.sig])
@@ -64,19 +74,6 @@ class Unstacker:
         if not found.any():
             return program
         return _Unstacking(self, program, kinds, calls[found], stack[found]).run()
-
-    def _kinds(self, signatures: tuple[Signature, ...]) -> _Kinds:
-        found = self.kinds.get(signatures)
-        if found is None:
-            modes = list(dict.fromkeys(s.modes for s in signatures))
-            found = self.kinds[signatures] = _Kinds(
-                np.array([is_stack(s) for s in signatures], dtype=bool),
-                np.array([_reduction(s) for s in signatures], dtype=np.int64),
-                np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
-            )
-            if len(self.kinds) > self.capacity:
-                self.kinds.popitem(last=False)
-        return found
 
     def signature(self, like: Signature, operation: str, inputs: tuple[TensorType, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""

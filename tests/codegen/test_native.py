@@ -65,7 +65,12 @@ def run_native(
     memory = np.array(
         [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *shared, *outs)], dtype=np.int64
     )
-    return outs if extension.run(program, extension.Room(), n, memory) else None
+    return outs if ran(program, extension.Room(), n, memory) else None
+
+
+def ran(program: Any, room: Any, n: int, memory: Any) -> bool:
+    """Whether one program ran on this memory."""
+    return extension.run_all((program,), room, np.array([n]), memory, 0, 1) == 1
 
 
 def check(module: fx.GraphModule, *makers: Callable[[int], torch.Tensor], shared: Any = ()) -> None:
@@ -348,7 +353,7 @@ def test_gradients_are_added_to_what_is_there() -> None:
         before = [torch.randn_like(t) for t in fresh]
         outs = [t.clone() for t in before]
         spans = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *outs)]
-        assert extension.run(adding, extension.Room(), n, np.array(spans, dtype=np.int64))
+        assert ran(adding, extension.Room(), n, np.array(spans, dtype=np.int64))
         for out, old, new in zip(outs, before, fresh, strict=True):
             torch.testing.assert_close(out, old + new, rtol=2e-6, atol=2e-5)
 
@@ -407,7 +412,7 @@ def test_a_program_that_would_leave_its_memory_is_refused() -> None:
             extension.Program(bases, made.instructions, none)
     program = extension.Program(made.bases, made.instructions, none)
     too_little = np.array([(0, 8)] * 5, dtype=np.int64)
-    assert not extension.run(program, extension.Room(), 3, too_little)
+    assert not ran(program, extension.Room(), 3, too_little)
 
 
 CONCATENATED = {

@@ -105,7 +105,7 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return outs if extension.run(program, room, n, np.array(memory, dtype=np.int64)) else None
+        return outs if native.ran(program, room, n, np.array(memory, dtype=np.int64)) else None
     finally:
         torch.set_num_threads(before)
 
