@@ -30,7 +30,7 @@ from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
 from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome
-from fxbatch.trace.module_state import ExaminedFunction
+from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method
 from fxbatch.trace.operations import (
     FUNCTION,
@@ -50,7 +50,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import Value, link_outputs, link_views
+from fxbatch.trace.values import GETITEM, SETITEM, Value, link_outputs, link_views
 from fxbatch.trace.writes import written_call, written_entry
 
 
@@ -89,13 +89,13 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         found = call_lifted(recorder, func, args)
         if found is not None:
             return found
-    elif func is _GETITEM and _by_integer_value(*args):
+    elif func is GETITEM and _by_integer_value(*args):
         func = take_at
     arguments = Arguments(recorder, views=func is not on_views)
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
     except ArrayArgument:
-        indexed = func in (_GETITEM, _SETITEM)
+        indexed = func in (GETITEM, SETITEM)
         args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
         return call_function(recorder, func, args, kwargs)
     except OpaqueArgumentError as error:
@@ -139,14 +139,9 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         link_outputs(recorder, entry, result, arguments.values, args, kwargs)
-    if (
-        type(func) is not CustomFunction or func.examined.guards is not None
-    ):  # others are compared at each call
+    if type(func) is not CustomFunction or func.examined.guards is not None:  # others: compared at each call
         recorder.remember(asked, args, kwargs, entry)
     return result
-
-
-MANY_STATES = 4  # a function whose code reads something that had more contents than this is no operation
 
 
 def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
@@ -172,8 +167,7 @@ def _function_as_it_is(known: list[ExaminedFunction], func: Any, reads: Reads) -
             return x
     through = reads.opaque
     if not through and len(known) >= MANY_STATES:
-        changed = known[0].reads.differs_from(reads) or "what it reads"
-        through = f"{changed} keeps changing: its parts are recorded with what it is each time"
+        through = keeps_changing(known[0].reads.differs_from(reads))
     made = ExaminedFunction(func, reads, len(known), through)
     if not through or not known or not known[0].reason:
         known.insert(0, made)
@@ -211,10 +205,6 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
             views.append((i, tuple(t.shape), t.stride(), t.storage_offset(), *flipped))
     args, kwargs = tree_unflatten(leaves, spec)
     return call_function(recorder, on_views, (func, tuple(views), *args), kwargs)
-
-
-_GETITEM = torch.Tensor.__getitem__
-_SETITEM = torch.Tensor.__setitem__
 
 
 def _by_integer_value(x: Any, index: Any) -> bool:
@@ -430,12 +420,9 @@ def _new_marked(
                 entry = function_entry(recorder, made, args, kwargs, arguments, examined)
             except (BatchCoupledError, InPlaceError):
                 raise
-            except (
-                Exception  # noqa: BLE001 - raised or handed back elsewhere
-            ) as error:  # the body runs again, traced through, and raises there what is the user's
-                entry = Dependent(
-                    f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-                )
+            except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there
+                text = str(error).splitlines()[0][:160] if str(error) else ""
+                entry = Dependent(f"{type(error).__name__}: {text}")
             if type(entry) is Dependent:
                 table.note_traced_through(name, f"{entry.reason} (marked @operation)", user_line())
             recorder.functions[key] = entry

@@ -63,9 +63,8 @@ class _Attribute:
         self.module = module
         self.name = name
         self.own: dict[int, Any] = {}  # what instances have set that are not all done before
-        self.settled = self.shown = module.__dict__.get(
-            name, _ABSENT
-        )  # as those that are done leave it; as it is now
+        # As those that are done leave it; as it is now.
+        self.settled = self.shown = module.__dict__.get(name, _ABSENT)
         self.hidden = False  # absent now since earlier instances may still set it
 
     def put(self, x: Any) -> None:
@@ -313,9 +312,7 @@ class _Found:
     shared: tuple[str, ...]  # those whose attributes or items are
     called: tuple[str, ...]  # names of functions that it may call
     own: tuple[str, ...]  # attributes of its first parameter that are set, or whose contents are changed
-    others: tuple[
-        tuple[str, str], ...
-    ]  # attributes of anything else: (attribute that it was read from or "", name)
+    others: tuple[tuple[str, str], ...]  # of anything else: (attribute that it was read from or "", name)
     methods: tuple[str, ...]  # attributes that are read: its methods may be called
 
 

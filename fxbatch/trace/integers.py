@@ -53,9 +53,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
     def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
         self.numbers = numbers  # int64
         self._tensors = tensors
-        self._parts: Sequence[
-            IntegerColumn
-        ] = ()  # what it was joined from, while nobody has asked for a tensor
+        self._parts: Sequence[IntegerColumn] = ()  # what it was joined from, until a tensor is asked for
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
         self._versions: list[int] | None = None  # of the tensors when they were read
         self._foreign = False  # whether others may write to their memory, which versions don't tell

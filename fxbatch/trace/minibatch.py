@@ -97,8 +97,7 @@ class Statistics:
             return f"{line} reads values one at a time: read them together with .tolist()"
         if alone > len(self.phases) // 2 and alone > 1:
             return (
-                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are "
-                "asked for one instance "
+                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are asked for one instance "
                 f"at a time ({line})"
             )
         return ""
@@ -409,8 +408,7 @@ class _Run:
     def _note(self, error: BaseException, instance: int) -> None:
         if isinstance(error, RecursionError):
             error.add_note(
-                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit "
-                "raises the limit"
+                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
             )
         error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
 

@@ -28,6 +28,12 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 
 Owners = dict[int, tuple[torch.nn.Module, str]]
+MANY_STATES = 4  # what reads something that had more contents than this is traced through
+
+
+def keeps_changing(what: str) -> str:
+    """Why it is then, of the first place that changed last."""
+    return f"{what or 'what it reads'} keeps changing: its parts are recorded with what it is each time"
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

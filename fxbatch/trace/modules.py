@@ -28,7 +28,7 @@ from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads, is_own
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
-from fxbatch.trace.module_state import Examined, has_hooks
+from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
@@ -37,7 +37,6 @@ from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
-MANY_STATES = 4  # so is one that reads something that had more contents than this
 
 
 class LookAgain(Exception):
@@ -55,9 +54,8 @@ class ModuleRecord:
         self.examined: Examined | None = None  # as it was when last called in a new minibatch
         self.changed = ""  # what it reads that changed last
         self.through = ""  # why it is traced through from now on, whatever it is called with
-        self.variants: dict[
-            Any, dict[Any, Any]
-        ] = {}  # (modes, what it is and reads) -> argument key -> Entry or reason
+        # (modes, what it is and reads) -> argument key -> Entry or reason
+        self.variants: dict[Any, dict[Any, Any]] = {}
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +114,7 @@ def _call(
         return _pass_through(recorder, record, module, args, kwargs, through)
     if examined.coupled:
         raise BatchCoupledError(
-            f"{examined.coupled} in training would mix instances or change running "
-            "statistics, which all instances "
+            f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
             f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
         )
     entries = examined.entries.get(recorder._mode_key)
@@ -138,13 +135,8 @@ def _call(
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         again = functools.partial(_call, recorder, module, method, args, kwargs, through)
-        link_views(
-            entry,
-            result,
-            arguments.values,
-            again,
-            None if method or not _whole(entry) else (module, args, kwargs),
-        )
+        call = None if method or not _whole(entry) else (module, args, kwargs)
+        link_views(entry, result, arguments.values, again, call)
     elif (
         method is None and examined.guards is not None and module is record.module
     ):  # others: compared at each call
@@ -180,8 +172,7 @@ def _keeps_changing(recorder: RecordedCalls, record: ModuleRecord, examined: Exa
     if len(alike) < MANY_STATES or examined.reads.key in alike:
         return False
     recorder.lasts = False  # its known calls would go on being one operation
-    changed = record.changed or "what it reads"
-    record.through = f"{changed} keeps changing: its parts are recorded with what it is each time"
+    record.through = keeps_changing(record.changed)
     _note(recorder, record.module, record.method, record.through)
     return True
 

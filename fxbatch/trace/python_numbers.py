@@ -28,9 +28,8 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import Value, link_view
+from fxbatch.trace.values import GETITEM, Value, link_view
 
-_GETITEM = torch.Tensor.__getitem__
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
 LiftedForm = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values and numbers in their place
@@ -136,8 +135,7 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     t = recorder.type_of(v)
     if not t.shape:
         raise IndexError(
-            "invalid index of a 0-dim tensor. Use `tensor.item()` in Python to convert a "
-            "0-dim tensor to a number"
+            "invalid index of a 0-dim tensor. Use `tensor.item()` in Python to convert a 0-dim tensor to a number"
         )
     size = t.shape[0]
     if not -size <= index < size:
@@ -147,11 +145,11 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     key = ("lifted row", v._type, lifted._type)
     entry = recorder.functions.get(key)
     if entry is None:
-        entry = _new_lifted(recorder, key, take_row, _GETITEM, v, lifted, 1)
+        entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
     recorder.lifted[entry.sid] = True
     result = recorder.emit(entry, (v._value, lifted._value))
     again = functools.partial(call_row, recorder, v, row)
-    link_view(result, v, again, (_GETITEM, (v, row), {}), 0)
+    link_view(result, v, again, (GETITEM, (v, row), {}), 0)
     return result
 
 

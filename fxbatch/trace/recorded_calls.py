@@ -103,7 +103,7 @@ class RecordedCalls(Columns):
         self.seen: frozenset[int] = frozenset()  # their ids
         self.operands: list[
             tuple[str, torch.Tensor, int]
-        ] = []  # name, parameter or buffer, version at first sight
+        ] = []  # parameters and buffers, with version at first sight
         self.watches_operands = False  # whether its calls run here and now, before the user's next step
         self.recalled = False  # whether it began with, and leaves, what is known of modules
         self.lasts = True  # whether what is known of them may be true in the next minibatch too
@@ -393,12 +393,8 @@ class RecordedCalls(Columns):
             return
         self._know(kept.modules)
         self.operands = [(name, t, t._version) for name, t, _ in kept.modules.operands]
-        self.examined, self.call_table, self.constant_entries = (
-            kept.examined,
-            kept.call_table,
-            kept.constant_entries,
-        )
-        self._by_mode, self._mode_key = kept.by_mode, None
+        self.examined, self.call_table = kept.examined, kept.call_table
+        self.constant_entries, self._by_mode, self._mode_key = kept.constant_entries, kept.by_mode, None
         self.sync_modes()
 
     def _leave_known(self) -> None:
@@ -409,14 +405,9 @@ class RecordedCalls(Columns):
             self.examined = {key: x for key, x in self.examined.items() if x.lasts}
         with self.table.lock:
             self.table.kept = _Known(
-                self.roots,
-                self.modules,
-                self.examined,
-                self.call_table,
-                self._by_mode,
-                self.constant_entries,
+                self.roots, self.modules, self.examined, self.call_table, self._by_mode, self.constant_entries,
                 ExtensionSwitch.on,
-            )
+            )  # fmt: skip
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""

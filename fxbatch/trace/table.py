@@ -125,14 +125,11 @@ class Entry:
         self.types = types  # type id of each output
         self.outcome = outcome
         leaf = outcome is None or outcome.result.spec.is_leaf()
-        self.single = leaf and len(types) == 1  # whether the result is one tensor ...
-        self.is_tuple = outcome is not None and _is_tuple(
-            outcome.result, len(types)
-        )  # ... or all, in a plain tuple
+        # Whether the result is one tensor, or a plain tuple of all outputs.
+        self.single = leaf and len(types) == 1
+        self.is_tuple = outcome is not None and _is_tuple(outcome.result, len(types))
         self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
-        self.written: tuple[
-            int, ...
-        ] = ()  # inputs that the user's call writes to: outputs are their new contents
+        self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
         self.write: Outcome | None = None  # of the call as the user made it
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 

@@ -363,8 +363,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     if type(value) is Value:
         if name in self.__dict__.get("_buffers", ()) or name in self.__dict__.get("_parameters", ()):
             raise TraceError(
-                f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the "
-                "value of one"
+                f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the value of one"
                 f"{at_line()}"
             )
         if recorder.is_read(name):

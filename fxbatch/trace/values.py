@@ -359,10 +359,10 @@ class Value(torch.Tensor):
                 recorder.watches_operands and recorder.can_read()
             ):  # a trace that is kept reads it when it runs
                 return recorder.row_of(self, int(index))
-        return self._recorder.call(_GETITEM, (self, index), {})
+        return self._recorder.call(GETITEM, (self, index), {})
 
     def __setitem__(self, index: Any, new: Any) -> None:
-        self._recorder.call(_SETITEM, (self, index, new), {})
+        self._recorder.call(SETITEM, (self, index, new), {})
 
     def __iter__(self) -> Iterator[Any]:
         if not self.dim():
@@ -378,8 +378,8 @@ class Value(torch.Tensor):
             return copy.deepcopy(real, memo)
         if self.requires_grad:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol "
-                "at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment."
             )
         memo[id(self)] = copied = self.clone()
         return copied
@@ -438,8 +438,8 @@ class RecordedGradient:
         return "<RecordedBackward>"
 
 
-_GETITEM = torch.Tensor.__getitem__
-_SETITEM = torch.Tensor.__setitem__
+GETITEM = torch.Tensor.__getitem__
+SETITEM = torch.Tensor.__setitem__
 
 # Operators: torch's function, and the method. Those that were met before are recorded in C.
 BINARY = {

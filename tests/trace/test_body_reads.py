@@ -19,7 +19,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.modules import MANY_STATES
+from fxbatch.trace.module_state import MANY_STATES
 from fxbatch.trace.places import MISSING
 
 SCALE = 2.0
