@@ -42,7 +42,7 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
-from fxbatch.trace.writes import finish_written
+from fxbatch.trace.writes import abandon_written
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class _Run:
                 self._phase()
         except BaseException:
             self._close()
-            finish_written(self.recorder, None)
+            abandon_written(self.recorder)
             raise
         finally:
             self.recorder.ask = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -306,9 +306,8 @@ def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> 
             payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
 
 
-def finish_written(recorder: RecordedCalls, contents: Sequence[torch.Tensor] | None) -> None:
-    """The call is over: all tensors that were written to are plain again, with these contents (None: as before)."""
-    found = list(recorder.written.values())
+def abandon_written(recorder: RecordedCalls) -> None:
+    """The call has failed: all tensors that were written to are as they were."""
+    for written in recorder.written.values():
+        written.give_back(None)
     recorder.written.clear()
-    for i, written in enumerate(found):
-        written.give_back(None if contents is None else contents[i])
