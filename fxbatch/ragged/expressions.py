@@ -42,6 +42,7 @@ _CALLS = {
     "OpaqueUnaryFn_sqrt": "sqrt", "OpaqueUnaryFn_exp": "exp", "OpaqueUnaryFn_log": "log",
     "OpaqueUnaryFn_log2": "log2", "ToFloat": "float64",
 }  # fmt: skip
+_TO_INTEGERS = {"CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "trunc", "RoundToInt": "rint"}
 
 
 def column_source(e: Any, names: Mapping[Any, str]) -> str:
@@ -73,6 +74,8 @@ def column_source(e: Any, names: Mapping[Any, str]) -> str:
         return made
     if kind in _CALLS and len(parts) == 1:
         return f"np.{_CALLS[kind]}({parts[0]})"
+    if kind in _TO_INTEGERS and len(parts) == 1:
+        return f"np.{_TO_INTEGERS[kind]}({parts[0]}).astype(np.int64)"
     return _unknown(e)
 
 

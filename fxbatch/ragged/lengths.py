@@ -130,9 +130,13 @@ class Lengths:
 
     def filled(self, rows: torch.Tensor, fill: Any) -> torch.Tensor:
         """`pad`, for what has no value where there are no rows; an error there, as the loop raises one."""
+        return self.none_empty().pad(rows, fill)
+
+    def none_empty(self) -> Lengths:
+        """Itself; an error where an instance has none, as the loop raises one."""
         if self.shortest == 0:
             raise IndexError("an instance without rows has no extreme")
-        return self.pad(rows, fill)
+        return self
 
     def extended(self, rows: torch.Tensor, fill: Any = 0) -> torch.Tensor:
         """[total, ...] => [total + 1, ...]: a last row that is no instance's."""
@@ -142,6 +146,11 @@ class Lengths:
         """[n, longest, ...] => [total, ...]."""
         flat = padded.reshape(self.n * self.longest, *padded.shape[2:])
         return flat if self.uniform else flat.index_select(0, self.places)
+
+    def first_rows(self, padded: torch.Tensor) -> torch.Tensor:
+        """[n, longest of another size, ...] => [total, ...]: so many first rows of each instance."""
+        places = self._to(padded_places(self.sizes, self.total, padded.shape[1]))
+        return padded.flatten(0, 1).index_select(0, places)
 
     def clear(self, padded: torch.Tensor, dim: int) -> torch.Tensor:
         """Padding along dimension `dim` of [n, ...] becomes zero."""

@@ -223,6 +223,22 @@ class Emitter:
                 name = self.line(f"{name}.permute({order})")
         return name
 
+    def without_padding(self, v: Packed) -> str:
+        """A padded value whose padding is zero: an index that is one of any table."""
+        name = v.name
+        for a in v.axes:
+            name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {v.place(a)}, 0)")
+        return name
+
+    def gathered_as(self, index: Packed, code: str, val: Any) -> Packed:
+        """What a padded index picked: its dimensions, then those of what was picked."""
+        before = [*index.axes, *index.rest]
+        after = [*own_dimensions(shape_of(val))]
+        after += [d for d in range(len(shape_of(val))) if d not in after]
+        if after[: len(before)] != before:
+            raise NoRule("indices whose sizes change places")
+        return self.made(code, val)
+
     def gathered(self, name: str, like: Any) -> Packed:
         """The value of a padded tensor [n, *shape]: the inverse of `spread`."""
         shape = like.shape if isinstance(like, Packed) else shape_of(like)

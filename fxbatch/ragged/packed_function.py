@@ -66,11 +66,12 @@ class Minibatch:
         return interleaved(parts, self.device)
 
     def padded_rows(
-        self, rows: torch.Tensor, size: Lengths, out: Lengths, before: int, value: float
+        self, rows: torch.Tensor, size: Lengths, out: Lengths, before: Any, value: float
     ) -> torch.Tensor:
-        """Rows with `before` and more rows of a value at both ends of each instance."""
+        """Rows with `before` (one number, or one an instance) and more rows of a value at both ends."""
         made = rows.new_full((out.total, *rows.shape[1:]), value)
-        places = torch.from_numpy(out.starts[size.segments] + size.positions + before).to(self.device)
+        first = out.starts + before
+        places = torch.from_numpy(first[size.segments] + size.positions).to(self.device)
         return made.index_copy(0, places, rows)
 
     def attention(
@@ -131,6 +132,22 @@ class Minibatch:
         segment = own.segment.view(-1, *trailing)
         return size.rows_of(index, size.offsets[segment], size.column[segment])
 
+    def elements(
+        self, sizes: Sequence[Lengths], indices: Sequence[torch.Tensor], own: Lengths | None
+    ) -> torch.Tensor:
+        """Places in a padded tensor [n, longest, longest], its dimensions as one, that two indices mean: own says how
+        many each instance has, else they are [n, ...]. One that is out of range is beyond the last place."""
+        instance = torch.arange(self.n, device=self.device) if own is None else own.segment
+        shape = (-1, *[1] * (indices[0].dim() - 1))
+        place, beyond = instance.view(shape), 1
+        bad = torch.zeros((), dtype=torch.bool, device=self.device)
+        for size, index in zip(sizes, indices, strict=True):
+            count = size.column[instance].view(shape)
+            row = torch.where(index < 0, index + count, index)
+            bad = bad | (row < 0) | (row >= count)
+            place, beyond = place * size.longest + row, beyond * size.longest
+        return torch.where(bad, self.n * beyond, place)
+
     def recurrent(
         self,
         name: str,
@@ -159,12 +176,13 @@ class Minibatch:
         left: int,
         stride: int,
         dilation: int,
+        fill: Any = 0,
     ) -> torch.Tensor:
-        """The rows that each place of a sliding kernel meets, zeros beyond the ends of the instance: [total of out,
+        """The rows that each place of a sliding kernel meets, `fill` beyond the ends of the instance: [total of out,
         kernel, ...]. left: how far the first place begins before the first row."""
         met = windows(size.sizes, out.sizes, out.total, size.total, kernel, left, stride, dilation)
         index = torch.from_numpy(met).to(self.device)
-        return size.extended(rows).index_select(0, index).view(out.total, kernel, *rows.shape[1:])
+        return size.extended(rows, fill).index_select(0, index).view(out.total, kernel, *rows.shape[1:])
 
     def conv1d(
         self,

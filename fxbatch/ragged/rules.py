@@ -75,7 +75,7 @@ def rule_of(target: Any) -> Rule:
 
     def apply(e: Emitter, node: fx.Node) -> Any:
         values = tensors_of(e, node)
-        random = draws(target)
+        random = draws(target) and not _keeps_all(e, node)
         if all(v.layout == WHOLE for v in values) and not random and _fixed(node) and values:
             return whole(e, node)
         if own is not None:
@@ -101,6 +101,13 @@ def rule_of(target: Any) -> Rule:
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers: for each instance its own."""
     return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
+
+
+def _keeps_all(e: Emitter, node: fx.Node) -> bool:
+    """Whether dropout has nothing to do."""
+    a = e.bound(node)
+    probability = a.get("dropout_p", a.get("p"))
+    return a.get("train") is False or (type(probability) in (int, float) and probability == 0)
 
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
@@ -463,13 +470,28 @@ def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     how = node.target._schema.name.removeprefix("aten::")
     if "dim" not in e.bound(node):
         return _extreme_of_all(e, node, x, how)
-    if x.layout != PACKED:
-        raise NoRule("an extreme over one of two sizes of its own")
+    if x.layout == PADDED:
+        name = e.line(f"{_hidden(e, x, dims[0], how)}.{how}({x.place(dims[0])})")
+        return tuple(_other_rows(e, f"{name}[{i}]", x, dims[0], t) for i, t in enumerate(node.meta["val"]))
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
     values, indices = node.meta["val"]
     shape = "".join(f"{d}, " for d in shape_of(values))
     return tuple(e.made(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
+
+
+def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
+    """A padded value for an extreme along d, one of its two own sizes; an error where an instance has no extreme."""
+    fill = e.line(f"z.fill({e.const(x.dtype)}, {how!r})")
+    return e.line(f"{e.lengths(x.shape[d])}.none_empty().hide({x.name}, {x.place(d)}, {fill})")
+
+
+def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
+    """What is left of a padded value that was reduced along d: the rows of its other own size."""
+    (other,) = [a for a in x.axes if a != d]
+    name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
+    rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]
+    return e.made(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
 
 
 def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
@@ -485,6 +507,9 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
 @over("argmax", "argmin")
 def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     how = node.target._schema.name.removeprefix("aten::")
+    if x.layout == PADDED and len(dims) == 1:
+        name = e.line(f"{_hidden(e, x, dims[0], how[3:])}.{how}({x.place(dims[0])})")
+        return _other_rows(e, name, x, dims[0], node.meta["val"])
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("a place among all elements")
     size = e.lengths(x.shape[x.axes[0]])
@@ -561,11 +586,14 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     """The first rows of a sort. That no instance has fewer is asked when the body is traced."""
     a = e.bound(node)
-    if x.layout != PACKED or depends(a["k"]) or not a["sorted"]:
-        raise NoRule("as many as an instance has, or along one of two sizes of its own")
+    if x.layout != PACKED or not a["sorted"]:
+        raise NoRule("it sorts along one of two sizes of its own, or not at all")
     size, down = e.lengths(x.shape[dims[0]]), bool(a["largest"])
     padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
     name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    if depends(a["k"]):
+        rows = e.lengths(a["k"])
+        return tuple(e.made(f"{rows}.first_rows({name}[{i}])", t) for i, t in enumerate(node.meta["val"]))
     place = f".movedim(1, {dims[0] + 1})" if dims[0] else ""
     return tuple(e.made(f"{name}[{i}][:, :{a['k']}]{place}", t) for i, t in enumerate(node.meta["val"]))
 
@@ -595,6 +623,16 @@ def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     return e.made(
         f"{x.name}.index_select(0, {e.lengths(x.shape[dims[0]])}.rolled({shifts[0]}))", node.meta["val"]
     )
+
+
+@over("unfold")
+def _unfold(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Windows of rows, whose places are the last dimension."""
+    a, val = e.bound(node), node.meta["val"]
+    if x.layout != PACKED or not own_dimensions(shape_of(val)) or depends(a["size"]) or depends(a["step"]):
+        raise NoRule("windows as long as the instance says")
+    size, out = e.lengths(x.shape[dims[0]]), e.lengths(shape_of(val)[dims[0]])
+    return e.made(f"z.windows({size}, {out}, {x.name}, {a['size']}, 0, {a['step']}, 1).movedim(1, -1)", val)
 
 
 @over("var_mean", "std_mean")
@@ -677,7 +715,10 @@ def _embedding(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("a table of each instance")
     index = arguments["indices"] = e.to_dense(arguments["indices"])
     if index.layout == PADDED:
-        raise NoRule("indices with two sizes of their own")
+        if arguments["scale_grad_by_freq"] or arguments["sparse"]:
+            raise NoRule("gradients that count indices")
+        arguments["indices"] = Code(e.without_padding(index))
+        return e.gathered_as(index, e.call(node.target, arguments), node.meta["val"])
     return (
         e.made(e.call(node.target, arguments), node.meta["val"])
         if index.axes in ((), (0,))

@@ -73,6 +73,9 @@ def _index(e: Emitter, node: fx.Node) -> Any:
         return _of_whole(e, node, x, given, places, val)
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
+    if x.layout == PADDED:
+        flat, where = _elements(e, x, indices, shape_of(val)[: val.dim() - (x.rank - 2)])
+        return e.made(f"{flat}[{where}]", val)
     indices = [e.to_dense(v) for v in indices]
     if len(indices) > 1:
         common = shape_of(val)[: val.dim() - (x.rank - len(places))]
@@ -91,12 +94,26 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"{table}[{', '.join(names)}]", val)
 
 
+def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[Any, ...]) -> tuple[str, str]:
+    """A padded value as a table of the elements of its two own sizes, and where two indices of `common` shape are."""
+    if x.axes != (0, 1) or len(indices) != 2 or any(v.dtype == torch.bool for v in indices):
+        raise NoRule("indices into two sizes of their own")
+    if own_dimensions(common) not in ((), (0,)):
+        raise NoRule("indices whose own size is not their first")
+    names = [e.aligned(e.to_dense(v), common) for v in indices]
+    own = e.lengths(common[0]) if own_dimensions(common) else None
+    sizes = ", ".join(e.lengths(x.shape[d]) for d in x.axes)
+    return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {own})")
+
+
 def _of_whole(e: Emitter, node: fx.Node, x: Packed, given: Any, places: list[int], val: Any) -> Packed:
     """A parameter by indices of the instances."""
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
     indices = [v for v in given if v is not None]
     common = shape_of(val)[: val.dim() - (x.rank - len(places))]
+    if len(own_dimensions(common)) == 2 and len(indices) == 1:
+        return e.gathered_as(indices[0], f"{x.name}[{e.without_padding(indices[0])}]", val)
     if own_dimensions(common) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
     names = [e.aligned(e.to_dense(v), common) for v in indices]
@@ -139,8 +156,11 @@ def _index_add(e: Emitter, node: fx.Node) -> Any:
 def _index_put(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x = e.to_dense(a["self"])
-    if len(a["indices"]) != 1 or a["indices"][0].dtype == torch.bool:
-        raise NoRule("writes to several indices")
+    given = a["indices"]
+    if any(v is None or v.dtype == torch.bool for v in given):
+        raise NoRule("writes to a mask or to later dimensions")
+    if len(given) > 1:
+        return _put_elements(e, node, x, given)
     index = e.to_dense(a["indices"][0])
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
@@ -155,6 +175,19 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
     else:
         code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
     return _back(e, e.line(code), x, 0, node.meta["val"])
+
+
+def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> Any:
+    """x[i, j] = values, where i and j are as many."""
+    a = e.bound(node)
+    common = given[0].shape
+    if x.layout != PADDED or any(v.shape != common for v in given) or len(common) != 1:
+        raise NoRule("writes to several indices")
+    flat, where = _elements(e, x, given, common)
+    wanted = (*common, *x.shape[2:])
+    values = e.aligned(e.to_dense(a["values"]), wanted)
+    made = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
+    return e.made(f"{made}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
 
 
 @rule("gather")

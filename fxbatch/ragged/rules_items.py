@@ -18,8 +18,9 @@ from fxbatch.torch_private import tree_leaves
 ITEMWISE_COMPOSITES = frozenset(
     f"aten::{name}"
     for name in (
-        "batch_norm", "group_norm", "instance_norm", "bilinear", "upsample_nearest1d", "upsample_nearest2d",
-        "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+        "batch_norm", "group_norm", "instance_norm", "bilinear",
+        "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+        "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
     )
 )  # fmt: skip
 _ITEMWISE = ITEMWISE_COMPOSITES | {

@@ -111,6 +111,17 @@ def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> s
     return name
 
 
+@rule("_cdist_forward")
+def _distances(e: Emitter, node: fx.Node) -> Any:
+    """Distances between the rows of two tensors of an instance."""
+    a = e.bound(node)
+    x, y = e.to_dense(a["x1"]), e.to_dense(a["x2"])
+    if x.rank != y.rank or any(d != v.rank - 2 for v in (x, y) for d in v.axes):
+        raise NoRule("distances along a size of its own")
+    a["x1"], a["x2"] = Code(e.spread(x)), Code(e.spread(y))
+    return e.gathered(e.line(e.call(node.target, a)), node.meta["val"])
+
+
 @rule("linalg_matrix_power")
 def _matrix_power(e: Emitter, node: fx.Node) -> Any:
     """Of matrices by themselves; whole, as the power 0 has a gradient of zeros."""

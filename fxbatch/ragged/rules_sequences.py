@@ -107,6 +107,25 @@ def _pool(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"z.windows({size}, {out}, {x.name}, {kernel}, {padding}, {stride}, 1).mean(1)", val)
 
 
+@rule("max_pool2d_with_indices")
+def _max_pool(e: Emitter, node: fx.Node) -> Any:
+    """The largest of the rows that a sliding kernel meets: what max_pool1d is made of, an image of height 1."""
+    a = e.bound(node)
+    x, val = e.to_dense(a["self"]), node.meta["val"]
+    time = x.rank - 1
+    kernel, padding, dilation = (a[name] for name in ("kernel_size", "padding", "dilation"))
+    stride = a["stride"] or kernel
+    flat = x.axes == (time,) and x.shape[time - 1] == 1 and kernel[0] == 1 and padding[0] == 0
+    if not flat or not own_dimensions(shape_of(val[0])) or a["ceil_mode"]:
+        raise NoRule("pooling of this kind")
+    if any(len(user.users) for user in node.users if user.args[1] != 0):
+        raise NoRule("the places of what is pooled")
+    size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val[0])[time])
+    fill = e.line(f"z.fill({e.const(x.dtype)}, 'max')")
+    given = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}, {fill}"
+    return (e.made(f"z.windows({given}).max(1)[0]", val[0]), None)
+
+
 for _name in NAMES:
     RULES[f"fxbatch_ragged::{_name}"] = _recurrent
 

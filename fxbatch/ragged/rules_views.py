@@ -284,6 +284,8 @@ def _cat(e: Emitter, node: fx.Node) -> Any:
     parts = [p for p in a["tensors"] if p.rank == len(shape)]
     d = a["dim"] % len(shape)
     if d not in own_dimensions(shape):
+        if any(d in p.axes for p in parts):  # `[x, zeros(10 - len(x))]`
+            return _joined(e, parts, d, val)
         if not own_dimensions(shape):
             names = [e.to_dense(p).name for p in parts]
             return e.made(f"torch.cat([{', '.join(names)}], {d + 1})", val)
@@ -311,7 +313,54 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
         name = name if d == 0 else e.line(f"{name}.movedim({d + 1}, 1)")
         names.append(e.line(f"{name}.reshape({lengths[-1]}.total, *{name}.shape[2:])"))
     order = e.line(f"z.interleaved(({', '.join(lengths)},))")
-    return e.made(f"torch.cat([{', '.join(names)}]).index_select(0, {order})", val)
+    name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
+    return _rows_or_dense(e, name, parts[0], d, val)
+
+
+@rule("slice_scatter")
+def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
+    """`x[1:3] = y` as a function."""
+    a, val = e.bound(node), node.meta["val"]
+    x, y = e.to_dense(a["self"]), a["src"]
+    d = a["dim"] % x.rank
+    start = 0 if a["start"] is None else a["start"]
+    if d not in x.axes:
+        if depends(start) or depends(a["end"]):
+            raise NoRule("a slice of its own")
+        source = e.aligned(y, _with(x.shape, d, y.shape[d]))
+        given = f"{x.name}, {source}, {x.place(d)}, {start}, {a['end']}, {a['step']}"
+        return e.made(f"torch.slice_scatter({given})", val)
+    if x.layout != PACKED:
+        raise NoRule("a slice of one of two sizes of its own")
+    size, out = e.lengths(x.shape[d]), e.lengths(y.shape[d])
+    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    wanted = _with(x.shape, d, y.shape[d])
+    source = e.aligned(e.to_dense(y), wanted)
+    if not depends(y.shape[d]):
+        source = source if d == 0 else e.line(f"{source}.movedim({d + 1}, 1)")
+        source = e.line(f"{source}.flatten(0, 1)")
+    rows = f"{size}.taken({begin}, {out}, {a['step']})"
+    return e.made(f"{x.name}.index_copy(0, {rows}, {source}.expand({out}.total, *{x.name}.shape[1:]))", val)
+
+
+@rule("select_scatter")
+def _select_scatter(e: Emitter, node: fx.Node) -> Any:
+    """`x[0] = y` as a function."""
+    a, val = e.bound(node), node.meta["val"]
+    x, y, i = e.to_dense(a["self"]), a["src"], a["index"]
+    d = a["dim"] % x.rank
+    rest = (*x.shape[:d], *x.shape[d + 1 :])
+    if d not in x.axes:
+        if depends(i):
+            raise NoRule("a place of its own")
+        return e.made(f"torch.select_scatter({x.name}, {e.aligned(y, rest)}, {x.place(d)}, {i})", val)
+    if x.layout != PACKED:
+        raise NoRule("a row of two sizes of its own")
+    size = e.lengths(x.shape[d])
+    source = e.aligned(e.to_dense(y), rest)
+    return e.made(
+        f"{x.name}.index_copy(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}), {source})", val
+    )
 
 
 @rule("stack")
@@ -334,14 +383,26 @@ def _constant_pad(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("padding of this kind")
     value = a.get("value", 0) or 0
     ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    if any(depends(p) for p in pad) or any(min(ends[d]) < 0 for d in ends):
-        raise NoRule("padding of its own length")
     val = node.meta["val"]
+    for d, both in ends.items():
+        for p in both:
+            if depends(p) and d not in x.axes:
+                raise NoRule("padding of its own length")
+            if depends(p):
+                e.graph.assume(sympy.Ge(p, 0))
+            elif p < 0:
+                raise NoRule("padding that cuts")
     name = x.name
     for d, (before, after) in ends.items():
-        if d in x.axes and (before or after):
+        if d in x.axes and (before != 0 or after != 0):
             size, out = e.lengths(x.shape[d]), e.lengths(shape_of(val)[d])
-            name = e.line(f"z.padded_rows({name}, {size}, {out}, {before}, {value})")
+            first = e.column(before) if depends(before) else before
+            name = e.line(f"z.padded_rows({name}, {size}, {out}, {first}, {value})")
+            if not depends(shape_of(val)[d]):
+                name = e.line(f"{name}.reshape(n, {shape_of(val)[d]}, *{name}.shape[1:])")
+                name = name if d == 0 else e.line(f"{name}.movedim(1, {d + 1})")
+                x = Packed(name, DENSE, (*x.shape[:d], shape_of(val)[d], *x.shape[d + 1 :]), x.dtype)
+                ends[d] = (0, 0)
     rank = x.rank + 1 - len(x.axes)
     flat = [0] * (2 * rank)
     for d, (before, after) in ends.items():

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
@@ -110,6 +111,11 @@ class SizedGraph:
             good &= answer
         return good
 
+    def assume(self, fact: Any) -> None:
+        """Instances for whose sizes this is not so don't fit."""
+        if fact is not sympy.true and fact not in self.assumed:
+            self.assumed.append(fact)
+
     @functools.cached_property
     def _assumed(self) -> Callable[..., list[Any]]:
         found: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
@@ -178,8 +184,8 @@ def _trace(
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made
-    _without_writes(module.graph)
     _without_whole_slices(module.graph)
+    _without_writes(module.graph)
     module.graph.eliminate_dead_code(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
@@ -208,7 +214,28 @@ class _Refused(TorchFunctionMode):
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
+        if func in (torch.max_pool1d, F.max_pool1d):
+            func = functools.partial(_max_pool1d, func)
         return func(*args, **(kwargs or {}))
+
+
+def _max_pool1d(
+    plain: Any,
+    x: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """max_pool1d, which asks for sizes as plain numbers, by max_pool2d, which does not."""
+    if return_indices:
+        return plain(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    given = (kernel_size, stride or kernel_size, padding, dilation)
+    one = [n[0] if isinstance(n, (list, tuple)) else n for n in given]
+    size, step, pad, far = ((first, n) for first, n in zip((1, 1, 0, 1), one, strict=True))
+    return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
 
 def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
@@ -283,15 +310,60 @@ def _without_writes(graph: fx.Graph) -> None:
         if written != [0] or not name.endswith("_") or name.endswith("__") or "out" in node.kwargs:
             raise NoPackedForm(f"it writes to a tensor by {node.target}")
         target = node.args[0]
-        if target.op == "placeholder" or _shares_memory(target):
+        parts = _part_of(node)
+        base = parts[0].args[0] if parts else target
+        if base.op == "placeholder" or (not parts and _shares_memory(target)):
             raise NoPackedForm(f"it writes to a tensor that others share, by {node.target}")
         packet = getattr(torch.ops.aten, name.removeprefix("aten::")[:-1], None)
         plain = getattr(packet, schema.overload_name or "default", None)
-        if plain is None:
+        if plain is None or (name != "aten::copy_" and _promotes(node)):
             raise NoPackedForm(f"it writes to a tensor by {node.target}")
         later = _after(graph, node)
         node.target = plain
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+        whole = _put_back(graph, parts, node) if parts else node
+        for user in list(base.users):
+            if user in later:
+                user.replace_input_with(base, whole)
+
+
+def _promotes(write: fx.Node) -> bool:
+    """Whether the operator that does not write may give another type than the tensor that is written to has."""
+    found = [x.meta["val"] for x in write.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    return any(torch.promote_types(found[0].dtype, t.dtype) != found[0].dtype for t in found[1:])
+
+
+_PARTS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+
+
+def _part_of(write: fx.Node) -> list[fx.Node]:
+    """The slices and rows, from the tensor that has memory on, whose last one is written to: `x[1:, 0] = 3`; none where
+    it is no such part, or another view that is read later shares the memory."""
+    parts: list[fx.Node] = []
+    node = write.args[0]
+    while isinstance(node, fx.Node) and node.target in _PARTS:
+        if sum(not is_size(user) for user in node.users) > 1:
+            return []
+        parts.insert(0, node)
+        node = node.args[0]
+    if not parts or not isinstance(node, fx.Node) or _is_view(node):
+        return []
+    later = _after(write.graph, write)
+    others = [user for user in node.users if user is not parts[0] and user not in later and _is_view(user)]
+    return [] if any(r in later or _is_view(r) for user in others for r in user.users) else parts
+
+
+def _put_back(graph: fx.Graph, parts: list[fx.Node], written: fx.Node) -> fx.Node:
+    """The tensor with a part in place of its own."""
+    made = written
+    for part in reversed(parts):
+        whole, *where = part.args
+        with graph.inserting_after(made):
+            made = graph.call_function(_PARTS[part.target], (whole, made, *where), dict(part.kwargs))
+        made.meta["val"] = whole.meta["val"]
+    return made
 
 
 def _shares_memory(node: fx.Node) -> bool:
