@@ -1,4 +1,4 @@
-"""Rules for recurrent layers, convolutions and pooling along rows, and for losses.
+"""Rules for recurrent layers, convolutions, pooling, running results, sorts and shifts along rows, and for losses.
 
 In: nn.LSTM, nn.GRU, nn.RNN, conv1d, nll_loss and its kin. Out: torch's kernels for packed sequences; one convolution
 over all instances with gaps of zeros between them; losses as elements that are summed.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
 from fxbatch.ragged.recurrent import NAMES
-from fxbatch.ragged.rules import RULES, rule
+from fxbatch.ragged.rules import RULES, over, rule
 
 
 def _recurrent(e: Emitter, node: fx.Node) -> Any:
@@ -128,6 +129,77 @@ def _max_pool(e: Emitter, node: fx.Node) -> Any:
 
 for _name in NAMES:
     RULES[f"fxbatch_ragged::{_name}"] = _recurrent
+
+
+# -- along rows ---------------------------------------------------------------------------------------------
+
+
+@over("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
+def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Running sums, products and extremes: what follows a row is not in it, so padding may be anything that leaves
+    what is computed of it finite."""
+    if x.layout != PACKED:
+        raise NoRule("a running result along one of two sizes of its own")
+    size = e.lengths(x.shape[dims[0]])
+    how = node.target._schema.name.removeprefix("aten::")
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        start = x.name if x.dtype == val.dtype else e.line(f"{x.name}.to({e.const(val.dtype)})")
+        padded = {"cumsum": f"pad({start}, 0)", "cumprod": f"pad({start}, 1)"}.get(how, f"spread({start})")
+        return e.made(f"{size}.unpad({size}.{padded}.{how}(1))", val)
+    name = e.line(f"{size}.spread({x.name}).{how}(1)")
+    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+
+
+@over("sort", "argsort")
+def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Rows in order: padding is what comes last, and stable sorts keep it behind rows that are equal to it."""
+    if x.layout != PACKED:
+        raise NoRule("it sorts along one of two sizes of its own")
+    size = e.lengths(x.shape[dims[0]])
+    down = bool(e.bound(node)["descending"])
+    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
+    name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return e.made(f"{size}.unpad({name}[1])", val)
+    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+
+
+@over("topk")
+def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """The first rows of a sort. That no instance has fewer is asked when the body is traced."""
+    a = e.bound(node)
+    if x.layout != PACKED or not a["sorted"]:
+        raise NoRule("it sorts along one of two sizes of its own, or not at all")
+    size, down = e.lengths(x.shape[dims[0]]), bool(a["largest"])
+    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
+    name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    if depends(a["k"]):
+        rows = e.lengths(a["k"])
+        return tuple(e.made(f"{rows}.first_rows({name}[{i}])", t) for i, t in enumerate(node.meta["val"]))
+    place = f".movedim(1, {dims[0] + 1})" if dims[0] else ""
+    return tuple(e.made(f"{name}[{i}][:, :{a['k']}]{place}", t) for i, t in enumerate(node.meta["val"]))
+
+
+@over("roll")
+def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    shifts = e.bound(node)["shifts"]
+    if x.layout != PACKED or dims != list(x.axes) or len(shifts) != 1 or depends(shifts[0]):
+        raise NoRule("shifts of more than the rows")
+    return e.made(
+        f"{x.name}.index_select(0, {e.lengths(x.shape[dims[0]])}.rolled({shifts[0]}))", node.meta["val"]
+    )
+
+
+@over("unfold")
+def _unfold(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Windows of rows, whose places are the last dimension."""
+    a, val = e.bound(node), node.meta["val"]
+    if x.layout != PACKED or not own_dimensions(shape_of(val)) or depends(a["size"]) or depends(a["step"]):
+        raise NoRule("windows as long as the instance says")
+    size, out = e.lengths(x.shape[dims[0]]), e.lengths(shape_of(val)[dims[0]])
+    return e.made(f"z.windows({size}, {out}, {x.name}, {a['size']}, 0, {a['step']}, 1).movedim(1, -1)", val)
 
 
 # -- losses -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.state import current_recorder
-from fxbatch.trace.table import ATOMS, static_key
+from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
@@ -456,13 +456,42 @@ def _columns(instances: Sequence[Instance]) -> _Columns | None:
     places = [i for i, x in enumerate(plain) if x is _TENSOR]
     if not places or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
         return None
+    classes = _named(spec)
+    if classes is None:
+        return None
     rows = []
     for args, kwargs in instances:
         found, other = tree_flatten((args[1:], kwargs))
         if other != spec or not _equal_plain(found, plain):
             return None
         rows.append(found)
-    return _alike([[row[i] for row in rows] for i in places], plain, spec)
+    return _alike([[row[i] for row in rows] for i in places], plain, spec, classes)
+
+
+_OF_ALL_NAMED = frozenset((
+    "__doc__", "__module__", "__slots__", "_fields", "_field_defaults", "__annotations__", "__orig_bases__",
+    "__match_args__", "__annotate__", "__annotate_func__", "__static_attributes__", "__firstlineno__", "__dict__",
+))  # fmt: skip
+
+
+def _named(spec: TreeSpec) -> tuple[Any, ...] | None:
+    """What the classes of named tuples hold besides their fields: methods and numbers that code may read; None where
+    they hold what can't be compared."""
+    found: list[Any] = []
+    classes = [spec.context] if isinstance(spec.context, type) else []
+    for cls in (c for given in classes for c in given.__mro__ if c not in (tuple, object)):
+        for name, value in vars(cls).items():
+            if name in _OF_ALL_NAMED:
+                continue
+            if type(value) not in ATOMS and not hasattr(type(value), "__get__"):
+                return None
+            found.append((name, static_key(value) if type(value) in ATOMS else ByIdentity(value)))
+    for child in spec.children() if hasattr(spec, "children") else spec.children_specs:
+        inner = _named(child)
+        if inner is None:
+            return None
+        found += inner
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -471,7 +500,9 @@ def _tensors_alone(count: int) -> tuple[tuple[Any, ...], TreeSpec]:
     return plain, tree_flatten((plain, {}))[1]
 
 
-def _alike(columns: list[list[Any]], plain: tuple[Any, ...], spec: TreeSpec) -> _Columns | None:
+def _alike(
+    columns: list[list[Any]], plain: tuple[Any, ...], spec: TreeSpec, classes: tuple[Any, ...] = ()
+) -> _Columns | None:
     """These columns, where the tensors of each may differ in their sizes alone."""
     kinds, shapes, bounds = [], [], []
     for column in columns:
@@ -487,7 +518,7 @@ def _alike(columns: list[list[Any]], plain: tuple[Any, ...], spec: TreeSpec) -> 
     if len({device for _, _, device, _ in kinds}) != 1:
         return None
     keys = tuple(static_key(x) for x in plain if x is not _TENSOR)
-    return _Columns(_Kind(spec, keys, tuple(kinds)), plain, columns, shapes, bounds)
+    return _Columns(_Kind(spec, keys + classes, tuple(kinds)), plain, columns, shapes, bounds)
 
 
 def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:

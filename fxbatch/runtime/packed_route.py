@@ -62,7 +62,7 @@ def _tensors_first(instances: Sequence[Any]) -> bool:
     if len(args) < 2:
         return False
     first = args[1]
-    if type(first) in (tuple, list):
+    if isinstance(first, (tuple, list)):  # a NamedTuple among them
         return bool(first) and type(first[0]) is torch.Tensor
     if type(first) is dict:
         return any(type(x) is torch.Tensor for x in first.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -305,3 +305,46 @@ def test_whether_an_argument_requires_gradients_is_part_of_the_kind() -> None:
     asking = [x.clone().requires_grad_() for x in batch]
     for given, factor in ((batch, 1), (asking, 2), (batch, 1)):
         torch.testing.assert_close(model(given), torch.stack([x.sum(0) * factor for x in batch]))
+
+
+class Graph(NamedTuple):
+    x: torch.Tensor
+    edges: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        ones = self.x.new_ones(self.edges.shape[1])
+        return self.x.new_zeros(len(self.x)).index_add(0, self.edges[1], ones) * GRAPH_SCALE
+
+
+GRAPH_SCALE = 1.0
+
+
+class OfGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 3)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, g: Graph) -> torch.Tensor:
+        h = self.l(g.x)
+        return (torch.zeros_like(h).index_add(0, g.edges[1], h[g.edges[0]]) * g.counts[:, None]).sum(0)
+
+
+def graphs(*sizes: int) -> list[Graph]:
+    return [Graph(torch.randn(n, 4), torch.randint(n, (2, n + 1))) for n in sizes]
+
+
+def test_named_tuples_are_packed_and_what_their_classes_hold_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = OfGraphs()
+    compare(model, graphs(3, 5, 1))
+    assert [v.calls for v in variants_of(model)] == [1]
+    monkeypatch.setattr(Graph, "counts", property(lambda g: g.x.sum(1)))
+    compare(model, graphs(3, 5, 4))
+    monkeypatch.setattr(Graph, "scale", 2.0, raising=False)
+    monkeypatch.setattr(Graph, "counts", property(lambda g: g.x.sum(1) * g.scale))
+    compare(model, graphs(3, 5, 4))
+    monkeypatch.setattr(Graph, "scale", 5.0, raising=False)
+    compare(model, graphs(3, 5, 4))
