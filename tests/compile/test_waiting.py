@@ -16,6 +16,8 @@ import torch
 
 import fxbatch
 from benchmarks import compiled_steps, gpu
+from benchmarks.task import Settings
+from benchmarks.workloads import made_up_trees
 from fxbatch.ir import INDEX
 from fxbatch.runtime import constants, run, step_views
 from fxbatch.runtime.constants import stack_distinct
@@ -222,11 +224,11 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
 ) -> None:
     make_treebank(tmp_path)
     gpu.main(["--device", "cpu", "--leaves", "3", "--state", "8", "--batch", "2", "--sst-hidden", "8",
-              "--sst-batch", "2", "--rounds", "1", "--compile", "eager", "--data", str(tmp_path)])  # fmt: skip
+              "--sst-batch", "2", "--rounds", "1", "--data", str(tmp_path)])  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     start = max(i for i, line in enumerate(lines) if line.startswith("| task"))
     rows = [line for line in lines[start + 2 :] if line.startswith("|")]
-    assert len(rows) == 2 * 6 * 2, "two modes of six contenders, for trees of one size and for SST"
+    assert len(rows) == 2 * 5 * 2, "two modes of five contenders, for trees of one size and for SST"
     assert lines[-1] == rows[-1], "the table is printed last"
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
     launches = {(c[0], c[1], c[2]): float(c[5]) for c in cells}
@@ -236,6 +238,13 @@ def test_the_gpu_script_runs_on_the_cpu_at_small_sizes(
     assert all(float(c[3]) > 0 and c[6].endswith("%") for c in cells), "wall time, and the host's share of it"
     wanted = [line for line in lines if ": at least" in line or ": at most" in line]
     assert len(wanted) == len(gpu.TARGETS) * 4 and not any("not measured" in line for line in wanted)
+
+
+def test_the_gpu_script_measures_compiled_operations_where_there_is_a_backend() -> None:
+    settings = Settings(device=torch.device("cpu"), seed=0)
+    model, batches = made_up_trees(settings, leaves=3, hidden=8, embedding=8, batch=2, all_nodes=False)
+    rows = gpu.rows_of("trees", model, batches[0], "inference", settings.device, 1, "eager")
+    assert [row.name for row in rows if row.wall > 0][-2:] == [gpu.COMPILED, gpu.PRODUCTS]
 
 
 def test_the_gpu_script_measures_the_table_at_full_size() -> None:

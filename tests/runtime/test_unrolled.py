@@ -102,14 +102,12 @@ def test_replaced_parameters_and_payloads_are_used() -> None:
     torch.testing.assert_close(found, torch.stack(results_by_hand(other, [])))
 
 
-def test_export_and_compile() -> None:
+def test_it_exports() -> None:
     program = cell_program(Cell(), torch.randn(4))
     module = unrolled(program)
     wanted, arguments = torch.stack(results_by_hand(program, [])), tuple(module.arguments())
     exported = torch.export.export(module.graph_module, arguments)
     torch.testing.assert_close(exported.module()(*arguments)[0], wanted)
-    compiled = torch.compile(module.graph_module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments)[0], wanted)
 
 
 def test_operations_are_batched_under_autograd_too() -> None:
