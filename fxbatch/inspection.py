@@ -32,6 +32,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
+from fxbatch.runtime.segments import after_packed_calls
 from fxbatch.runtime.unrolled_run import Unrolled, UnrolledRun
 from fxbatch.trace.minibatch import Recording
 
@@ -122,9 +123,8 @@ def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live:
             "no instance made a call: there is nothing to compile. Values come from modules, and from vectors "
             "that are arguments; what touches only an instance's own tensors runs as it is"
         )
-    return Minibatch(
-        engine, recording, program, rewritten, schedule, last.plan, tuple(run.phases), found, values
-    )
+    phases = tuple(phase for part in (*run.segments, run) for phase in part.phases)
+    return Minibatch(engine, recording, program, rewritten, schedule, last.plan, phases, found, values)
 
 
 def minibatch_of(
@@ -154,7 +154,7 @@ def _record(
     if recording.left is not None:
         recording.left.abandon()
     program = recording.pending_program(found.values)
-    return engine, recording, run, run.resolved(program) if live else program, found
+    return engine, recording, run, after_packed_calls(run, program) if live else program, found
 
 
 def _whole(model: Any, args: Sequence[Any]) -> Explanation | None:

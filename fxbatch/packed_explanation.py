@@ -99,6 +99,10 @@ def packed_call_lines(engine: Engine) -> list[str]:
         return []
     lines = []
     for family in packed.families:
+        if family.function is None:
+            row = family.signature.inputs[0]
+            lines.append(f"packed: stack of rows {row}: {family.calls} calls until now")
+            continue
         text = function_text(family.signature.name, family.function)
         lines.append(f"packed: {text}: {family.calls} calls in {family.steps} steps until now")
         lines += [

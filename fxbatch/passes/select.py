@@ -166,6 +166,37 @@ def _keep_calls(
     return kept, entries
 
 
+def number_segments(
+    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, ends: Flags, segment: Written, known: Int
+) -> None:
+    """After how many segments each call can run (written to `segment`), where calls that `ends` marks run at the end of
+    one: those that read them too, all others in the next."""
+    values = known
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    made: Written = np.zeros(
+        values, dtype=np.int64
+    )  # twice the segment; one more where a marked call makes it
+    at = 0
+    value = known
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if at + arity[s] > inputs.shape[0]:
+            raise IndexError(NOT_THERE)
+        latest: Int = 0
+        for i in range(at, at + arity[s]):
+            if not 0 <= inputs[i] < value:
+                raise IndexError(NOT_THERE)
+            latest = max(latest, made[inputs[i]] if ends[c] else made[inputs[i]] + made[inputs[i]] % 2)
+        segment[c] = latest // 2
+        for i in range(value, value + width[s]):
+            made[i] = 2 * (latest // 2) + ends[c]
+        at += arity[s]
+        value += width[s]
+
+
 def checksum(sig: np.ndarray, inputs: np.ndarray, outputs: np.ndarray) -> int:
     """A number that tells columns of programs apart; another one where this file is not compiled."""
     if not cython.compiled:

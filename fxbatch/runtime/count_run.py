@@ -19,11 +19,15 @@ from fxbatch.trace.minibatch import Recording
 _CONSTANT, _NATIVE, _PYTHON, _UNBATCHED, _LATE = range(5)
 
 
-def count_run(run: Run, recording: Recording, *, new: int) -> Counts:
-    """The counts of a run that has been through all its phases. new: signatures that it met first."""
+def count_run(run: Run, recording: Recording, *, new: int, packed: int = 0) -> Counts:
+    """The counts of a run that has been through all its phases.
+
+    new: signatures that it met first; packed: steps of packed calls.
+    """
     steps, calls = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
     late: set[CompiledOperation] = set()
-    for phase in run.phases:
+    phases = [phase for part in (*run.segments, run) for phase in part.phases]
+    for phase in phases:
         kinds = np.array([_CONSTANT if c is None else _kind(c) for c in phase.compiled], dtype=np.int64)
         of_step = kinds[phase.plan.step_signature]
         steps += np.bincount(of_step, minlength=5)
@@ -35,11 +39,11 @@ def count_run(run: Run, recording: Recording, *, new: int) -> Counts:
         long_calls=recording.recorder.long_calls,
         new=new,
         steps=int(steps[_NATIVE]),
-        python_steps=int(steps[_PYTHON]),
+        python_steps=int(steps[_PYTHON]) + packed,
         unbatched=int(calls[_UNBATCHED]),
         late_steps=int(steps[_LATE]),
         late=len(late),
-        phases=len(run.phases),
+        phases=len(phases),
         waits=recording.statistics.suspensions,
         grad=run.grad,
     )

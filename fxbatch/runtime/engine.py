@@ -21,6 +21,7 @@ from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run
+from fxbatch.runtime.segments import after_packed_calls
 from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real
 from fxbatch.trace.left_behind import handing_over
@@ -91,6 +92,7 @@ class Engine(Planner):
         strategy, grad = self.strategy, torch.is_grad_enabled()
         assert strategy is not None
         known = len(self.table.signatures)
+        packed = 0 if self.table.packed is None else self.table.packed.steps
         run = self.execution()
         try:
             recording = self.record(fn, instances, run, first=first)
@@ -99,7 +101,8 @@ class Engine(Planner):
             strategy.building = None
         counts = None
         if isinstance(run, Run) and strategy.judges(len(instances), grad=grad):
-            counts = count_run(run, recording, new=max(0, len(self.table.signatures) - known))
+            packed = 0 if self.table.packed is None else self.table.packed.steps - packed
+            counts = count_run(run, recording, new=max(0, len(self.table.signatures) - known), packed=packed)
         strategy.ran(counts, len(instances), grad=grad)
         return result
 
@@ -136,6 +139,8 @@ class Engine(Planner):
         found = Results(recording.results, recording.left)
         values = found.values
         program = recording.recorder.final_program(values)
+        if isinstance(run, Run):
+            program = after_packed_calls(run, program)
         return self.assemble(run, found, run.finish(program, values), out)
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:

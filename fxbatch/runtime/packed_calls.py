@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.ragged.packed_function import PackedFunction
 
 MEMBERS = 3  # calls of different shapes that are met before a family is built
+LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 4
 
 _GETITEM = torch.Tensor.__getitem__
@@ -49,6 +50,12 @@ class CallFamily:
     reason: str = ""
     calls: int = 0
     steps: int = 0
+    stacks: bool = False  # `torch.stack` of rows, another number of them in each call
+
+    @property
+    def built(self) -> bool:
+        """Whether its calls are packed."""
+        return self.stacks or self.function is not None
 
 
 class PackedCalls:
@@ -57,6 +64,7 @@ class PackedCalls:
     def __init__(self, *, verify: bool) -> None:
         self.verify = verify
         self.families: list[CallFamily] = []
+        self.steps = 0
         self.first: dict[
             Signature, CallFamily
         ] = {}  # of calls that were recorded before their family was built
@@ -77,6 +85,10 @@ class PackedCalls:
         """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
         that is called, if it is no module, whose entries these are."""
         if not recorder.watches_operands or any_autocast():
+            return None
+        if of is torch.stack:
+            return self._stack_entry(recorder, entries, args, kwargs, arguments)
+        if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
         family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
         if family.reason or len(family.members) < MEMBERS:
@@ -109,6 +121,46 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
+    def _stack_entry(
+        self, recorder: Any, entries: dict[Any, Any], args: Any, kwargs: Any, arguments: Any
+    ) -> Entry | None:
+        """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
+        family: CallFamily | None = entries.get(_stack_key(recorder, args, kwargs, arguments))
+        if family is None or len(family.members) < MEMBERS:
+            return None
+        count, like = len(arguments.values), family.members[0]
+        longest = max(count, *[len(m.signature.inputs) for m in family.members])
+        if longest < LONG:
+            return None
+        assert like.outcome is not None and family.signature is not None
+        if not family.stacks:
+            family.stacks = True
+            self.families.append(family)
+            for key in family.keys:
+                entries.pop(key, None)
+            self.first.update((member.signature, family) for member in family.members)
+            recorder.lasts = False
+        row = like.signature.inputs[0]
+        signature = dataclasses.replace(
+            like.signature, inputs=(row,) * count,
+            outputs=(tensor_type((count, *row.shape), row.dtype, row.device),),
+            arguments=arguments.template(args, kwargs), sizes=family,
+        )  # fmt: skip
+        table: SignatureTable = recorder.table
+        return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
+
+    def _met_stack(
+        self, recorder: Any, entries: dict[Any, Any], args: Any, kwargs: Any, arguments: Any, made: Any
+    ) -> None:
+        key = _stack_key(recorder, args, kwargs, arguments)
+        if key is None:
+            return
+        family: CallFamily = entries.setdefault(key, CallFamily())
+        if len(family.members) < MEMBERS or len(arguments.values) >= LONG:
+            family.keys.append(made[0])
+            family.members.append(made[1])
+            family.signature = made[1].signature
+
     def met(
         self,
         recorder: Any,
@@ -123,6 +175,9 @@ class PackedCalls:
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not recorder.watches_operands:
+            return
+        if of is torch.stack:
+            self._met_stack(recorder, entries, args, kwargs, arguments, made)
             return
         family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
         key, entry = made
@@ -240,15 +295,20 @@ class PackedCalls:
     def _step(self, work: _Resolution, family: CallFamily, calls: list[int], *, grad: bool) -> None:
         """All calls of one family at once."""
         function, program = family.function, work.program
-        assert function is not None
+        family.calls += len(calls)
+        family.steps += 1
+        self.steps += 1
+        if function is None:
+            with torch.set_grad_enabled(grad and program.signatures[program.sig[calls[0]]].modes.grad):
+                for c in calls:
+                    work.give(c, int(program.first_value[c]), torch.stack(work.inputs_of(c)))
+            return
         signature = program.signatures[program.sig[calls[0]]]
         columns = list(zip(*[work.inputs_of(c) for c in calls], strict=True))
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
             parts = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-        family.calls += len(calls)
-        family.steps += 1
         for i, c in enumerate(calls):
             first = int(program.first_value[c])
             for k, column in enumerate(parts):
@@ -362,6 +422,16 @@ def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
     given = np.fromiter(held, dtype=np.int64, count=len(held))
     return np.unique(program.reader[np.isin(program.inputs, given)])
+
+
+def _stack_key(recorder: Any, args: Any, kwargs: Any, arguments: Any) -> Any:
+    """The key of the family of a stack along a new first dimension, of rows of one type; None for other stacks."""
+    dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
+    types = {recorder.type_of(v) for v in arguments.values}
+    plain = len(args) in (1, 2) and set(kwargs) <= {"dim"} and dim == 0
+    if not plain or len(types) != 1 or len(args[0]) != len(arguments.values):
+        return None
+    return "stack", types.pop()
 
 
 def _own(types: Sequence[TensorType], dynamic: Sequence[Sequence[int]]) -> list[int]:

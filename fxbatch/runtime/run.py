@@ -68,6 +68,7 @@ class Run:
         self.grad = grad
         self.memory = Memory(planner.pool)
         self.phases: list[Phase] = []
+        self.segments: list[Run] = []  # what ran before, for packed calls
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.value_needs = np.zeros(0, dtype=bool)

@@ -30,6 +30,8 @@ MOST = 64  # instances that are remembered; then counting begins anew
 RECORDED, OPERATIONS, STEPS, MODULE_STEPS = 0.5, 0.5, 0.8, 0.35
 # Of the calls outside torch's modules, those that are recorded in Python: of numbers, of the instance's own tensors.
 LONG = 0.05
+ROWS, STACKS = 8, 3  # of a stack that may be packed; how many an instance has at most
+_STACK = torch.ops.aten.stack.default
 _ASK = torch.ops.aten._local_scalar_dense.default
 _BY_MASK = (
     torch.ops.aten.index.Tensor,
@@ -71,6 +73,7 @@ class Seen:
         self.calls = self.modules = self.operators = self.views = self.nodes = self.recorded = 0
         self.waits = self.elements = 0
         self.heavy = 0.0
+        self.stacks = 0  # of many rows
         self.most_nodes = 0  # of one instance; what hangs on more of them was made by others
         self.products = Products()
         self.phases = 0  # the most that one instance waits for
@@ -108,6 +111,7 @@ class Seen:
         self.operators += watch.operators
         self.views += watch.views
         self.heavy += watch.heavy
+        self.stacks += watch.stacks
         self.elements += watch.elements
         self.products += watch.products
         self.recorded += watch.recorded
@@ -131,7 +135,24 @@ class Seen:
     @property
     def operations(self) -> int:
         """About how many operations would have to be built."""
-        return math.ceil(len(self.kinds) * OPERATIONS)
+        found = len(self.kinds)
+        if self.packs_stacks:
+            found += len(self._families()) - len(self.alone)
+        return math.ceil(found * OPERATIONS)
+
+    @property
+    def packs_stacks(self) -> bool:
+        """Whether calls on stacks of many rows, another number in each instance, would be packed."""
+        return 0 < self.stacks <= STACKS * self.instances
+
+    def _families(self) -> dict[Any, int]:
+        """Calls of kinds that only one instance makes, by what they are besides their sizes: the most of one kind."""
+        found: dict[Any, int] = {}
+        for key in self.alone:
+            func, inside, *shapes = key
+            family = (func, inside, *map(len, shapes))
+            found[family] = max(found.get(family, 0), self.kinds[key].chain)
+        return found
 
     def expected(self, instances: int, *, grad: bool) -> Counts:
         """About what a minibatch of so many such instances is made of, all graphs being built.
@@ -147,15 +168,17 @@ class Seen:
             else:
                 some = 1.0 - (1.0 - kind.instances / n) ** instances
                 steps += kind.chain * some * (MODULE_STEPS if key[1] else STEPS)
-        new = instances * alone / n
+        packed = sum(self._families().values()) if self.packs_stacks else 0
+        new = 0 if packed else instances * alone / n
         recorded = RECORDED * self.recorded / n
         return Counts(
             instances,
             calls=round(instances * recorded),
             long_calls=round(instances * LONG * max(0, self.recorded - self.modules) / n),
             steps=round(steps),
+            python_steps=packed,
             unbatched=round(new),
-            phases=1 + self.phases,
+            phases=1 + self.phases + (packed > 0),
             waits=round(instances * self.waits / n),
             grad=grad,
         )
@@ -186,6 +209,7 @@ class _Watch(QuietDispatchMode):
             self.elements
         ) = 0
         self.heavy = 0.0
+        self.stacks = 0
         self.products = Products()
         self.kinds: dict[Any, tuple[int, set[int]]] = {}
         self._depths: dict[int, int] = {}  # by id; one that is used again is only counted wrongly
@@ -238,6 +262,7 @@ class _Watch(QuietDispatchMode):
         if begins and is_recorded and func is not _ASK:
             self.recorded += 1
             self._pending += 1
+            self.stacks += func is _STACK and len(tensors) >= ROWS
             key = (func, self._in_module, *[t.shape for t in tensors])
             count, depths = self.kinds.get(key, (0, set()))
             depths.add(self._depth)

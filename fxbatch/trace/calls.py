@@ -230,7 +230,7 @@ def _new_function(
             target = Operation(name, "function", func, FUNCTION)
             examined = func.examined if type(func) in (CustomFunction, Functional) else None
             packed = None if examined or reason or func is on_views else table.packed
-            if packed is not None and packed.families:  # beside submodules that are packed
+            if packed is not None:
                 entry = packed.entry(recorder, recorder.functions, args, kwargs, arguments, of=func)
             if entry is None:
                 entry = function_entry(recorder, target, args, kwargs, arguments, examined, reason)

@@ -315,11 +315,19 @@ def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> An
 _FACTORIES = (
     "tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye",
 )  # fmt: skip
+_ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an argument is plain data or a list of it, which no Value is in."""
+    return type(x) in _ATOMS or (type(x) is list and _ATOMS.issuperset(map(type, x)))
 
 
 @stands_for(torch, *_FACTORIES)
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies of contents, so Values inside are read."""
+    if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):
+        return plain(*args, **kwargs)
     if recorder.written:
         args, kwargs = with_values(args, kwargs)
     found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
