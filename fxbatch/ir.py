@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,7 +110,9 @@ class Program:
     outputs: np.ndarray  # int64, value ids that results need (each once)
     constants: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     known: int = 0
-    known_types: np.ndarray | None = None  # int32 [known], indices into `types`
+    early_types: np.ndarray | Callable[[], np.ndarray | None] | None = (
+        None  # of the known, or what gives them
+    )
     instances: int = 0  # how many instances the minibatch has
 
     def __len__(self) -> int:
@@ -120,6 +122,11 @@ class Program:
     def columns(self) -> SignatureColumns:
         """What is the same for all programs with these signatures."""
         return signature_columns(self.signatures)
+
+    @functools.cached_property
+    def known_types(self) -> np.ndarray | None:
+        """int32 [known]: indices into `types`."""
+        return self.early_types() if callable(self.early_types) else self.early_types
 
     @property
     def types(self) -> tuple[TensorType, ...]:

@@ -73,6 +73,9 @@ from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_le
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
 from torch.utils.checkpoint import CheckpointFunction
 
+# Checked against 2.11.0 and 2.13.0: what torch.are_deterministic_algorithms_enabled() asks.
+are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
 
 def backward_keeps_graph() -> bool:
     """Whether the backward pass under way was asked to retain the graph. Checked: 2.11.0, 2.13.0."""

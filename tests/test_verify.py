@@ -55,7 +55,7 @@ def test_the_forms_are_right_before_they_are_broken() -> None:
         (replace(instance=changed(PROGRAM.instance, 0, 2)), "instance 2 does not exist: there are 2"),
         (replace(outputs=np.array([999])), "output v999 is not reachable"),
         (replace(known=2), "2 known values, but types for 0"),
-        (replace(known=1, known_types=np.array([7])), "a known value has a type that is none of"),
+        (replace(known=1, early_types=np.array([7])), "a known value has a type that is none of"),
         (replace(constants={}), r"6 calls, but a payload of 0"),
         (replace(constants={0: [torch.zeros(2)] * 6}), r"a payload has shape \(2,\) and dtype torch.float32"),
     ],

@@ -97,6 +97,11 @@ class Survey:
     longest: np.ndarray  # int64 [signatures]: calls on the longest such path
     graph: SignatureGraph
 
+    @functools.cached_property
+    def present(self) -> bytes:
+        """A byte a signature: whether it is called."""
+        return (self.counts > 0).tobytes()
+
 
 def count_values(program: Program) -> int:
     """How many values there are, without numbering them call by call."""

@@ -191,6 +191,12 @@ class Arrays:
         widths = self.columns.width[: self.arenas]
         return widths, bool(widths.all()) and all(k.device.type == "cpu" for k in kinds)
 
+    @functools.cached_property
+    def owned(self) -> list[tuple[CompiledOperation, int]]:
+        """Of all arrays that are no arenas: the operation, and rows a call."""
+        found = [(self.compiled[s], members) for s, members in self.owners]
+        return [(operation, members) for operation, members in found if operation is not None]
+
     @staticmethod
     def of(types: Sequence[TensorType], compiled: Sequence[CompiledOperation | None]) -> Arrays:
         """The arrays of a program's types and compiled operations."""
@@ -319,6 +325,9 @@ class Pieces:
             self.pool.give(piece)
 
 
+_NUMPY = frozenset(
+    {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+)  # what `tolist` gives the same numbers of
 _NO_PLACES = np.zeros((0, 3), dtype=np.int64)
 
 
@@ -332,9 +341,14 @@ class Memory(Pieces):
         self.calls: dict[CompiledOperation, int] = {}  # how many rows each has, over all steps so far
         self._arena: list[int] = []  # the array of each type
         self._first: dict[CompiledOperation, int] = {}  # the first array of each
-        # Of each array, where there are several phases: rows in use, and what the next run knows it by.
-        self._used: list[int] = []
+        self._host: dict[int, np.ndarray | None] = {}  # arenas as numpy sees them
+        # Of each array, where there are several phases: rows in use, rows that it has room for, and what the next run
+        # knows it by.
+        self._used = self._room = np.zeros(0, dtype=np.int64)
         self._keys: list[Hashable] = []
+        self.filled: dict[Any, Any] = {}  # pointers for C, by their table
+        self.moves = 0  # how often arrays came to lie elsewhere
+        self._columns: dict[Arrays, tuple[int, tuple[np.ndarray, np.ndarray]]] = {}  # after how many moves
         self._numbers: dict[Arrays, np.ndarray] = {}  # of arrays in this memory
         self._types: dict[SignatureColumns, np.ndarray] = {}
 
@@ -351,6 +365,17 @@ class Memory(Pieces):
     def arena(self, type_id: int) -> torch.Tensor:
         """The values of a type."""
         return self.tensor(self._arena[type_id])
+
+    def host_arena(self, type_id: int) -> np.ndarray | None:
+        """The same as numpy sees it, for few numbers; None where it can't."""
+        array = self._arena[type_id]
+        try:
+            return self._host[array]
+        except KeyError:
+            found = self.tensor(array)
+            host = found.numpy() if found.device.type == "cpu" and found.dtype in _NUMPY else None
+            self._host[array] = host
+            return host
 
     def arena_of(self, kind: TensorType) -> torch.Tensor:
         return self.arena(self.type_ids[kind])
@@ -372,42 +397,45 @@ class Memory(Pieces):
 
     def grow(self, arrays: Arrays, plan: Plan) -> None:
         """Room for one more phase: arrays that are too small move to a new piece, with twice the rows."""
-        counts = np.bincount(plan.step_signature, plan.step_rows, len(arrays.first)).astype(np.int64).tolist()
         numbers = self.numbers(arrays)
-        for compiled, count in zip(arrays.compiled, counts, strict=True):
-            if compiled is not None:
-                self.calls[compiled] += count
-        wanted = plan.capacity.tolist()
-        for s, members in arrays.owners:
+        for s, n in zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True):
             compiled = arrays.compiled[s]
-            assert compiled is not None
-            wanted.append(self.calls[compiled] * members)
-        moving, rows = [], []
-        everything = numbers.tolist()
-        for i, n in zip(everything, wanted, strict=True):
-            if n > self.rows[i]:
-                moving.append(i)
-                rows.append(max(n, 2 * self.rows[i] or self.pool.usual.get(self._keys[i], 0)))
-        if moving:
+            assert compiled is not None, "of a signature with calls"
+            self.calls[compiled] += n
+        wanted = plan.capacity
+        if arrays.owners:
+            kept = [self.calls[operation] * members for operation, members in arrays.owned]
+            wanted = np.concatenate((wanted, np.array(kept, dtype=np.int64)))
+        missing = wanted > self._room.take(numbers)
+        if missing.any():
+            small = missing.nonzero()[0]
+            moving = numbers[small].tolist()
+            usual = self.pool.usual
+            rows = [
+                max(n, 2 * self.rows[i] or usual.get(self._keys[i], 0))
+                for i, n in zip(moving, wanted[small].tolist(), strict=True)
+            ]
             self._move(moving, rows)
-        for i, n in zip(everything, wanted, strict=True):
-            self._used[i] = max(n, self._used[i])
+        self._used[numbers] = np.maximum(self._used.take(numbers), wanted)
 
-    def used(self, types: np.ndarray) -> np.ndarray:
-        """int64: how many values of each of these types there are so far."""
-        rows = [self._used[self._arena[t]] if t < len(self._arena) else 0 for t in types.tolist()]
-        return np.array(rows, dtype=np.int64)
+    def used(self, arrays: Arrays) -> np.ndarray:
+        """int64 [arenas]: how many values of each type there are so far."""
+        numbers = self.numbers(arrays)[: arrays.arenas]  # which may make room in `_used`
+        return self._used.take(numbers)
 
     def _move(self, moving: Sequence[int], rows: Sequence[int]) -> None:
         """Put arrays into a new piece, with this many rows, and what they hold with them."""
-        before = [self.tensor(i)[: self._used[i]] if self._used[i] else None for i in moving]
+        used = self._used[moving].tolist()
+        before = [self.tensor(i)[:n] if n else None for i, n in zip(moving, used, strict=True)]
         pieces = len(self._pieces)
         layout = lay_out(Kinds.of([self.kinds[i] for i in moving]), np.array(rows, dtype=np.int64))
-        self.places[moving] = self._lay(layout)
+        self.places[moving], self._room[moving] = self._lay(layout), rows
+        self.moves += 1
         where = zip(layout.piece, layout.offsets, strict=True)
         for i, (piece, offset), n, old in zip(moving, where, rows, before, strict=True):
             self._piece[i], self._offset[i], self.rows[i] = pieces + piece, offset, n
             self._tensors.pop(i, None)
+            self._host.pop(i, None)
             if old is not None:
                 self.tensor(i)[: len(old)].copy_(old)
 
@@ -418,6 +446,8 @@ class Memory(Pieces):
             found = self._numbers[arrays] = np.array(self._number(arrays), dtype=np.int64)
             new = len(self.kinds) - len(self.places)
             self.places = np.concatenate((self.places, np.zeros((new, 3), dtype=np.int64)))
+            nothing = np.zeros(new, dtype=np.int64)
+            self._used, self._room = (np.concatenate((x, nothing)) for x in (self._used, self._room))
         return found
 
     def _number(self, arrays: Arrays) -> list[int]:
@@ -444,13 +474,20 @@ class Memory(Pieces):
         self.rows.append(0)
         self._piece.append(-1)
         self._offset.append(0)
-        self._used.append(0)
         return len(self.kinds) - 1
 
     def columns(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """For C: int64 [arenas, 3], pointer, bytes and bytes a row, nothing of what it can't read; and int64
         [arrays, 3], pointer, bytes and whether an array is part of an arena."""
-        places = self.places if not self._numbers else self.places[self.numbers(arrays)]
+        if not self._numbers:
+            return self._columns_of(arrays, self.places)
+        found = self._columns.get(arrays)
+        if found is None or found[0] != self.moves:
+            made = self._columns_of(arrays, self.places[self.numbers(arrays)])
+            found = self._columns[arrays] = self.moves, made
+        return found[1]
+
+    def _columns_of(self, arrays: Arrays, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         arenas = places[: arrays.arenas].copy()
         widths, plain = arrays.arena_widths
         arenas[:, 2] = widths
@@ -483,9 +520,9 @@ class Memory(Pieces):
 
     def release(self) -> None:
         super().release()
-        if self._used:
-            self.pool.note_usual(zip(self._keys, self._used, strict=True))
-        self._numbers, self._types = {}, {}
+        if len(self._used):
+            self.pool.note_usual(zip(self._keys, self._used.tolist(), strict=True))
+        self._numbers, self._types, self._host, self._columns, self.filled = {}, {}, {}, {}, {}
 
 
 class GradientRows(Pieces):

@@ -103,7 +103,14 @@ def _steps(
     if table is None:
         return None
     arenas, places = memory.columns(phase.operations.arrays)
-    programs, pointers = table.fill(places, memory.shared, workspace, rows)
+    filled = None
+    if rows is None and not phase.whole:
+        filled = table.fill_again(memory.filled.get(table), places, memory.shared, workspace)
+    if filled is None:
+        programs, pointers = table.fill(places, memory.shared, workspace, rows)
+    else:
+        memory.filled[table] = filled
+        programs, pointers = filled.programs, filled.pointers
     plan = phase.plan
     everything = (
         plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,

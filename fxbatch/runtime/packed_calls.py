@@ -260,6 +260,8 @@ class PackedCalls:
 
         held: what packed calls of this minibatch gave, by value; it grows.
         """
+        if not self.families and not held:
+            return program
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
@@ -387,7 +389,7 @@ class _Resolution:
         signatures = table.snapshot()
         made = Program(
             signatures=signatures, sig=sig, inputs=p.inputs[kept], instance=instance, outputs=p.outputs,
-            known=p.known, known_types=p.known_types, instances=p.instances,
+            known=p.known, early_types=p.early_types, instances=p.instances,
         )  # fmt: skip
         constants = {}
         for s in np.unique(sig).tolist():

@@ -40,6 +40,26 @@ class Pointers:
 
 
 @dataclass(frozen=True)
+class Filled:
+    """Pointers of one phase, for the next one with the same operations."""
+
+    programs: Programs
+    pointers: Pointers
+    places: np.ndarray  # where its arrays were
+    shared: list[torch.Tensor]
+    stamps: list[int]
+
+    def holds(self, places: np.ndarray) -> bool:
+        """Whether all is where it was. `places` is the very array as long as nothing has moved."""
+        return places is self.places and self.stamps == _stamps(self.shared)
+
+
+def _stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where plain tensors are, and their versions, which tell whether what kernels prepare of them is true."""
+    return [x for t in tensors for x in (t.data_ptr(), t._version)]
+
+
+@dataclass(frozen=True)
 class _Part:
     """The rows of one signature that has a program."""
 
@@ -94,6 +114,22 @@ class PointerTable:
             tuple(programs), column(first), column(rows).reshape(-1, 3), column(at), column(read),
             tuple(parts),
         )  # fmt: skip
+
+    def fill_again(
+        self,
+        before: Filled | None,
+        places: np.ndarray,
+        operands: Mapping[Signature, Sequence[torch.Tensor]],
+        workspace: Workspace,
+    ) -> Filled | None:
+        """`fill` in a run of several phases: what was filled before where that holds; None where that can't be told."""
+        if before is not None and before.holds(places):
+            return before
+        shared = [t for part in self.parts for t in operands[part.operation.signature]]
+        if not all(type(t) in PLAIN_TENSORS and not t.is_inference() for t in shared):
+            return None
+        stamps = _stamps(shared)
+        return Filled(*self.fill(places, operands, workspace), places, shared, stamps)
 
     def fill(
         self,

@@ -10,7 +10,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -76,6 +76,7 @@ class Run:
         self._needs = GrowingArray(np.bool_)
         self.launches = 0
         self._operands: Operands = {}  # what shared operands are in this run
+        self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
@@ -104,7 +105,7 @@ class Run:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         program = self.resolved(program)
         if len(program):
-            self.execute(program, self.planner.schedule(program), last=False)
+            self.execute(program, self.planner.policy(program), last=False)
 
     def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
@@ -138,11 +139,11 @@ class Run:
         """
         template = self._template(program)
         operations, memory = template.operations, self.memory
-        types = memory.types_of(program)
+        memory.types_of(program)
         if last and not self.phases:
             planned = self.planner.plan(program, schedule, operations, reuse=not self.grad)
         else:
-            used = memory.used(types)
+            used = memory.used(operations.arrays)
             before = [0 if c is None else memory.calls.get(c, 0) for c in operations.compiled]
             known = self.value_row[: program.known]
             into = self._rows.room(known, count_values(program))
@@ -161,12 +162,12 @@ class Run:
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
-        family = self.planner.family(program, self.grad)
-        tensors = family.resolve(self._operands)
-        self.memory.shared.update(family.shared(tensors))
-        constants = tuple(s for s in program.constants if self.grad and differentiable_constants(program, s))
-        known_needs = self.value_needs[: program.known] if self.grad else None
-        templates = family.templates(tensors)
+        family, templates = self._family(program)
+        constants: tuple[int, ...] = ()
+        known_needs = None
+        if self.grad:
+            constants = tuple([s for s in program.constants if differentiable_constants(program, s)])
+            known_needs = self.value_needs[: program.known]
         key = constants, early_needs(program, known_needs)
         found = templates.get(key)
         if found is None or not family.settled:
@@ -174,6 +175,18 @@ class Run:
             if family.settled:
                 templates[key] = found
         return found
+
+    def _family(self, program: Program) -> tuple[Family, dict[Hashable, FamilyTemplate]]:
+        """The family of a program and its templates: looked for once a run, whose operands stay what they are."""
+        found = survey(program)
+        key = found.graph, found.present
+        known = None if self.lasting else self._families.get(key)
+        if known is None:
+            family = self.planner.family(program, self.grad)
+            tensors = family.resolve(self._operands)
+            self.memory.shared.update(family.shared(tensors))
+            known = self._families[key] = family, family.templates(tensors)
+        return known
 
     def _make_template(
         self,
@@ -248,12 +261,22 @@ class Run:
     def numbers(self, values: Sequence[int]) -> list[Any]:
         """The values as Python numbers in nested lists: one transfer a type and call."""
         if len(values) == 1:
-            arena = self.memory.arena(int(self.value_type[values[0]]))
-            return [arena[int(self.value_row[values[0]])].tolist()]
-        wanted = np.asarray(values, dtype=np.int64)
-        kinds = self.value_type[wanted]
+            at = values[0]
+            host = self.memory.host_arena(self.value_type.item(at))
+            if host is not None:
+                row = self.value_row.item(at)
+                return [host.item(row) if host.ndim == 1 else host[row].tolist()]
+        wanted = np.array(values, dtype=np.int64)
+        kinds = self.value_type.take(wanted)
         if (kinds == kinds[:1]).all():
-            found: list[Any] = self.rows(wanted).tolist() if len(wanted) else []
+            if not len(wanted):
+                return []
+            host = self.memory.host_arena(kinds.item(0))
+            found: list[Any] = (
+                self.rows(wanted).tolist()
+                if host is None
+                else host.take(self.value_row.take(wanted), axis=0).tolist()
+            )
             return found
         out: list[Any] = [None] * len(wanted)
         for kind in np.unique(kinds).tolist():

@@ -43,6 +43,7 @@ from typing import Any
 import torch
 
 from fxbatch.errors import TraceError
+from fxbatch.torch_private import are_deterministic
 from fxbatch.trace.state import current_recorder
 from fxbatch.trace.user_line import at_line, in_users_code
 
@@ -123,9 +124,12 @@ class Instances:
     # Switches
 
     def enter(self, instance: int) -> None:
-        """Show what this instance finds."""
+        """Show what this instance finds, which has waited: with the settings of the beginning, or it had stayed."""
+        self.entered = self.settings
+        self._show_own(instance)
+
+    def _show_own(self, instance: int) -> None:
         turn = self.settled >= instance
-        self.entered = settings_now()
         for a in self.attributes.values():
             x = a.own.get(instance, a.settled if turn else _ABSENT)
             a.hidden = not turn and instance not in a.own
@@ -139,7 +143,8 @@ class Instances:
                 a.own[instance] = now
             a.hidden = False
             self._show(a, a.settled)
-        self._refuse_changed_containers(instance)
+        if self.watched:
+            self._refuse_changed_containers(instance)
 
     def end(self, instance: int) -> None:
         """This instance is done."""
@@ -157,7 +162,8 @@ class Instances:
     def begin(self, instance: int) -> None:
         """This instance begins."""
         self.begun = max(self.begun, instance + 1)
-        self.enter(instance)
+        self.entered = settings_now()
+        self._show_own(instance)
 
     def close(self) -> None:
         """After the last instance: modules list their attributes in the order in which they did."""
@@ -176,13 +182,14 @@ class Instances:
 
     # What instances do
 
-    def why_stay(self) -> str:
-        """Why the instance that asks now can't be left, as it holds or changes what all share; "" where it can."""
+    def why_stay(self, frame: types.FrameType | None) -> str:
+        """Why the instance that asks now can't be left, as it holds or changes what all share; "" where it can.
+        frame: the innermost of the user's code."""
         if self.shared:
             return f"the code changes {self.shared}, which all instances share"
         if self.settings != settings_now():
             return "a setting of the process is changed"
-        if holds_what_is_shared(sys._getframe(1)):
+        if holds_what_is_shared(frame):
             return "it is inside a `with`, or holds a lock, that all instances may share"
         return ""
 
@@ -254,8 +261,7 @@ _SETTINGS = ("the default dtype", "sys.stdout", "sys.stderr", "deterministic alg
 
 def settings_now() -> Settings:
     """What a process has once, and a forward may change without a `with`."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), deterministic
+    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()
 
 
 def _content(x: Any) -> Any:
@@ -619,9 +625,15 @@ def _entered(code: types.CodeType, offset: int) -> Iterator[_Manager]:
             yield found[3]
 
 
-@functools.lru_cache(maxsize=4096)
+_suspects: dict[int, tuple[types.CodeType, bool]] = {}  # by id of the code, whose hash reads its constants
+
+
 def _is_suspect(code: types.CodeType) -> bool:
-    return "acquire" in code.co_names or any(row[3] is not None for row in _handlers(code))
+    found = "acquire" in code.co_names or any(row[3] is not None for row in _handlers(code))
+    if len(_suspects) >= 4096:
+        _suspects.clear()
+    _suspects[id(code)] = code, found
+    return found
 
 
 def holds_what_is_shared(frame: types.FrameType | None) -> bool:
@@ -629,7 +641,8 @@ def holds_what_is_shared(frame: types.FrameType | None) -> bool:
     instances share (a lock, a file, a global setting), or takes a lock itself."""
     while frame is not None:
         code = frame.f_code
-        if _is_suspect(code) and in_users_code(code, frame.f_globals):
+        known = _suspects.get(id(code))
+        if (_is_suspect(code) if known is None else known[1]) and in_users_code(code, frame.f_globals):
             if "acquire" in code.co_names:
                 return True
             if not all(_is_own(manager, frame) for manager in _entered(code, frame.f_lasti)):

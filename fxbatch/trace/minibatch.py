@@ -40,7 +40,7 @@ from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
-from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
+from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_frame, user_place
 from fxbatch.trace.values import Value, result_with_values
 from fxbatch.trace.writes import abandon_written
 
@@ -60,19 +60,22 @@ class Statistics:
         self.instances = instances
         self.phases: list[PhaseStatistics] = []
         self.suspensions = 0
-        self._places: dict[UserPlace, int] = {}  # where the user's code asked -> how often
+        # Where the user's code asked, and how often: by id of the code and place in it.
+        self._places: dict[tuple[int, int] | None, tuple[UserPlace, int]] = {}
         self.stayed = ""  # why an instance that asked was not left, so that others could not run
 
     def asked(self, place: UserPlace) -> None:
         """An instance asked for values at this place of the user's code."""
         self.suspensions += 1
-        self._places[place] = self._places.get(place, 0) + 1
+        key = None if place is None else (id(place[0]), place[1])
+        found = self._places.get(key)
+        self._places[key] = place, 1 if found is None else found[1] + 1
 
     @property
     def lines(self) -> dict[str, int]:
         """The user's lines that asked, and how often."""
         counts: dict[str, int] = {}
-        for place, count in self._places.items():
+        for place, count in self._places.values():
             line = line_of(place)
             counts[line] = counts.get(line, 0) + count
         return counts
@@ -424,13 +427,15 @@ class _Run:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
         if must_not_switch():
             return self._answer_here(values, plain)
-        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay()):
+        frame = user_frame()
+        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay(frame)):
             self.statistics.stayed = self.statistics.stayed or reason
             return self._answer_here(values, plain)
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.statistics.asked(user_place())
+        self.statistics.asked(None if frame is None else (frame.f_code, frame.f_lasti))
+        del frame  # which would hold the instance's variables
         self._park(parked)
         return parked.answer
 

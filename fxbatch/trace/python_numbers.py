@@ -26,7 +26,7 @@ from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.table import Entry, Lifted, static_key
+from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, link_view
 
@@ -119,9 +119,16 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
     dtype = None if recorder.autocast is None else lifted_dtype(func, t, number)
     if dtype is None:
         return None
-    lifted = recorder.number(number, dtype, t.device)
-    key = ("lifted", func, v._type, lifted._type, type(number), position)
+    key = ("lifted", func, v._type, recorder.table.number(dtype, t.device).types[0], type(number), position)
     entry = recorder.functions.get(key)
+    if entry is not None and recorder.watches_operands:
+        fixed = uniform_entry(recorder.table, entry, number)
+        if fixed is not None:
+            result = recorder.emit(fixed, (v._value,))
+            recorder.remember(func, args, {}, fixed)
+            return result
+        recorder.forget_fixed(entry)
+    lifted = recorder.number(number, dtype, t.device)
     if entry is None:
         entry = _new_lifted(recorder, key, func, func, v, lifted, position)
     recorder.lifted[entry.sid] = True
@@ -132,6 +139,18 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
+    known = recorder.row_calls.get((recorder.mode, v._type, index))
+    entry, number, row = _lift_row(recorder, v, index) if known is None else known
+    recorder.lifted[entry.sid] = True
+    result = recorder.emit(entry, (v._value, number))
+    again = functools.partial(call_row, recorder, v, row)
+    link_view(result, v, again, (GETITEM, (v, row), {}), 0)
+    return result
+
+
+def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int, int]:
+    """The entry of `v[index]`, the number of the value that the index is, and the index counted from the start; the
+    same for all values of a type in a minibatch."""
     t = recorder.type_of(v)
     if not t.shape:
         raise IndexError(
@@ -146,11 +165,9 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     entry = recorder.functions.get(key)
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
-    recorder.lifted[entry.sid] = True
-    result = recorder.emit(entry, (v._value, lifted._value))
-    again = functools.partial(call_row, recorder, v, row)
-    link_view(result, v, again, (GETITEM, (v, row), {}), 0)
-    return result
+    found = entry, lifted._value, row
+    recorder.row_calls[recorder.mode, v._type, index] = found
+    return found
 
 
 def _new_lifted(

@@ -9,6 +9,7 @@ was recorded since the last phase. How a call of the user's becomes one is above
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.state import RecordedUnder, state
-from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers
+from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.value_facts import Phases
 from fxbatch.trace.values import Value, Written, new_value, value_of
@@ -94,6 +95,8 @@ class RecordedCalls(Columns):
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
+        # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
+        self.row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]] = {}
         self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
         self.constant_entries = {}
         self.owners = None
@@ -215,6 +218,8 @@ class RecordedCalls(Columns):
             return outputs[0]
         if entry.is_tuple:
             return tuple(outputs)
+        if entry.named is not None:
+            return entry.named(outputs)
         assert entry.signature.result is not None
         return entry.signature.result.fill(output=outputs)
 
@@ -282,7 +287,7 @@ class RecordedCalls(Columns):
 
     def read_plain(self, v: Value) -> Any:
         """A value as Python numbers in nested lists; may suspend the instance."""
-        return self._ask([v], True)[0]
+        return self._ask([v], True)[0] if self.ask is None else self.ask([v], True)[0]
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:
         if self.ask is None:
@@ -509,6 +514,11 @@ class RecordedCalls(Columns):
 
     # Types
 
+    def forget_fixed(self, entry: Entry) -> None:
+        """A lifted call has a number that `uniform_entry` knows not: calls with that one in them are lifted again."""
+        if varies_now(self.table, entry):
+            self.call_table.clear()
+
     def type_of(self, v: Value) -> TensorType:
         """The tensor type of a value."""
         return self.table.types[v._type]
@@ -517,7 +527,7 @@ class RecordedCalls(Columns):
 
     def has_run(self, v: Value) -> bool:
         """Whether a phase has run the call of a value, and its numbers are at hand."""
-        return v.id < self.known and v.device.type == "cpu"
+        return v._value - self.base < self.phases.known and self.table.types[v._type].device.type == "cpu"
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
@@ -535,7 +545,7 @@ class RecordedCalls(Columns):
             outputs=np.array(outputs, dtype=np.int64),
             constants=self.payload,
             known=self.known,
-            known_types=self.phases.types(),
+            early_types=functools.partial(self.phases.types, self.known),
             instances=self.instances,
         )
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
@@ -548,9 +558,12 @@ class RecordedCalls(Columns):
         """Signatures as int32 [calls], inputs counted from 0 as int64 [inputs]; as merged traces have them."""
         if isinstance(self.sigs, np.ndarray):
             return self.sigs, self.inputs
-        inputs = np.array(self.inputs, dtype=np.int64)
-        inputs -= self.base
-        return np.array(self.sigs, dtype=np.int32), inputs
+        if not len(self.sigs):
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+        inputs = (
+            np.frombuffer(self.inputs, dtype=np.int64) if len(self.inputs) else np.zeros(0, dtype=np.int64)
+        )
+        return np.frombuffer(self.sigs, dtype=np.int64).astype(np.int32), inputs - self.base
 
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""

@@ -108,6 +108,7 @@ class Entry:
         "aliased",
         "guards",
         "is_tuple",
+        "named",
         "outcome",
         "sid",
         "signature",
@@ -125,9 +126,10 @@ class Entry:
         self.types = types  # type id of each output
         self.outcome = outcome
         leaf = outcome is None or outcome.result.spec.is_leaf()
-        # Whether the result is one tensor, or a plain tuple of all outputs.
+        # Whether the result is one tensor, or a plain tuple of all outputs; or what makes torch's named tuple of them.
         self.single = leaf and len(types) == 1
         self.is_tuple = outcome is not None and _is_tuple(outcome.result, len(types))
+        self.named = None if outcome is None or self.is_tuple else _named_row(outcome.result, len(types))
         self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
         self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
         self.write: Outcome | None = None  # of the call as the user made it
@@ -139,6 +141,16 @@ def _is_tuple(result: Template, outputs: int) -> bool:
         return False
     rebuilt = result.fill(output=range(outputs))
     return type(rebuilt) is tuple and rebuilt == tuple(range(outputs))
+
+
+def _named_row(result: Template, outputs: int) -> Callable[[Iterable[Any]], Any] | None:
+    """What makes one of torch's named tuples (of `max`, `topk`) of all outputs; None for other results."""
+    if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
+        return None
+    rebuilt = result.fill(output=range(outputs))
+    kind = type(rebuilt)
+    named = kind.__module__ == "torch.return_types" and tuple(rebuilt) == tuple(range(outputs))
+    return kind if named else None
 
 
 @dataclass(frozen=True)
@@ -276,11 +288,14 @@ def fix_uniform_numbers(
 
     lifted_here: the lifted signatures of the phase; numbers: those of lifted values, which are counted from `base`.
     """
+    may_be_fixed = [sid for sid in lifted_here if table.uniform.get(sid) is not _VARIED]
+    if not may_be_fixed:
+        return sig, inputs
     arity = table.arity()[sig]
     first = arity.cumsum() - arity
     keep = np.ones(len(inputs), dtype=bool)
     changed = sig.copy()
-    for sid in lifted_here:
+    for sid in may_be_fixed:
         rows = (sig == sid).nonzero()[0]
         lifted = table.lifted[sid]
         places = first[rows] + lifted.position
@@ -293,6 +308,23 @@ def fix_uniform_numbers(
     if keep.all():
         return sig, inputs
     return changed, inputs[keep]
+
+
+def uniform_entry(table: SignatureTable, entry: Entry, number: Any) -> Entry | None:
+    """The entry of a lifted call with this number in it, where all that the table has seen had this number."""
+    known = table.uniform.get(entry.sid)
+    if known is None or known is _VARIED or known != static_key(number):
+        return None
+    return table.lifted[entry.sid].fixed(number)
+
+
+def varies_now(table: SignatureTable, entry: Entry) -> bool:
+    """Note that a lifted call has another number than all before it; whether that is new."""
+    known = table.uniform.get(entry.sid)
+    if known is None or known is _VARIED:
+        return False
+    table.uniform[entry.sid] = _VARIED
+    return True
 
 
 def _stays_uniform(uniform: dict[int, Any], sid: int, number: Any, same: bool) -> bool:

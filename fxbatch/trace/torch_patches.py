@@ -79,6 +79,8 @@ def handle_torch_function_method() -> Any:
 
 
 def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
+    if entry.named is not None:
+        return entry.named(outputs)
     assert entry.signature.result is not None
     return entry.signature.result.fill(output=outputs)
 

@@ -21,20 +21,21 @@ _SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
 
 
 _LIBRARIES = ("contextlib", "functools", "copy", "threading", "greenlet")
-_files: dict[CodeType, str] = {}  # the file of the user's code, "" for other code: at most _MOST
+# By id of the code (its own hash reads all of its constants): the code, the file of the user's, "" for other code.
+_files: dict[int, tuple[CodeType, str]] = {}  # at most _MOST
 _MOST = 4096
 
 
 def _user_file(frame: FrameType) -> str:
     """The name of the file of a frame of the user's code, "" for other frames."""
     code = frame.f_code
-    found = _files.get(code)
+    found = _files.get(id(code))
     if found is None:
         if len(_files) >= _MOST:
             _files.clear()
         own = in_users_code(code, frame.f_globals)
-        found = _files[code] = os.path.basename(code.co_filename) if own else ""
-    return found
+        found = _files[id(code)] = code, os.path.basename(code.co_filename) if own else ""
+    return found[1]
 
 
 def in_users_code(code: CodeType, names: dict[str, Any]) -> bool:

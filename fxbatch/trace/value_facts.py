@@ -4,7 +4,7 @@ In: the columns of a recording, phase by phase. Out: the type id of each value t
 `requires_grad` of a value as eager autograd has it, worked out only when the user's code asks.
 
     phases.add(sig, inputs, constants, known)
-    phases.types()              # int32 [known], None where nothing is known
+    phases.types(known)         # int32 [known], None where nothing is known
     value.requires_grad         # follows calls back to parameters and constants that require gradients
 """
 
@@ -45,14 +45,14 @@ class Phases:
 
     # Types
 
-    def types(self) -> np.ndarray | None:
-        """int32 [known]: the types of the values that are computed."""
-        if not self.known:
+    def types(self, known: int) -> np.ndarray | None:
+        """int32 [known]: the types of the first values that are computed."""
+        if not known:
             return None
         for sig, _ in self.columns[self._phases_typed :]:
             self._add(sig)
         self._phases_typed = len(self.columns)
-        return self._types[: self.known]
+        return self._types[:known]
 
     def _add(self, sig: np.ndarray) -> None:
         flat, width = self.table.output_types()

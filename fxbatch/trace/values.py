@@ -283,6 +283,9 @@ class Value(torch.Tensor):
         return self._recorder.read([self])[0]
 
     def item(self) -> Any:
+        recorder = self._recorder
+        if not recorder.table.sizes[self._type]:
+            return recorder.read_plain(self)
         return self._number() if self.shape.numel() == 1 else self._read().item()
 
     def tolist(self) -> Any:

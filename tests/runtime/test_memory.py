@@ -144,7 +144,7 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
         taken.append(pool.allocated)
         assert memory.arena(0)[:n, 0].tolist() == list(range(1, n + 1))
         assert memory.arena(1)[: 2 * n].tolist() == [k for k in range(1, n + 1) for _ in range(2)]
-        assert memory.used(np.array([1, 0])).tolist() == [2 * n, n]
+        assert memory.used(arrays).tolist() == [n, 2 * n]
         arenas, places = memory.columns(arrays)
         assert arenas[:, 2].tolist() == [12, 8] and (places[:, 1] >= [12 * n, 16 * n]).all()
         if extension is not None:

@@ -1,0 +1,126 @@
+"""What a phase asks again and what it does not: pointers, numbers that never varied, rows by a Python index."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.runtime.pointer_table import PointerTable
+from fxbatch.trace import calls
+from tests.oracle import check_equal
+
+
+class Steps(nn.Module):
+    """A cell that runs until its count is over, and looks at a number after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.stop = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, count: int, slope: float) -> torch.Tensor:
+        for _ in range(count):
+            x = torch.tanh(self.cell(x)) * slope
+            if self.stop(x).item() > 1e9:
+                break
+        return x[1] + x[-1]
+
+
+def minibatch(slopes: list[float], count: int = 9) -> tuple[list[torch.Tensor], list[int], list[float]]:
+    return list(torch.randn(len(slopes), 4)), [count + i for i in range(len(slopes))], slopes
+
+
+@pytest.fixture
+def batched() -> Any:
+    torch.manual_seed(0)
+    model = Steps()
+    return fxbatch.autobatch(adaptive=False)(Steps.forward).__get__(model)
+
+
+def test_pointers_are_asked_for_again_only_where_memory_moved(
+    batched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+    fill = PointerTable.fill
+
+    def counted(self: PointerTable, *args: Any, **kwargs: Any) -> Any:
+        filled.append(self)
+        return fill(self, *args, **kwargs)
+
+    with torch.no_grad():
+        batched(*minibatch([0.5, 0.5]))
+        monkeypatch.setattr(PointerTable, "fill", counted)
+        batched(*minibatch([0.5, 0.5], 30))
+    assert 0 < len(filled) < 15, "of 30 phases"
+
+
+def test_parameters_that_move_between_phases_are_read_where_they_are() -> None:
+    model = Steps()
+    moved = torch.randn(4, 4)
+
+    def forward(self: Steps, x: torch.Tensor) -> torch.Tensor:
+        for k in range(4):
+            x = torch.tanh(self.cell(x))
+            if x.sum().item() > 1e9:
+                break
+            if k == 2:
+                self.cell.weight.data = moved
+        return x
+
+    x, alone = torch.randn(4), copy.deepcopy(model)
+    with torch.no_grad():
+        found = fxbatch.autobatch(adaptive=False)(forward).__get__(model)([x])[0]
+        torch.testing.assert_close(found, forward(alone, x))
+
+
+def test_a_number_that_never_varied_is_recorded_in_c(batched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    lifted = calls.call_lifted
+
+    def counted(recorder: Any, func: Any, args: Any) -> Any:
+        asked.append(func)
+        return lifted(recorder, func, args)
+
+    monkeypatch.setattr(calls, "call_lifted", counted)
+    batched(*minibatch([0.5, 0.5]))
+    first = len(asked)
+    batched(*minibatch([0.5, 0.5]))
+    second = len(asked) - first
+    batched(*minibatch([0.5, 0.5]))
+    assert first and second <= 1 and len(asked) == first + second
+
+
+@pytest.mark.parametrize("slopes", [[0.5, 0.5, 0.5], [0.5, 0.25, 0.5], [0.25, 0.25, 0.25], [0.5, 0.5, -0.0]])
+def test_a_number_that_begins_to_vary(slopes: list[float]) -> None:
+    """Values and gradients whatever numbers came before; from the minibatch after the first other number on, all calls
+    share their steps again."""
+    model = Steps()
+    forward = fxbatch.autobatch(adaptive=False)(Steps.forward)
+
+    class Batched(Steps):
+        pass
+
+    Batched.forward = forward  # type: ignore[method-assign]  # the decorated one
+    made = Batched()
+    made.load_state_dict(model.state_dict())
+    for given in ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5], slopes, slopes):
+        check_equal(made, *minibatch(given, 3))
+
+
+def test_calls_with_a_number_that_varies_share_their_steps_again() -> None:
+    @fxbatch.autobatch(adaptive=False)
+    def forward(x: torch.Tensor, slope: float) -> torch.Tensor:
+        return (x * slope).sum()
+
+    xs = list(torch.randn(4, 3))
+    for slopes in ([0.5] * 4, [0.5] * 4, [0.5, 0.25, 0.5, 0.75]):
+        found = forward(xs, slopes)
+        torch.testing.assert_close(
+            found, torch.stack([(x * s).sum() for x, s in zip(xs, slopes, strict=True)])
+        )
+    launches = fxbatch.explain(forward, xs, [0.5, 0.5, 0.125, 0.5]).launches_after
+    assert launches == 1
