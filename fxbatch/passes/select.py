@@ -52,6 +52,15 @@ def eliminate_dead(program: Program) -> Program:
     return select_calls(program, live) if dead else program
 
 
+def calls_behind(program: Program, values: np.ndarray) -> np.ndarray:
+    """bool [calls]: what has to run for these values."""
+    live = np.zeros(len(program), dtype=bool)
+    c = program.columns
+    nothing = np.zeros(len(program.signatures), dtype=bool)
+    _mark_live(program.sig, c.width, c.arity, program.inputs, values, nothing, live, program.known)
+    return live
+
+
 def _mark_live(
     sig: Shorts, width: Ints, arity: Ints, inputs: Ints, outputs: Ints, stays: Flags, live: Marks, known: Int
 ) -> Int:

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from fxbatch.ir import CONSTANT_KINDS, Program
-from fxbatch.passes.select import number_segments, select_calls
+from fxbatch.passes.select import calls_behind, number_segments, select_calls
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.packed_calls import PackedCalls
 from fxbatch.runtime.run import Run
 from fxbatch.trace.table import SignatureTable
 
 MOST = 3  # segments: each is a run, which takes as long as several steps
+STACKS = 4  # of an instance on average
 
 
 def after_packed_calls(run: Run, program: Program) -> Program:
@@ -35,7 +36,9 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     packed: PackedCalls = table.packed
     program = run.resolved(program)
     waits = _packed_calls(packed, program)
-    if program.known or not waits.any() or _segment_of(program, waits).max() > MOST:
+    if program.known or not waits.any() or _stacks_too_often(packed, program):
+        return program
+    if _segment_of(program, waits).max() > MOST:
         return program
     before = len(program)
     while waits.any() and waits.sum() < before:  # some were packed
@@ -44,6 +47,14 @@ def after_packed_calls(run: Run, program: Program) -> Program:
         program = packed.resolve(table, program, {}, grad=run.grad)
         waits = _packed_calls(packed, program)
     return program
+
+
+def _stacks_too_often(packed: PackedCalls, program: Program) -> bool:
+    """Whether rows of many small tensors are stacked, as of the neighbours of each node: there sums over stacks are
+    additions."""
+    families = [packed.family_of(s) for s in program.signatures]
+    stacks = np.array([f is not None and f.stacks for f in families])
+    return int(stacks[program.sig].sum()) > STACKS * program.instances
 
 
 def _packed_calls(packed: PackedCalls, program: Program) -> np.ndarray:
@@ -69,14 +80,8 @@ def _run_first(
     run: Run, table: SignatureTable, program: Program, packed: np.ndarray, first: np.ndarray
 ) -> Program:
     """The program with constants in place of what the first of its packed calls wait for."""
-    segment = np.zeros(len(program), dtype=bool)
     maker = program.call_of_value
-    todo = np.flatnonzero(first)
-    while len(todo):  # what calls read, and what makes that
-        read = program.inputs[np.isin(program.reader, todo)]
-        makers = np.unique(maker[read])
-        todo = makers[~segment[makers] & ~packed[makers]]
-        segment[todo] = True
+    segment = calls_behind(program, program.inputs[first[program.reader]]) & ~packed
     constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures])[program.sig]
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
