@@ -53,14 +53,7 @@ def segments(sizes: Ints, total: Int) -> np.ndarray:
 
 def positions(sizes: Ints, total: Int) -> np.ndarray:
     """int64 [total]: the place of each row in its instance."""
-    out = np.empty(total, dtype=np.int64)
-    written: Written = out
-    at = 0
-    for i in range(len(sizes)):
-        for j in range(sizes[i]):
-            written[at + j] = j
-        at += sizes[i]
-    return out
+    return padded_places(sizes, total, 0)
 
 
 def padded_places(sizes: Ints, total: Int, longest: Int) -> np.ndarray:

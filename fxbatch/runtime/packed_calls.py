@@ -52,11 +52,6 @@ class CallFamily:
     steps: int = 0
     stacks: bool = False  # `torch.stack` of rows, another number of them in each call
 
-    @property
-    def built(self) -> bool:
-        """Whether its calls are packed."""
-        return self.stacks or self.function is not None
-
 
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
