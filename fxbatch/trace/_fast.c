@@ -23,7 +23,7 @@ static struct {
     Py_ssize_t constants, owners, entries, payload, unchecked;
 } at;
 static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_link, *strided;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
 static PyObject *cpu; /* the device */
@@ -300,9 +300,15 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
         Py_XDECREF(now);
         v = same == 1 ? PyTuple_GET_ITEM(kept, 0) : NULL;
     } else if (key && !PyErr_Occurred()) {
-        if (views && perhaps_shared_view(recorder, t) != 0) {
+        int shared = perhaps_shared_view(recorder, t);
+        if (shared > 0 && (v = PyObject_CallFunctionObjArgs(slow_row, recorder, t, NULL))) {
+            Py_DECREF(v); /* the recorder keeps rows */
+            if (v == Py_None)
+                v = NULL;
+        }
+        if (shared < 0 || v || PyErr_Occurred() || (shared && views)) {
             Py_DECREF(key);
-            return NULL;
+            return v;
         }
         v = new_constant(recorder, t, key);
     }
@@ -794,6 +800,7 @@ static struct {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
+    {"row_of_parameter", &slow_row},
     {"link_outputs", &slow_link}, {"torch_function", &slow_torch_function},
     {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
 };

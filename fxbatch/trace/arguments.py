@@ -20,6 +20,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import SharedOperand, Slot, Template, TensorType
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
+from fxbatch.trace.parameter_rows import gradients_go_through, row_of_parameter
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.user_line import at_line
@@ -31,7 +32,12 @@ def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
     if type(t) is Value or t.layout is not torch.strided:
         return False
     base = t._base
-    return base is not None and base.dtype == t.dtype and recorder.shared_operand(base) is not None
+    return (
+        base is not None
+        and base.dtype == t.dtype
+        and recorder.shared_operand(base) is not None
+        and gradients_go_through(recorder, t)
+    )
 
 
 class ArrayArgument(Exception):
@@ -87,12 +93,13 @@ def _plain(x: Any) -> Any:
 class Arguments:
     """Collects the tensors of a call's arguments in pytree order."""
 
-    __slots__ = ("leaves", "recorder", "shared", "slots", "values", "viewed", "views")
+    __slots__ = ("leaves", "recorder", "rows", "shared", "slots", "values", "viewed", "views")
 
     def __init__(self, recorder: RecordedCalls, *, views: bool = False) -> None:
         self.recorder = recorder
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one
+        self.rows = False  # whether there was a row of a parameter that is looked up
         self.values: list[Value] = []  # one an input
         self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
         self.shared: list[SharedOperand] = []
@@ -136,6 +143,10 @@ class Arguments:
     def _real(self, t: torch.Tensor) -> Any:
         shared = self.recorder.shared_operand(t)
         if shared is None:
+            row = row_of_parameter(self.recorder, t)
+            if row is not None:
+                self.rows = True
+                return self._input(row, t)
             if self.views and view_of_shared(self.recorder, t):
                 self.viewed = True
                 return None

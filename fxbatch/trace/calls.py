@@ -45,6 +45,7 @@ from fxbatch.trace.operations import (
     take_at,
 )
 from fxbatch.trace.packed_sequences import FUNCTIONS, on_packed
+from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
@@ -56,6 +57,12 @@ from fxbatch.trace.writes import written_call, written_entry
 
 class OpaqueOperandError(TraceError, TypeError):
     """A torch function met a value together with an object that is no plain data."""
+
+
+WRITES_TO_SHARED = (
+    "writes to a parameter or buffer, which all instances share (as BatchNorm does in training): use eval(), or a "
+    "normalisation without running statistics"
+)
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     if type(entry) is Dependent:
         return call_with_values(recorder, func, args, kwargs, arguments, entry.reason)
     if entry.written:
+        if arguments.rows:
+            raise BatchCoupledError(f"{function_name(func)}: {WRITES_TO_SHARED}{at_line()}")
         return written_call(recorder, arguments, entry)
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
@@ -199,7 +208,12 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     leaves, spec = tree_flatten((args, kwargs))
     views = []
     for i, t in enumerate(leaves):
-        if isinstance(t, torch.Tensor) and view_of_shared(recorder, t):
+        if not isinstance(t, torch.Tensor) or type(t) is Value:
+            continue
+        row = row_of_parameter(recorder, t)
+        if row is not None:
+            leaves[i] = row
+        elif view_of_shared(recorder, t):
             base = leaves[i] = cast(torch.Tensor, t._base)
             flipped = (t.is_conj() != base.is_conj(), t.is_neg() != base.is_neg())
             views.append((i, tuple(t.shape), t.stride(), t.storage_offset(), *flipped))
@@ -325,10 +339,7 @@ def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -
 def refuse_shared_writes(name: str, outcome: Outcome) -> None:
     """A write to a parameter or buffer can't be batched."""
     if outcome.written_shared:
-        raise BatchCoupledError(
-            f"{name}: writes to a parameter or buffer, which all instances share (as BatchNorm does in "
-            f"training): use eval(), or a normalisation without running statistics{at_line()}"
-        )
+        raise BatchCoupledError(f"{name}: {WRITES_TO_SHARED}{at_line()}")
 
 
 def _why_values(error: BaseException) -> str:

@@ -192,6 +192,7 @@ def _known(recorder: RecordedCalls, results: Sequence[Any]) -> tuple[dict[int, V
     for kept in (recorder.constants, recorder.foreign.copies, recorder.copies or {}):
         ahead += map(_FIRST, kept.values())
     ahead += recorder.numbers.values()
+    ahead += recorder.parameter_rows.values()
     found: dict[int, Value] = {}
     views: list[Value] = []
     while ahead:

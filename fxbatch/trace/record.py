@@ -25,6 +25,7 @@ from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.torch_private import FakeTensorMode, tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.operations import Attribute, on_views, take_row
+from fxbatch.trace.parameter_rows import take_parameter_row
 from fxbatch.trace.python_numbers import call_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
@@ -111,6 +112,9 @@ def _run(
     recorder: RecordedCalls, s: Signature, inputs: Sequence[int], fakes: list[torch.Tensor], mode: Any
 ) -> list[torch.Tensor]:
     target = s.operation.target
+    if target is take_parameter_row and inputs[0] + recorder.base in recorder.number_of:
+        base, leading = mode.from_tensor(s.shared[0].resolve().detach()), s.outputs[0].shape
+        return [base.flatten(0, base.dim() - len(leading) - 1)[recorder.number_of[inputs[0] + recorder.base]]]
     if target is take_row and inputs[1] + recorder.base in recorder.number_of:
         return [fakes[0][recorder.number_of[inputs[1] + recorder.base]]]
     if getattr(target, "__module__", "").startswith("fxbatch.") and not (

@@ -94,6 +94,7 @@ class RecordedCalls(Columns):
         self.constants = {}
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
+        self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/parameter_rows.py)
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
         self.row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]] = {}
@@ -550,7 +551,7 @@ class RecordedCalls(Columns):
         )
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
         self.sigs, self.inputs = new_column(), new_column()
-        self.payload, self.unchecked, self.lifted = {}, [], {}
+        self.payload, self.unchecked, self.lifted, self.parameter_rows = {}, [], {}, {}
         self.starts, self.runs = [0], [self.runs[-1]]
         return program
 

@@ -184,6 +184,8 @@ class SignatureTable:
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
+        # By parameter and leading dimensions: the rows that were met (trace/parameter_rows.py).
+        self.parameter_rows: dict[Any, set[int]] = {}
         self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id

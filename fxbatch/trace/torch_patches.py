@@ -44,6 +44,7 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
+from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
@@ -119,7 +120,7 @@ if extension_available():
             "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
             "plain_new": plain_new, "build_result": _build_result,
-            "constant": RecordedCalls.constant, "link_outputs": link_outputs,
+            "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_outputs": link_outputs,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
             "strided": torch.strided, "cpu": CPU, "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,

@@ -1,0 +1,150 @@
+"""Rows of parameters that Python chooses: looked up by number where there are many, so that other rows share steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.errors import BatchCoupledError
+from fxbatch.trace.parameter_rows import MANY_ROWS, take_parameter_row
+from tests.oracle import check_equal
+
+Rows = list[int]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scores = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(3, 3))
+        self.matrices = nn.Parameter(torch.randn(9, 4, 4))
+        self.cell = nn.GRUCell(4, 4)
+        self.register_buffer("places", torch.randn(9, 4))
+
+
+class InFunctions(Model):
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        score = x.sum()
+        for a, b in itertools.pairwise(rows):
+            x = torch.tanh(x + self.table[a]) * self.places[b]
+            score = score + self.scores[a % 3, b % 3] + x.max()
+        return score
+
+
+class InModules(Model):
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for row in rows:
+            x = self.cell(self.table[row], x)
+        return x
+
+
+class OfMatrices(Model):
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for row in rows:
+            x = torch.tanh(self.matrices[row] @ x)
+        return x
+
+
+class WithoutGradients(Model):
+    """Rows that were taken under `no_grad`, used with gradients."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        with torch.no_grad():
+            taken = [self.table[row] for row in rows]
+        for row in taken:
+            x = torch.tanh(x * row + self.table[0])
+        return x
+
+
+class Elsewhere(Model):
+    """Views with the number of dimensions of a row that are none."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for row in rows:
+            x = torch.tanh(
+                x + self.matrices[row, :, 1] + self.table[row : row + 1, 0] + self.matrices[row][2]
+            )
+        return x
+
+
+def minibatch(rows: int = 9) -> tuple[list[torch.Tensor], list[Rows]]:
+    xs = list(torch.randn(rows, 4, dtype=torch.get_default_dtype()))
+    return xs, [[(3 * i + 2 * k) % 9 for k in range(2 + i % 3)] for i in range(rows)]
+
+
+def decorated(kind: type[Model]) -> Model:
+    made: Any = type(kind.__name__, (kind,), {"forward": fxbatch.autobatch(adaptive=False)(kind.forward)})
+    torch.manual_seed(0)
+    return made()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [InFunctions, InModules, OfMatrices, WithoutGradients, Elsewhere])
+def test_values_and_gradients(kind: type[Model]) -> None:
+    model = decorated(kind)
+    for _ in range(3):  # rows are looked up from the moment on at which many were met
+        check_equal(model, *minibatch())
+
+
+@pytest.mark.parametrize("kind", [InFunctions, InModules])
+def test_other_rows_share_their_steps(kind: type[Model]) -> None:
+    model = decorated(kind)
+    forward: Callable[..., Any] = model.forward
+    forward(*minibatch())
+    few, many = ([[r] * 3 for r in rows] for rows in ([0, 1, 2], list(range(9))))
+    launches = [
+        fxbatch.explain(forward, list(torch.randn(len(rows), 4)), rows).launches_after for rows in (few, many)
+    ]
+    assert launches[0] == launches[1]
+
+
+def looked_up(model: Model) -> int:
+    engine = model.forward.__fxbatch__.engine(model)  # type: ignore[attr-defined]
+    return sum(s.operation.target is take_parameter_row for s in engine.table.signatures)
+
+
+def test_few_rows_and_matrices_stay_views() -> None:
+    few = decorated(InModules)
+    few(list(torch.randn(MANY_ROWS, 4)), [[r] for r in range(MANY_ROWS)])
+    many = decorated(OfMatrices)
+    many(*minibatch())
+    many(*minibatch())
+    assert looked_up(few) == looked_up(many) == 0
+
+
+def test_a_row_that_is_written_to_is_refused() -> None:
+    class Writing(Model):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor, row: int) -> torch.Tensor:
+            y = x + self.table[row]
+            with torch.no_grad():
+                self.table[row].add_(y)
+            return y
+
+    model = Writing()
+    with pytest.raises(BatchCoupledError, match="writes to a parameter"):
+        model(list(torch.randn(9, 4)), list(range(9)))
+
+
+def test_a_parameter_that_moves_between_phases_is_read_anew() -> None:
+    def forward(self: Model, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for k, row in enumerate(rows):
+            x = torch.tanh(x + self.table[row])
+            if x.sum().item() > 1e9:
+                break
+            if k == 2:
+                self.table.data = self.table.data.flip(0)
+        return x
+
+    torch.manual_seed(0)
+    model, alone = Model(), Model()
+    alone.load_state_dict(model.state_dict())
+    batched = fxbatch.autobatch(adaptive=False)(forward).__get__(model)
+    with torch.no_grad():
+        for _ in range(2):
+            x, rows = torch.randn(4), [1, 2, 3, 4, 5, 6, 1]
+            torch.testing.assert_close(batched([x], [rows])[0], forward(alone, x, rows))
