@@ -69,6 +69,7 @@ from torch.overrides import handle_torch_function
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import register_pytree_node as register_node
 
 # Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
 from torch.utils.checkpoint import CheckpointFunction
@@ -488,6 +489,11 @@ def is_pytree_node(kind: type) -> bool:
     return kind in SUPPORTED_NODES
 
 
+def children_of(spec: TreeSpec) -> list[TreeSpec]:
+    """The structures inside a structure: a method from torch 2.13 on."""
+    return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
+
+
 def swap_function_modes(modes: list[Any]) -> list[Any]:
     """Replace this thread's torch function modes by `modes`; returns what was there, bottom first."""
     if not modes and not _len_torch_function_stack():
@@ -546,7 +552,7 @@ __all__ = [
     "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
     "swap_function_modes", "TreeSpec", "backward_keeps_graph", "decompositions_without_vmap_rule",
     "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
-    "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node",
+    "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node", "children_of", "register_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
     "warning_handler", "without_module_trackers", "without_autograd",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses",

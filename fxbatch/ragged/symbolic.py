@@ -33,7 +33,7 @@ from fxbatch.ragged.recurrent import recurrent_as_nodes
 from fxbatch.torch_private import FakeTensor, composite_operators, trace_with_sizes, tree_flatten, tree_leaves
 
 TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
-MOST_SIZES = 4  # sizes of one instance that may differ
+MOST_SIZES = 16  # sizes of one instance that may differ
 
 
 class NoPackedForm(Exception):

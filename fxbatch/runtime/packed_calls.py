@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
-MOST_SIZES = 4
+MOST_SIZES = 8
 
 _GETITEM = torch.Tensor.__getitem__
 _ROW_READS = (_GETITEM, torch.Tensor.unbind, torch.unbind)

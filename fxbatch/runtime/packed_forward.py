@@ -29,6 +29,7 @@ from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
+from fxbatch.runtime.argument_objects import Opened, attributes_of, classes_of, closed, opened
 from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
@@ -37,6 +38,7 @@ from fxbatch.signature import TensorType, bodies, structural_twin
 from fxbatch.torch_private import (
     TreeSpec,
     any_autocast,
+    children_of,
     function_modes,
     inside_functorch,
     memory_is_real,
@@ -55,6 +57,7 @@ from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
 MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
+MOST_UNLIKE = 4  # minibatches of objects that are not alike, one after another, before it is given up
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -119,6 +122,8 @@ class PackedForward:
         self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
         self.content = 0
         self.reason = ""
+        self.classes: tuple[type, ...] = ()  # of objects among the arguments
+        self.unlike = 0  # minibatches of objects with other structures, one after another
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
 
@@ -128,10 +133,10 @@ class PackedForward:
             return None
         if torch.is_inference_mode_enabled() or current_recorder() is not None:
             return None
-        columns = _columns(instances)
-        if columns is None:
-            return None
         with self._lock:
+            columns = self._columns(fn, instances)
+            if columns is None:
+                return None
             family = self._family(fn, columns)
             if family is None or family.reason:
                 return None
@@ -180,12 +185,30 @@ class PackedForward:
         needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
         return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs)
 
+    def _columns(self, fn: Any, instances: Sequence[Instance]) -> _Columns | None:
+        """The instances as columns; None where they are not alike."""
+        if isinstance(instances, Columns):
+            return _alike([list(c) for c in instances.columns], *_tensors_alone(len(instances.columns)))
+        args, kwargs = instances[0]
+        met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
+        if not met:
+            return _of_containers(instances)
+        if not met.keys() <= set(self.classes):
+            self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
+        if self.unlike > MOST_UNLIKE or (look := self._look(fn)) is None:
+            return None
+        names = look.reads.attributes()
+        columns = _of_objects(instances, names) or _of_containers(instances, lambda x: opened(x, names))
+        self.unlike = 0 if columns is not None else self.unlike + 1
+        return columns
+
     def _look(self, fn: Any) -> Examined | None:
         """The module as it is; None where its code or hooks can't be known."""
         assert self.root is not None
         found = self.examined
         if found is None:
-            found = self._now(Examined(self.root, Reads(BodyRoots(self.root, "forward", fn, ()))))
+            roots = BodyRoots(self.root, "forward", fn, (), given=self.classes)
+            found = self._now(Examined(self.root, Reads(roots)))
         elif not found.unchanged():
             found = self._now(Examined(self.root, found.reads.again()))
         mixes = found.coupled and self.options.batch_norm != "minibatch"
@@ -378,9 +401,8 @@ class _Body:
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
         """The forward's own result."""
         given = iter(tensors)
-        args, kwargs = tree_unflatten(
-            [next(given) if x is _TENSOR else x for x in self.plain], self.kind.spec
-        )
+        leaves = [next(given) if x is _TENSOR else x for x in self.plain]
+        args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
         for name in self.again:
             del now[name]
@@ -400,6 +422,9 @@ class _Body:
             bodies.running -= 1
         if any(now[name] is not before[name] for name in now):
             raise BodyError("changes one of its tensors")
+        left, spec = tree_flatten(opened((args, kwargs), None))
+        if spec != self.kind.spec or any(x is not y for x, y in zip(left, leaves, strict=True)):
+            raise BodyError("changes an object that it was given")
         return result
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -446,12 +471,12 @@ class _Columns:
         return [low[d] for (low, _), dims in zip(self.bounds, dynamic, strict=True) for d in dims]
 
 
-def _columns(instances: Sequence[Instance]) -> _Columns | None:
+def _of_containers(
+    instances: Sequence[Instance], opened: Callable[[Any], Any] = lambda x: x
+) -> _Columns | None:
     """The instances as columns of tensors; None where they are not alike or hold something else than plain data."""
-    if isinstance(instances, Columns):
-        return _alike([list(c) for c in instances.columns], *_tensors_alone(len(instances.columns)))
     args, kwargs = instances[0]
-    leaves, spec = tree_flatten((args[1:], kwargs))
+    leaves, spec = tree_flatten(opened((args[1:], kwargs)))
     plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
     places = [i for i, x in enumerate(plain) if x is _TENSOR]
     if not places or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
@@ -461,11 +486,30 @@ def _columns(instances: Sequence[Instance]) -> _Columns | None:
         return None
     rows = []
     for args, kwargs in instances:
-        found, other = tree_flatten((args[1:], kwargs))
+        found, other = tree_flatten(opened((args[1:], kwargs)))
         if other != spec or not _equal_plain(found, plain):
             return None
         rows.append(found)
     return _alike([[row[i] for row in rows] for i in places], plain, spec, classes)
+
+
+def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> _Columns | None:
+    """The same for instances that are one object each, which holds tensors alone among what counts: without looking
+    into what it holds."""
+    args, kwargs = instances[0]
+    first = opened(args[1], names) if len(args) == 2 and not kwargs else None
+    if type(first) is not Opened or not all(type(v) is torch.Tensor for v in first.values):
+        return None
+    rows = []
+    for args, kwargs in instances:
+        if len(args) != 2 or kwargs or type(args[1]) is not first.kind:
+            return None
+        held = attributes_of(args[1])
+        if tuple([n for n in held if names is None or n in names]) != first.names:
+            return None
+        rows.append([held[n] for n in first.names])
+    leaves, spec = tree_flatten(((first,), {}))
+    return _alike([list(c) for c in zip(*rows, strict=True)], (_TENSOR,) * len(leaves), spec)
 
 
 _OF_ALL_NAMED = frozenset((
@@ -486,7 +530,7 @@ def _named(spec: TreeSpec) -> tuple[Any, ...] | None:
             if type(value) not in ATOMS and not hasattr(type(value), "__get__"):
                 return None
             found.append((name, static_key(value) if type(value) in ATOMS else ByIdentity(value)))
-    for child in spec.children() if hasattr(spec, "children") else spec.children_specs:
+    for child in children_of(spec):
         inner = _named(child)
         if inner is None:
             return None

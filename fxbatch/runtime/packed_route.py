@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxbatch.runtime.argument_objects import holds_tensors, opened
 from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.torch_private import tree_leaves
@@ -55,22 +56,17 @@ class PackedRoute:
 
 
 def _tensors_first(instances: Sequence[Any]) -> bool:
-    """Whether an instance is a tensor, or a container of tensors: a look at one, which costs nothing for trees."""
+    """Whether an instance is a tensor, a container or an object that holds some: a look at one, which costs nothing for
+    trees."""
     if isinstance(instances, Columns):
         return True
     args = instances[0][0]
-    if len(args) < 2:
-        return False
-    first = args[1]
-    if isinstance(first, (tuple, list)):  # a NamedTuple among them
-        return bool(first) and type(first[0]) is torch.Tensor
-    if type(first) is dict:
-        return any(type(x) is torch.Tensor for x in first.values())
-    return type(first) is torch.Tensor
+    return len(args) > 1 and holds_tensors(args[1])
 
 
 def _sizes_differ(instances: Sequence[Any]) -> bool:
     if isinstance(instances, Columns):
         return any(len({x.shape for x in column}) > 1 for column in instances.columns)
-    shapes = [[x.shape for x in tree_leaves(args[1:]) if type(x) is torch.Tensor] for args, _ in instances]
+    given = [tree_leaves(opened(args[1:], None)) for args, _ in instances]
+    shapes = [[x.shape for x in leaves if type(x) is torch.Tensor] for leaves in given]
     return any(s != shapes[0] for s in shapes)

@@ -176,6 +176,7 @@ class BodyRoots(NamedTuple):
     function: Any
     extra: tuple[Extra, ...]
     loose: bool = False  # real tensors and functions that keep results may be met: the body runs as it is
+    given: tuple[type, ...] = ()  # classes of objects among its arguments, which are made elsewhere
 
 
 START = frozenset({"forward", "__call__"})
@@ -218,6 +219,8 @@ class Walk:
                 yield prefix, self._own_module(m, f"self.{prefix}" if prefix else "self")
         if roots.function is not None:
             yield self.visit(roots.function, getattr(roots.function, "__qualname__", "function"))
+        for kind in roots.given:
+            self._members(kind, made=False)
         for code, globals_ in roots.extra:
             if code.co_freevars and code not in self._codes:
                 self._cannot(code.co_qualname, "a function whose closure was not found")
@@ -299,7 +302,7 @@ class Walk:
             if self.loose:
                 return self.visit(x.__wrapped__, path)
             return self._cannot(path, "a function that keeps its results")
-        if hasattr(type(x), "__get__") and not _transparent(type(x)):
+        if hasattr(type(x), "__get__") and not is_transparent(type(x)):
             return ByIdentity(x)  # a descriptor in C: a field of a named tuple
         return self._object(x, path)
 
@@ -327,6 +330,8 @@ class Walk:
 
     def _function(self, f: Any, path: str) -> Any:
         inner = getattr(f, "__wrapped__", None)
+        if "__fxbatch__" in f.__dict__:  # decorated: what batches it is no part of what it does
+            return "decorated", self.visit(inner, path)
         if is_library(f.__globals__.get("__name__")):
             wrapped = None if inner is None else self.visit(inner, path)
             return (
@@ -398,8 +403,9 @@ class Walk:
 
     # Objects, classes, modules
 
-    def _members(self, kind: type) -> None:
-        """The methods and class attributes that code names, and the special methods of the user's classes."""
+    def _members(self, kind: type, *, made: bool = True) -> None:
+        """The methods and class attributes that code names, and the special methods of the user's classes. made:
+        whether the body may make objects of the class."""
         if kind in self._of_classes:
             return
         self._of_classes[kind] = None
@@ -414,7 +420,7 @@ class Walk:
                     names.update(c.__dict__)
         names -= _LEFT_OUT
         tokens = []
-        for name in sorted(names - {"__init__"} if is_module else names):
+        for name in sorted(names - {"__init__"} if is_module or not made else names):
             owner, value = found_in(kind, name)
             if owner is None or owner in _PLAIN_BASES or owner is torch.nn.Module:
                 continue
@@ -456,7 +462,7 @@ class Walk:
 
     def _object(self, x: Any, path: str) -> Any:
         kind = type(x)
-        if not _transparent(kind):
+        if not is_transparent(kind):
             return self._cannot(path, f"a {kind.__qualname__}, which can't be compared")
         return self._attributes(x, path)
 
@@ -483,7 +489,7 @@ def _made_in_python(module_name: str) -> bool:
     return str(getattr(module, "__file__", "")).endswith((".py", ".pyc"))
 
 
-def _transparent(kind: type) -> bool:
+def is_transparent(kind: type) -> bool:
     """Whether all state of a class's objects is in their attributes: no base is written in C."""
     for c in kind.__mro__:
         if c in _PLAIN_BASES or c in (list, tuple, dict, set, frozenset, collections.deque):
@@ -531,6 +537,10 @@ class Reads:
     def of_forward(function: Any, module: torch.nn.Module | None) -> Reads:
         """Of a forward that is traced through, and of all modules of its model: what a trace of it depends on."""
         return Reads(BodyRoots(module, "forward", function, (), loose=True))
+
+    def attributes(self) -> frozenset[str] | None:
+        """The names of attributes that the body may read of an object; None where it may read all."""
+        return None if self.names & _DYNAMIC else self.names
 
     def again(self, extra: Sequence[Extra] = ()) -> Reads:
         """The same body looked at again, as things are now. extra: more code that was seen to run."""

@@ -91,6 +91,7 @@ def test_new_sizes_run_no_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Encoder(Parser):
         @fxbatch.autobatch(out="list")
         def forward(self, s: Sentence) -> torch.Tensor:
+            assert s.heads  # an argument with other content in each instance: the forward is recorded
             return self.encoder(self.embed(s.words))
 
     model = Encoder().double()
@@ -107,6 +108,7 @@ def test_no_grad_calls_stay_without() -> None:
     class Frozen(Parser):
         @fxbatch.autobatch
         def forward(self, s: Sentence) -> torch.Tensor:
+            assert s.heads
             with torch.no_grad():
                 x = self.encoder(self.embed(s.words))
             return self.out(x[0])
@@ -164,6 +166,7 @@ class Free(Parser):
 
     @fxbatch.autobatch
     def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
         x = torch.tanh(self.encoder(self.embed(s.words)))
         weights = torch.softmax(x @ self.query, 0)
         pooled = (weights.unsqueeze(1) * x).sum(0) + x.mean(0) + x.amax(0) + torch.cat([x, x * 2]).sum(0)
