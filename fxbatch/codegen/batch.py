@@ -29,9 +29,9 @@ from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.shapes import fit, rows_node
 from fxbatch.codegen.tape import Call, Result, Tape, record, run
 from fxbatch.ir import Layout, Signature
+from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import (
     FakeTensor,
-    FakeTensorMode,
     elementwise_under_vmap,
     has_vmap_rule,
     no_vmap_fallback,
@@ -99,7 +99,7 @@ def batch_body(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: FakeMode,
     zeros: Sequence[tuple[bool, int]] = (),
     third: bool = False,
 ) -> Joint:
@@ -133,7 +133,7 @@ def _record_joint(
     needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: FakeMode,
     filled: Sequence[bool],
 ) -> tuple[Tape, tuple[bool, ...]]:
     """The calls of `(*groups, *shared, *output gradients, dummy)`, and which gradients exist."""

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.decompose import decompositions
 from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.simplify import eliminate_dead
+from fxbatch.codegen.tape import Result, as_graph, record, run, writes
 from fxbatch.ir import Layout, Signature, TensorType
-from fxbatch.torch_private import FakeTensorMode, QuietDispatchMode, inline_compiled_functions, native_kernels
+from fxbatch.torch_fakes import FakeMode
+from fxbatch.torch_private import QuietDispatchMode, native_kernels
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -33,13 +34,13 @@ def devices_of(signature: Signature) -> list[str]:
     return list(dict.fromkeys(t.device.type for t in (*signature.inputs, *signature.outputs)))
 
 
-def fake_rows(mode: FakeTensorMode, kind: TensorType, *lead: int) -> torch.Tensor:
+def fake_rows(mode: FakeMode, kind: TensorType, *lead: int) -> torch.Tensor:
     """A fake tensor `[*lead, *shape]` of a tensor type."""
     with mode:
         return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=kind.device)
 
 
-def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fake_shared(mode: FakeMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [mode.from_tensor(x.detach()) for x in shared]
 
 
@@ -75,7 +76,7 @@ def _is_position(index: Any) -> bool:
     return integral and index.dim() == 0
 
 
-def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeMode) -> fx.GraphModule:
     """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
     inputs = [fake_rows(mode, kind) for kind in signature.inputs]
     count = len(inputs)
@@ -90,35 +91,27 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with mode, inline_compiled_functions():
-            graph = make_fx(torch.func.functionalize(body), decompositions())(*fakes)
-            if any(mutates(node) for node in graph.graph.nodes):
-                graph = make_fx(torch.func.functionalize(graph), decompositions())(*fakes)
+        with mode:
+            tape = record(torch.func.functionalize(body), fakes, decompositions())
+            if tape.writes:
+                first = tape
+                again = torch.func.functionalize(lambda *tensors: run(first, tensors))
+                tape = record(again, fakes, decompositions())
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node in graph.graph.nodes:
-        if mutates(node):
-            raise NotBatchable(f"it writes to {_named(node.args[0], places, signature)} ({node.target})")
-    graph.graph.eliminate_dead_code()
-    return graph
+    for call in tape.calls:
+        if writes(call.target):
+            raise NotBatchable(f"it writes to {_named(call.args[0], len(fakes), signature)} ({call.target})")
+    return as_graph(tape)
 
 
-def _named(written: Any, places: list[fx.Node], signature: Signature) -> str:
+def _named(written: Any, operands: int, signature: Signature) -> str:
     """An operand of the body, in words."""
-    index = places.index(written) if written in places else -1
-    if index < 0:
+    index = written.index if isinstance(written, Result) else operands
+    if index >= operands:
         return "a tensor that it was given"
     first = len(signature.inputs)
     return f"its input {index}" if index < first else f"shared operand {signature.shared[index - first].name}"
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether the node writes to memory (squeezing in place moves nothing)."""
-    if node.target in (aten.squeeze_.dim, aten.squeeze_.dims):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
 # -- groups: inputs that an operation concatenates or stacks first thing are gathered as one wide row

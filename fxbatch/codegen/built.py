@@ -38,7 +38,7 @@ from fxbatch.codegen import body as _body
 from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.signature import tensor_type
-from fxbatch.torch_private import FakeTensorMode
+from fxbatch.torch_fakes import FakeMode
 
 Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 
@@ -228,7 +228,7 @@ class _Reader:
     """Graphs of their text."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode()
+        self.mode = FakeMode()
 
     def module(self, rows: list[Any] | None, name: str) -> fx.GraphModule | None:
         if rows is None:

@@ -21,10 +21,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.ir import Slot, Template, TensorType
+from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     QuietDispatchMode,
     UnsupportedOperatorException,
     tree_flatten,
@@ -37,7 +37,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-_LOG = logging.getLogger(FakeTensorMode.__module__)
+_LOG = logging.getLogger(FakeMode.__mro__[1].__module__)
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -144,7 +144,7 @@ def _run_on_fakes(
     differentiable: bool,
 ) -> Outcome:
     watch = _RandomWatch()
-    with torch.inference_mode(False), FakeTensorMode() as mode, torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), FakeMode() as mode, torch.set_grad_enabled(grad):
         fakes = [_fake(t, differentiable) for t in inputs]
         fake_shared = [mode.from_tensor(s) for s in shared]
         before = [f._version for f in fakes]

@@ -23,6 +23,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
+from fxbatch.torch_fakes import before_dynamo, put_dynamo_off, stop_putting_off
 from fxbatch.torch_private import (
     CheckpointFunction,
     any_autocast,
@@ -225,32 +226,36 @@ class patched:
     """Patch torch while inside; nested and concurrent uses share one patch. Each is ended once: at the latest when
     nobody holds it any more, for an interrupt may strike the clean-up itself."""
 
-    uses: ClassVar[set[int]] = set()  # ids of the uses under way
+    uses: ClassVar[dict[int, int]] = {}  # ids of the uses under way, and of their threads
     saved: ClassVar[list[Entries]] = []  # what was there before, while something is patched
 
     def __enter__(self) -> None:
         try:
             with patching:
-                self.uses.add(id(self))
+                self.uses[id(self)] = threading.get_ident()
                 if not self.saved:
                     self.put()
         except BaseException:
             self.end()
             raise
 
-    def put(self) -> None:
+    @classmethod
+    def put(cls) -> None:
         """What the first use does."""
-        let_dynamo_read_torch()
-        put_attributes(_entries(handle_torch_function_method(), module_call_method()), self.saved)
+        put_off = put_dynamo_off()
+        if not put_off:
+            let_dynamo_read_torch()
+        put_attributes(_entries(handle_torch_function_method(), module_call_method(), put_off), cls.saved)
         quicken_modules(True)
 
     def end(self) -> None:
         """Put back what was there, if this is the last use."""
         with patching:
-            self.uses.discard(id(self))
+            self.uses.pop(id(self), None)
             if not self.uses and self.saved:
                 if type(self) is patched:
                     quicken_modules(False)
+                    stop_putting_off()
                 put_attributes(self.saved[0], [])
                 self.saved.clear()
 
@@ -260,21 +265,43 @@ class patched:
     __del__ = end
 
 
+def _unpatched(load: Callable[[], Any]) -> Any:
+    """Have torch._dynamo imported while torch is as it was, for it lists torch's functions.
+
+    Another thread that records meanwhile keeps its patches: then it lists them as they are, and compiled code
+    breaks its graph at these.
+    """
+    with patching:
+        if not patched.saved or len(set(patched.uses.values())) > 1:
+            return load()
+        put_attributes(patched.saved[0], [])
+        patched.saved.clear()
+        try:
+            return load()
+        finally:
+            patched.put()
+
+
+before_dynamo.append(_unpatched)
+
+
 class attributes_read(patched):
     """While inside, attributes that modules have not are asked of the recording (trace/instances.py)."""
 
-    uses: ClassVar[set[int]] = set()
+    uses: ClassVar[dict[int, int]] = {}
     saved: ClassVar[list[Entries]] = []
 
-    def put(self) -> None:
+    @classmethod
+    def put(cls) -> None:
         """What the first use does."""
-        put_attributes(((torch.nn.Module, "__getattr__", traced_getattr),), self.saved)
+        put_attributes(((torch.nn.Module, "__getattr__", traced_getattr),), cls.saved)
 
 
 @functools.cache
-def _entries(handle: Any, module_call: Any) -> Entries:
+def _entries(handle: Any, module_call: Any, without_dynamo: bool) -> Entries:
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in dynamo_questions())
+    asked = () if without_dynamo else dynamo_questions()
+    questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in asked)
     return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 

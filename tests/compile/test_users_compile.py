@@ -88,6 +88,47 @@ def test_decorating_and_calling_import_no_dynamo() -> None:
     assert ran.stdout.split() == ["False", "False"], ran.stdout + ran.stderr
 
 
+MEETS = """
+import sys, torch, fxbatch
+linear = torch.nn.Linear(3, 3)
+
+@fxbatch.autobatch(adaptive=False)
+def forward(x):
+    h = torch.tanh(linear(x))
+    %s
+    return torch.relu(linear(h)) + torch.zeros(3)
+
+x = torch.randn(4, 3)
+found = forward(x)
+assert type(sys.modules["torch._dynamo"]) is type(sys)
+torch.testing.assert_close(found, torch.relu(linear(torch.tanh(linear(x)))))
+
+@torch.compile(fullgraph=True, backend="eager")
+def make(x):
+    return x + torch.zeros(3) + torch.nn.functional.relu(x)
+
+make(torch.randn(3))
+print("fine")
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import importlib; importlib.import_module('torch._dynamo.utils')",
+        "from torch._dynamo import optimize",
+        "torch.compiler.disable(torch.sin)(h)",
+        "h = torch.compile(torch.sigmoid, backend='eager')(h) * 0 + h",
+        "torch.optim.SGD(linear.parameters()).zero_grad(); torch._dynamo.reset()",
+    ],
+)
+def test_dynamo_is_imported_while_a_minibatch_is_recorded(line: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", MEETS % line], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.stdout.split() == ["fine"], ran.stderr[-2000:]
+
+
 MAKERS = """
 import torch, fxbatch
 linear = torch.nn.Linear(3, 3)

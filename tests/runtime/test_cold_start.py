@@ -26,6 +26,11 @@ model = Model()
 for _ in range(3):
     model([torch.randn(3) for _ in range(2)]).sum().backward()
 assert not {"networkx", "rich", "torch._dynamo", "sympy"} & (set(sys.modules) - before), "by running the loop"
+
+batched = fxbatch.autobatch(adaptive=False)(lambda x: torch.tanh(model.linear(x) * torch.tensor(2.0)).sum(0))
+batched([torch.randn(3) for _ in range(2)]).sum().backward()
+assert "torch._dynamo" not in sys.modules, "by building operations"
+assert not hasattr(torch.sin, "__dynamo_disable") and "_dynamo" not in vars(torch)
 print("fine")
 """
 
