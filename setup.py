@@ -76,7 +76,9 @@ setup(
         Extension(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
-            depends=[f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "tensors")],
+            depends=[
+                f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "numbers", "tensors")
+            ],
             optional=True,
         ),
         Extension(

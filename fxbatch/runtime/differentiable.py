@@ -223,6 +223,10 @@ class DifferentiableRun:
         """The values as Python numbers in nested lists."""
         return [t.tolist() for t in self.read(values)]
 
+    def settled(self, base: int) -> Any:
+        """C finds none."""
+        return None
+
 
 def _stacker(program: Program) -> StackConstants:
     def stack(s: int, positions: np.ndarray) -> torch.Tensor:

@@ -6,7 +6,7 @@ launches = execute_forward(phase, memory, workspace, native=True)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.native_stretches import forward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
-from fxbatch.runtime.step_views import lay_out_steps, rows_of_output
+from fxbatch.runtime.step_views import StepView, lay_out_step, lay_out_steps, rows_of_output
 from fxbatch.runtime.watchers import named_step
 
 
@@ -72,18 +72,13 @@ def _fill(phase: Phase, memory: Memory, s: int, k: int, rows: Callable[[], torch
 
 def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) -> int:
     """Run some consecutive steps of a phase in Python."""
-    views = phase.views = phase.views or lay_out_steps(phase, memory)
     plan, launches = phase.plan, 0
-    gather, block = plan.first_gather.tolist(), plan.first_block.tolist()
-    signatures, sizes = (x[steps.start : steps.stop].tolist() for x in (plan.step_signature, plan.step_rows))
-    for k, s, n in zip(steps, signatures, sizes, strict=True):
+    for k, (sources, outs, (kept, saved)) in zip(steps, _views(phase, memory, steps), strict=True):
+        s, n = plan.step_signature.item(k), plan.step_rows.item(k)
         compiled = phase.compiled[s]
         assert compiled is not None
-        outs = views.blocks[block[k] : block[k + 1]]
-        sources = views.sources[gather[k] : gather[k + 1]]
         if compiled.forward is not None:
             launches += 1
-            kept, saved = views.rows[k]
             shared = memory.shared[compiled.signature]
             with named_step(compiled.signature.name, n, "forward"):
                 compiled.forward(n, sources, outs, kept, saved, shared, workspace)
@@ -94,6 +89,17 @@ def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) 
             with named_step(compiled.signature.name, n, "forward"):
                 _run_call_by_call(phase, k, compiled, memory.shared[compiled.signature], sources, outs)
     return launches
+
+
+def _views(phase: Phase, memory: Memory, steps: range) -> Iterator[StepView]:
+    """Where steps read and write: one by itself where the next phase moves the memory, else all at once."""
+    if len(steps) == 1 and not phase.whole:
+        yield lay_out_step(phase, memory, steps.start)
+        return
+    views = phase.views = phase.views or lay_out_steps(phase, memory)
+    gather, block = phase.plan.first_gather.tolist(), phase.plan.first_block.tolist()
+    for k in steps:
+        yield views.sources[gather[k] : gather[k + 1]], views.blocks[block[k] : block[k + 1]], views.rows[k]
 
 
 def source_rows(source: Source, n: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]
@@ -77,6 +78,7 @@ class Run:
         self.launches = 0
         self._operands: Operands = {}  # what shared operands are in this run
         self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
+        self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
         self.lasting = False  # whether more may be run after a backward pass (lazy use)
@@ -264,6 +266,7 @@ class Run:
             at = values[0]
             host = self.memory.host_arena(self.value_type.item(at))
             if host is not None:
+                self._asked[self.value_type.item(at)] = None
                 row = self.value_row.item(at)
                 return [host.item(row) if host.ndim == 1 else host[row].tolist()]
         wanted = np.array(values, dtype=np.int64)
@@ -272,6 +275,7 @@ class Run:
             if not len(wanted):
                 return []
             host = self.memory.host_arena(kinds.item(0))
+            self._asked[kinds.item(0)] = None
             found: list[Any] = (
                 self.rows(wanted).tolist()
                 if host is None
@@ -284,6 +288,16 @@ class Run:
             for place, row in zip(places.tolist(), self.rows(wanted[places]).tolist(), strict=True):
                 out[place] = row
         return out
+
+    def settled(self, base: int) -> Any:
+        """Where C finds the numbers of values that have run, of the types that were asked for before."""
+        if not self._asked or not ExtensionSwitch.on:
+            return None
+        arenas: list[np.ndarray | None] = [None] * (max(self._asked) + 1)
+        for kind in self._asked:
+            host = self.memory.host_arena(kind)
+            arenas[kind] = None if host is None or host.size != len(host) else host
+        return _fast.Settled(base, self.value_type, self.value_row, tuple(arenas))
 
 
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:

@@ -67,6 +67,36 @@ def lay_out_steps(phase: Phase, memory: Memory) -> StepViews:
     return StepViews(_sources(plan, arenas), blocks, _split_kept(phase, memory))
 
 
+StepView = tuple[Sequence[Source], Sequence[torch.Tensor], tuple[list[Kept], list[torch.Tensor]]]
+
+
+def lay_out_step(phase: Phase, memory: Memory, k: int) -> StepView:
+    """The sources, blocks and rows of one step: for a phase of several, of which Python runs few steps."""
+    plan = phase.plan
+    n, s = plan.step_rows.item(k), plan.step_signature.item(k)
+    sources: list[Source] = []
+    for g in range(plan.first_gather.item(k), plan.first_gather.item(k + 1)):
+        arena = memory.arena_of(plan.arenas[plan.gather_arena.item(g)])
+        kind, start, rows = plan.gather_kind.item(g), plan.gather_start.item(g), plan.gather_rows.item(g)
+        if kind == INDEX:
+            sources.append((kind, arena, to_device(plan.indices[start : start + rows], arena.device)))
+        else:
+            sources.append((kind, arena.narrow(0, start, 1 if kind == BROADCAST else rows), None))
+    blocks = range(plan.first_block.item(k), plan.first_block.item(k + 1))
+    outs = [
+        memory.arena_of(plan.arenas[plan.block_arena.item(b)]).narrow(0, plan.block_start.item(b), n)
+        for b in blocks
+    ]
+    compiled = phase.compiled[s]
+    assert compiled is not None
+    if not memory.keeps() or compiled.forward is None:
+        return sources, outs, ([], [])
+    first = plan.step_offset.item(k)
+    kept = [_split_group(memory, compiled, i, first, [n])[0] for i in range(len(compiled.kept_groups))]
+    saved = [memory.saved(compiled, i).narrow(0, first, n) for i in range(len(compiled.saved_types))]
+    return sources, outs, (kept, saved)
+
+
 def _sources(plan: Plan, arenas: Sequence[torch.Tensor]) -> list[Source]:
     """Per gather of the plan what the step functions take."""
     sizes = plan.gather_rows[plan.gather_kind == INDEX].tolist()

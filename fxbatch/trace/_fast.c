@@ -20,7 +20,7 @@ static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
     Py_ssize_t sid, types, single, is_tuple, aliased, guards;           /* of an Entry */
     Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
-    Py_ssize_t constants, owners, entries, payload, unchecked;
+    Py_ssize_t constants, owners, entries, payload, unchecked, settled;
 } at;
 static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided;
@@ -766,6 +766,7 @@ static PyTypeObject MethodType = {
 };
 
 #include "_fast_modules.h"
+#include "_fast_numbers.h"
 #include "_fast_tensors.h"
 
 /* --- Module --------------------------------------------------------------------------------------------------- */
@@ -834,7 +835,7 @@ static struct {
     {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
     {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
     {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
-    {&Recorder, "unchecked", &at.unchecked},
+    {&Recorder, "unchecked", &at.unchecked}, {&Recorder, "settled", &at.settled},
 };
 
 static PyObject *not_as_expected(void)
@@ -950,7 +951,8 @@ PyMODINIT_FUNC PyInit__fast(void)
     EACH(i, interned) if (!(*interned[i].where = PyUnicode_InternFromString(interned[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module && (PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &CallTableType) < 0 ||
-                   PyModule_AddType(module, &MethodType) < 0))
+                   PyModule_AddType(module, &MethodType) < 0 || PyModule_AddType(module, &SettledType) < 0 ||
+                   PyModule_AddType(module, &ReaderType) < 0))
         Py_CLEAR(module);
     return module;
 }

@@ -118,6 +118,10 @@ class Execution(Protocol):
     def numbers(self, values: Sequence[int]) -> list[Any]:
         """The same as Python numbers in nested lists, as `tolist` gives them."""
 
+    def settled(self, base: int) -> Any:
+        """Where C finds numbers like those that were asked for, until the next phase; None where it can't. base: the
+        number of the recording's first value."""
+
 
 class LazyExecution(Execution, Protocol):
     """An Execution that gives real tensors again and again, for `lazy`."""
@@ -185,8 +189,8 @@ def record_minibatch(
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     run.first = first
     with patched():
-        for root in roots:
-            quicken(type(root))
+        for kind in recorder.modules.classes if recorder.modules is not None else ():
+            quicken(kind)
         run.all()
     _refuse_foreign_values(recorder, run.results)
     left = LeftBehind.of(recorder, run.results, held=runs_now)
@@ -314,6 +318,7 @@ class _Run:
         self.execution.run(self.recorder.pending_program([]))
         answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
         numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
+        self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
         for p in self.resuming:
@@ -357,7 +362,7 @@ class _Run:
 
     def _close(self) -> None:
         """Close all parked instances: their `finally` blocks run, nothing else."""
-        self.closing = True
+        self.closing, self.recorder.settled = True, None
         for p in sorted((*self.resuming, *self.parked), key=_instance):
             if not p.greenlet.dead:
                 p.modes.restore()
@@ -486,6 +491,7 @@ class _Run:
                 self.execution.run(self.recorder.pending_program([]))
                 read = self.execution.numbers if plain else self.execution.read
                 answer = read([v.id for v in values])
+                self.recorder.settled = self.execution.settled(self.recorder.base)
         finally:
             modes.restore()
         self.statistics.phase(calls, [self.running])

@@ -121,6 +121,7 @@ class ModulesMet(NamedTuple):
     places: list[Item] | None  # None where what can change of them isn't all seen
     seen: frozenset[int]  # ids of the modules
     operands: list[tuple[str, torch.Tensor, int]]  # name, parameter or buffer, version at first sight
+    classes: tuple[type, ...]
 
     @staticmethod
     def of(roots: Iterable[torch.nn.Module], versions: Mapping[int, int]) -> ModulesMet:
@@ -135,7 +136,9 @@ class ModulesMet(NamedTuple):
                     if not is_lazy(t) and not t.is_inference():
                         version = versions.get(id(t), t._version)
                         operands.append((f"{type(module).__name__}.{name}", t, version))
-        return ModulesMet(owners, places_of_modules(list(modules.values())), frozenset(modules), operands)
+        classes = tuple(dict.fromkeys(map(type, modules.values())))
+        places = places_of_modules(list(modules.values()))
+        return ModulesMet(owners, places, frozenset(modules), operands, classes)
 
 
 def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Columns:
 
     __slots__ = (
         "autocast", "call_table", "constant_entries", "constants", "count", "floats", "grad", "inputs", "mode",
-        "owners", "payload", "sigs", "unchecked",
+        "owners", "payload", "settled", "sigs", "unchecked",
     )  # fmt: skip
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
@@ -60,6 +60,7 @@ class Columns:
     unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
     constant_entries: dict[Any, Entry]  # by (shape, dtype, device)
     owners: dict[int, tuple[torch.nn.Module, str]] | None
+    settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
 
 
@@ -90,7 +91,7 @@ class RecordedCalls(Columns):
         self.in_c = ExtensionSwitch.on
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
-        self.payload = {}
+        self.payload, self.settled = {}, None
         self.constants = {}
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
@@ -250,7 +251,7 @@ class RecordedCalls(Columns):
         if self.recalled:
             self._refuse_unseen_changes()
             self._leave_known()
-        self.over = "its minibatch is over"
+        self.over, self.settled = "its minibatch is over", None
         self.ask = None
         self.call_table = new_call_table()
         self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
@@ -533,7 +534,7 @@ class RecordedCalls(Columns):
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
         self._check()
-        table = self.table
+        table, self.settled = self.table, None
         sig, inputs = self._columns()
         if self.lifted:
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)

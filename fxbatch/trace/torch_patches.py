@@ -50,7 +50,7 @@ from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import BINARY, Value, WrittenTensor, link_outputs, plain_new, with_values
+from fxbatch.trace.values import BINARY, READERS, Value, WrittenTensor, link_outputs, plain_new, with_values
 
 
 def extension_available() -> bool:
@@ -67,6 +67,8 @@ def use_extension(on: bool) -> None:
         _fast.recycle(on)
     for name, (func, method) in BINARY.items():
         setattr(Value, name, _fast.Method(func, method) if on else method)
+    for how, (name, read) in enumerate(READERS.items()):
+        setattr(Value, name, _fast.Reader(how, read) if on else read)
     Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
 
 

@@ -457,6 +457,10 @@ BINARY = {
     )
     if hasattr(torch.Tensor, _name)
 }  # fmt: skip
+# What gives numbers, in the order of _fast_numbers.h.
+READERS = {
+    name: Value.__dict__[name] for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+}
 for _name, (_, _operator) in BINARY.items():
     setattr(Value, _name, _operator)
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"):

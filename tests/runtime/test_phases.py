@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import fxbatch
 from fxbatch.runtime.pointer_table import PointerTable
+from fxbatch.runtime.run import Run
 from fxbatch.trace import calls
+from fxbatch.trace.columns import ExtensionSwitch
 from tests.oracle import check_equal
 
 
@@ -124,3 +127,60 @@ def test_calls_with_a_number_that_varies_share_their_steps_again() -> None:
         )
     launches = fxbatch.explain(forward, xs, [0.5, 0.5, 0.125, 0.5]).launches_after
     assert launches == 1
+
+
+READS: dict[str, Any] = {
+    "item": lambda v: v.item(), "tolist": lambda v: v.tolist(), "bool": bool, "int": int, "float": float,
+    "index": operator.index, "list": lambda v: v.reshape(1).tolist(), "one": lambda v: v.reshape(1).item(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.int16, torch.uint8, torch.bool]
+)
+def test_numbers_that_were_computed_are_what_eager_gives(dtype: torch.dtype, read: str) -> None:
+    def forward(x: torch.Tensor, log: list[str]) -> torch.Tensor:
+        for _ in range(3):
+            a, b = x.sum().to(dtype), (x + 1).prod().to(dtype)
+            for v in (a, b, a):
+                try:
+                    found = READS[read](v)
+                    log.append(f"{type(found).__name__} {found!r}")
+                except (TypeError, RuntimeError, ValueError) as error:
+                    log.append(type(error).__name__)
+            x = x * 0.5
+        return x
+
+    given = [torch.tensor([0.5, -2.0, 7.25]), torch.zeros(3), torch.tensor([float("nan"), 1, 1])]
+    given = given if dtype.is_floating_point else given[:2]
+    logs: list[list[str]] = [[] for _ in given]
+    alone: list[list[str]] = [[] for _ in given]
+    fxbatch.autobatch(adaptive=False)(forward)(given, logs)
+    for x, log in zip(given, alone, strict=True):
+        forward(x, log)
+    assert logs == alone
+
+
+def test_numbers_that_were_computed_are_read_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ExtensionSwitch.on:
+        pytest.skip("in C")
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            scores = [(x * k).sum() for k in range(8)]
+            best = max(s.item() for s in scores)
+            x = x * (0.5 if best > 0 else 0.25)
+        return x
+
+    asked = []
+    numbers = Run.numbers
+
+    def counted(self: Run, values: Any) -> Any:
+        asked.append(values)
+        return numbers(self, values)
+
+    monkeypatch.setattr(Run, "numbers", counted)
+    forward(list(torch.randn(4, 3)))
+    assert len(asked) == 5, "once a phase"

@@ -76,6 +76,10 @@ class ReferenceExecution:
         """The values as Python numbers."""
         return [t.tolist() for t in self.read(values)]
 
+    def settled(self, base: int) -> Any:
+        """C finds none."""
+        return None
+
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real tensors that carry gradients."""
         return [self.values[i] for i in values]
