@@ -7,6 +7,7 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,22 @@ class UnknownExpressionError(Exception):
 def expression(size: Any) -> Any:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return sympy.sympify(size.node.expr)
+        return without_exact_quotients(sympy.sympify(size.node.expr))
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
+
+
+@functools.lru_cache(maxsize=4096)
+def without_exact_quotients(e: Any) -> Any:
+    """(s0 * s1) // s0 => s1: what torch leaves of views of three dimensions as a matrix, and back."""
+    if not any(type(x).__name__ == "FloorDiv" for x in sympy.preorder_traversal(e)):
+        return e
+    return e.replace(lambda x: type(x).__name__ == "FloorDiv", _quotient)
+
+
+def _quotient(e: Any) -> Any:
+    found = sympy.cancel(e.args[0] / e.args[1])
+    exact = found.is_polynomial() and all(c.is_Integer for c in found.as_coefficients_dict().values())
+    return found if exact else e
 
 
 def depends(e: Any) -> bool:

@@ -231,6 +231,25 @@ class Lengths:
         made = F.linear(summed, weight)
         return made if bias is None else made + self.column.view(-1, *[1] * (made.dim() - 1)) * bias
 
+    def group_norm(
+        self,
+        rows: torch.Tensor,
+        groups: int,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Normalisation over the rows of each instance and the channels of a group: [total, items, channels, ...]."""
+        parts = rows.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
+        per_row = parts.shape[3] * parts.shape[4]
+        mean = self.divided(self.sum(parts.sum((3, 4))), per_row)
+        centred = parts - self.each(mean)[..., None, None]
+        variance = self.divided(self.sum(centred.square().sum((3, 4))), per_row)
+        made = (centred * self.each((variance + eps).rsqrt())[..., None, None]).reshape(rows.shape)
+        shape = (-1, *[1] * (rows.dim() - 3))
+        made = made if weight is None else made * weight.view(shape)
+        return made if bias is None else made + bias.view(shape)
+
     # -- indices --------------------------------------------------------------------------------------
 
     def rows_of(self, index: torch.Tensor, first: torch.Tensor, size: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,66 @@ class Minibatch:
         places = torch.from_numpy(first[size.segments] + size.positions).to(self.device)
         return made.index_copy(0, places, rows)
 
+    def part(
+        self, padded: torch.Tensor, dim: int, start: Any, size: Lengths, step: int, have: int
+    ) -> torch.Tensor:
+        """Of [n, ..., have, ...], along dimension 1 or 2, `size` elements from `start` on; padding repeats the last."""
+        start = np.broadcast_to(np.asarray(start), (self.n,))
+        places = start[:, None] + self._repeated(size) * step
+        return self._picked(padded, dim, places.clip(0, max(have - 1, 0)))
+
+    def widened(
+        self, padded: torch.Tensor, dim: int, size: Lengths, out: Lengths, before: Any, value: float
+    ) -> torch.Tensor:
+        """All of [n, ..., longest, ...] along dimension 1 or 2, with `before` and more of a value at both ends."""
+        before = np.broadcast_to(np.asarray(before), (self.n,))
+        places = self._repeated(out) - before[:, None]
+        inside = (places >= 0) & (places < size.sizes[:, None])
+        if not size.longest:
+            return padded.new_full((*padded.shape[:dim], out.longest, *padded.shape[dim + 1 :]), value)
+        found = self._picked(padded, dim, places.clip(0, size.longest - 1))
+        shape = (self.n, *[1] * (dim - 1), out.longest, *[1] * (padded.dim() - dim - 1))
+        return found.masked_fill(torch.from_numpy(~inside).to(self.device).view(shape), value)
+
+    def joined(
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[Lengths], out: Lengths, dim: int
+    ) -> torch.Tensor:
+        """The elements of each instance in all parts, one part after another, along dimension 1 or 2."""
+        places, first = self._repeated(out), np.zeros((self.n, 1), dtype=np.int64)
+        made, begin = np.zeros_like(places), 0
+        for size in sizes:
+            mine = (places >= first) & (places < first + size.sizes[:, None])
+            made = np.where(mine, places - first + begin, made)
+            first, begin = first + size.sizes[:, None], begin + size.longest
+        return self._picked(torch.cat(list(parts), dim), dim, made)
+
+    def pairs_in_a_row(self, padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
+        """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
+        width = np.maximum(b.sizes, 1)[both.segments]
+        i, j = both.positions // width, both.positions % width
+        places = (both.segments * a.longest + i) * b.longest + j
+        return padded.flatten(0, 2).index_select(0, torch.from_numpy(places).to(self.device))
+
+    def pairs(self, rows: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
+        """The other way; padding repeats pairs of the instance."""
+        i, j = self._repeated(a)[:, :, None], self._repeated(b)[:, None, :]
+        places = both.starts[:, None, None] + i * b.sizes[:, None, None] + j
+        if both.shortest == 0:
+            places[both.sizes == 0] = both.total
+            rows = both.extended(rows)
+        found = rows.index_select(0, torch.from_numpy(places.reshape(-1)).to(self.device))
+        return found.view(*places.shape, *rows.shape[1:])
+
+    def _repeated(self, size: Lengths) -> np.ndarray:
+        """int64 [n, longest]: the places of each instance; those beyond its last repeat it."""
+        return np.minimum(np.arange(size.longest)[None], (size.sizes[:, None] - 1).clip(0))
+
+    def _picked(self, padded: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+        front = padded.transpose(1, dim)
+        rows = torch.from_numpy(places + np.arange(self.n)[:, None] * front.shape[1]).to(self.device)
+        found = front.flatten(0, 1).index_select(0, rows.view(-1))
+        return found.view(*places.shape, *front.shape[2:]).transpose(1, dim)
+
     def attention(
         self,
         q: torch.Tensor,

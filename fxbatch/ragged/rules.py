@@ -611,8 +611,12 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
 def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     arguments = e.bound(node)
     order = arguments.get("p", arguments.get("ord"))
-    if x.layout != PACKED or order not in (None, 2, 2.0) or arguments.get("dtype") is not None:
+    if x.layout not in (PACKED, PADDED) or order not in (None, 2, 2.0) or arguments.get("dtype") is not None:
         raise NoRule("this norm over rows")
+    if x.layout == PADDED:
+        if len(dims) != x.rank:
+            raise NoRule("a norm over one of two sizes of its own")
+        return _kept(e, node, f"torch.linalg.vector_norm({e.without_padding(x)}.flatten(1), 2, 1)")
     others = [x.place(d) for d in dims if d not in x.axes]
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
@@ -623,6 +627,40 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 _register_along()
+
+
+@rule("batch_norm")
+def _batch_norm(e: Emitter, node: fx.Node) -> Any:
+    """Normalisation by what is known of each channel, the second dimension: all other dimensions are rows."""
+    a = e.bound(node)
+    x = a["input"]
+    known = [a[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    if a["training"] or x.layout == WHOLE or x.rank < 2 or 1 in x.axes:
+        raise NoRule("statistics of all items")
+    if any(isinstance(v, Packed) and v.layout != WHOLE for v in known):
+        raise NoRule("weights of each instance")
+    moved = e.line(f"{x.name}.movedim({x.place(1)}, -1)")
+    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in known)
+    made = (
+        f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {given}, False, 0.0, {a['eps']})"
+    )
+    return e.made(f"{made}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
+
+
+@rule("group_norm")
+def _group_norm(e: Emitter, node: fx.Node) -> Any:
+    """Groups of channels of items as long as the instance says: [items, channels, T]."""
+    a = e.bound(node)
+    x, weight, bias = a["input"], a["weight"], a["bias"]
+    if (
+        x.layout != PACKED
+        or x.axes[0] < 2
+        or any(isinstance(v, Packed) and v.layout != WHOLE for v in (weight, bias))
+    ):
+        raise NoRule("groups of this form")
+    size = e.lengths(x.shape[x.axes[0]])
+    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
+    return e.made(f"{size}.group_norm({x.name}, {a['num_groups']}, {given}, {a['eps']})", node.meta["val"])
 
 
 @rule("layer_norm", "rms_norm")

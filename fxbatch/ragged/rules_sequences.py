@@ -12,7 +12,18 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Code, Emitter, NoRule, Packed, own_dimensions, shape_of
+from fxbatch.ragged.lower import (
+    DENSE,
+    PACKED,
+    PADDED,
+    WHOLE,
+    Code,
+    Emitter,
+    NoRule,
+    Packed,
+    own_dimensions,
+    shape_of,
+)
 from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.rules import RULES, over, rule
 
@@ -138,11 +149,13 @@ for _name in NAMES:
 def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     """Running sums, products and extremes: what follows a row is not in it, so padding may be anything that leaves
     what is computed of it finite."""
+    how = node.target._schema.name.removeprefix("aten::")
+    val = node.meta["val"]
+    if x.layout == PADDED and how in ("cumsum", "logcumsumexp") and x.dtype == val.dtype:
+        return e.made(f"{x.name}.{how}({x.place(dims[0])})", val)
     if x.layout != PACKED:
         raise NoRule("a running result along one of two sizes of its own")
     size = e.lengths(x.shape[dims[0]])
-    how = node.target._schema.name.removeprefix("aten::")
-    val = node.meta["val"]
     if isinstance(val, torch.Tensor):
         start = x.name if x.dtype == val.dtype else e.line(f"{x.name}.to({e.const(val.dtype)})")
         padded = {"cumsum": f"pad({start}, 0)", "cumprod": f"pad({start}, 1)"}.get(how, f"spread({start})")
@@ -170,6 +183,8 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     """The first rows of a sort. That no instance has fewer is asked when the body is traced."""
     a = e.bound(node)
+    if x.layout == PADDED and a["sorted"] and not depends(a["k"]):
+        return _topk_of_pairs(e, node, x, dims[0])
     if x.layout != PACKED or not a["sorted"]:
         raise NoRule("it sorts along one of two sizes of its own, or not at all")
     size, down = e.lengths(x.shape[dims[0]]), bool(a["largest"])
@@ -180,6 +195,22 @@ def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
         return tuple(e.made(f"{rows}.first_rows({name}[{i}])", t) for i, t in enumerate(node.meta["val"]))
     place = f".movedim(1, {dims[0] + 1})" if dims[0] else ""
     return tuple(e.made(f"{name}[{i}][:, :{a['k']}]{place}", t) for i, t in enumerate(node.meta["val"]))
+
+
+def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Any:
+    """The nearest neighbours of each row: a sort along one of two sizes of its own."""
+    a, place = e.bound(node), x.place(d)
+    down = bool(a["largest"])
+    hidden = f"{e.lengths(x.shape[d])}.hide({x.name}, {place}, z.last({e.const(x.dtype)}, {down}))"
+    name = e.line(f"{hidden}.sort(dim={place}, descending={down}, stable=True)")
+    (left,) = [b for b in x.axes if b != d]
+    held = [d, *x.rest]
+    order = [0, *[1 + held.index(b) for b in sorted(held)]]
+    made = []
+    for i, t in enumerate(node.meta["val"]):
+        some = e.line(f"{name}[{i}].narrow({place}, 0, {a['k']}).movedim({place}, 2)")
+        made.append(e.made(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
+    return tuple(made)
 
 
 @over("roll")
@@ -261,6 +292,8 @@ def _broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
 def _nll(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x, target, weight = e.to_dense(a["self"]), e.to_dense(a["target"]), a["weight"]
+    if x.rank in (1, 2) and x.rank - 1 in x.axes:
+        return _nll_of_places(e, node, x, target)
     if x.rank not in (1, 2) or x.rank - 1 in x.axes or x.layout != target.layout or x.rank != target.rank + 1:
         raise NoRule("classes along a size of its own")
     if isinstance(weight, Packed) and weight.layout != WHOLE:
@@ -283,3 +316,28 @@ def _nll(e: Emitter, node: fx.Node) -> Any:
     if any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule("the total weight of a loss")
     return (made, None)
+
+
+def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Any:
+    """Classes are the instance's own rows: the head of each word, the node that a pointer means."""
+    a, val = e.bound(node), node.meta["val"]
+    if isinstance(a["weight"], Packed) or isinstance(val, (tuple, list)):
+        raise NoRule("weights of classes along a size of its own")
+    classes, t = e.lengths(x.shape[-1]), target.name
+    ignored = e.line(f"{t} == {e.source(a['ignore_index'])}")
+    known = e.line(f"{t}.masked_fill({ignored}, 0)")
+    if x.rank == 1:
+        picked = f"{x.name}.index_select(0, z.rows({classes}, {known}, None))"
+    elif x.layout == PADDED and target.layout == PACKED and target.shape == x.shape[:1]:
+        rows = e.lengths(x.shape[0])
+        places = e.line(f"z.elements(({rows}, {classes}), ({rows}.position, {known}), {rows})")
+        picked = f"{x.name}.flatten().index_select(0, {places})"
+    elif x.layout == PACKED and target.layout == DENSE:
+        picked = (
+            f"{x.name}[z.rows({classes}, {known}, None), torch.arange({x.shape[0]}, device={x.name}.device)]"
+        )
+    else:
+        raise NoRule("classes along a size of its own")
+    name = e.line(f"(-{picked}).masked_fill({ignored}, 0)")
+    weights = e.line(f"z.class_weights({t}, None, {e.source(a['ignore_index'])}, {e.const(x.dtype)})")
+    return _reduced(e, name, target.shape, a["reduction"], val, weights)

@@ -83,6 +83,8 @@ def _view(e: Emitter, node: fx.Node) -> Any:
         return e.made(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
     if x.layout == DENSE or not axes:
         raise NoRule("a view between a fixed shape and one of its own")
+    if len(axes) != len(x.axes):
+        return _pairs_in_a_row(e, x, shape, val)
     order, joined = _grouped(x.shape, shape)
     if x.layout == PADDED or len(axes) > 1:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
@@ -99,6 +101,20 @@ def _view(e: Emitter, node: fx.Node) -> Any:
     wanted = [d for d in range(len(shape)) if d not in axes]
     places = [0] + [1 + physical.index(d) for d in wanted]
     return e.made(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
+
+
+def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> Packed:
+    """[T, S] as [T * S], and back: all pairs of an instance."""
+    wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
+    a = own_dimensions(wide)[0]
+    if own_dimensions(wide) != (a, a + 1) or own_dimensions(narrow) != (a,):
+        raise NoRule("a view that joins two sizes of its own with others")
+    if (*wide[:a], *wide[a + 2 :]) != (*narrow[:a], *narrow[a + 1 :]) or sympy.expand(
+        wide[a] * wide[a + 1] - narrow[a]
+    ):
+        raise NoRule("a view that joins two sizes of its own with others")
+    sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
+    return e.made(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
 
 
 def _groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
@@ -231,12 +247,14 @@ def _slice(e: Emitter, node: fx.Node) -> Any:
         index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
         return e.made(f"{x.name}[{index}]", val)
     shape = shape_of(val)
-    if x.layout == PADDED:
-        raise NoRule("a slice of one of two sizes of its own")
     if shape[d] == x.shape[d] and a["step"] == 1:
         return e.made(x.name, val)
     size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    if x.layout == PADDED:
+        if not depends(shape[d]):
+            raise NoRule("a part of one of two sizes of its own, as long in all instances")
+        return e.made(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
     name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
     return _rows_or_dense(e, name, x, d, val)
 
@@ -252,14 +270,26 @@ def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed
 
 def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: Any, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
-    if x.layout != DENSE:
-        raise NoRule("a slice of its own")
     val = node.meta["val"]
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
+    if x.layout == PACKED:
+        place = own_dimensions(shape_of(val)).index(d) + 1
+        begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+        return e.made(f"z.part({_as_padded(e, x, val)}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val)
+    if x.layout != DENSE:
+        raise NoRule("a slice of a fixed one beside two sizes of its own")
     front = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
     rows = e.line(f"{front}.reshape({size}.total, *{front}.shape[2:])")
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
     return e.made(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
+
+
+def _as_padded(e: Emitter, x: Packed, val: Any) -> str:
+    """x as [n, a, b, *rest] for the two own dimensions of a result, along which it may have fixed sizes."""
+    shape = shape_of(val)
+    axes = own_dimensions(shape)
+    order = [0, *[1 + d for d in axes], *[1 + d for d in range(len(shape)) if d not in axes]]
+    return e.line(f"{e.spread(e.to_dense(x))}.permute({order})")
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -301,8 +331,14 @@ def _with(shape: tuple[Any, ...], d: int, size: Any) -> tuple[Any, ...]:
 
 def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
-    if len(own_dimensions(shape_of(val))) > 1:
-        raise NoRule("two sizes of their own")
+    axes = own_dimensions(shape_of(val))
+    if len(axes) > 1:
+        shape = shape_of(val)
+        if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
+            raise NoRule("other sizes of their own")
+        given = ", ".join(_as_padded(e, p, val) for p in parts)
+        sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
+        return e.made(f"z.joined(({given},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val)
     names, lengths = [], []
     for p in parts:
         lengths.append(e.lengths(p.shape[d]))
@@ -379,7 +415,7 @@ def _stack(e: Emitter, node: fx.Node) -> Any:
 def _constant_pad(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x, pad = a["self"], a["pad"]
-    if a.get("mode", "constant") != "constant" or x.layout not in (DENSE, PACKED):
+    if a.get("mode", "constant") != "constant" or x.layout == WHOLE:
         raise NoRule("padding of this kind")
     value = a.get("value", 0) or 0
     ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
@@ -397,13 +433,18 @@ def _constant_pad(e: Emitter, node: fx.Node) -> Any:
         if d in x.axes and (before != 0 or after != 0):
             size, out = e.lengths(x.shape[d]), e.lengths(shape_of(val)[d])
             first = e.column(before) if depends(before) else before
+            if x.layout == PADDED:
+                if not depends(shape_of(val)[d]):
+                    raise NoRule("padding to one length")
+                name = e.line(f"z.widened({name}, {x.place(d)}, {size}, {out}, {first}, {value})")
+                continue
             name = e.line(f"z.padded_rows({name}, {size}, {out}, {first}, {value})")
             if not depends(shape_of(val)[d]):
                 name = e.line(f"{name}.reshape(n, {shape_of(val)[d]}, *{name}.shape[1:])")
                 name = name if d == 0 else e.line(f"{name}.movedim(1, {d + 1})")
                 x = Packed(name, DENSE, (*x.shape[:d], shape_of(val)[d], *x.shape[d + 1 :]), x.dtype)
                 ends[d] = (0, 0)
-    rank = x.rank + 1 - len(x.axes)
+    rank = x.rank + 1 - (len(x.axes) if x.layout == PACKED else 0)
     flat = [0] * (2 * rank)
     for d, (before, after) in ends.items():
         if d not in x.axes:

@@ -198,7 +198,18 @@ _READ = ("grad", "grad_fn", "data")
 _FLAGS = ("requires_grad", "is_leaf")
 
 
-class _Refused(TorchFunctionMode):
+class WithoutPlainSizes(TorchFunctionMode):
+    """Functions that ask for sizes or values as plain numbers, by others that don't."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.max_pool1d, F.max_pool1d):
+            func = functools.partial(_max_pool1d, func)
+        elif func in (torch.bincount, torch.Tensor.bincount):
+            func = functools.partial(_bincount, func)
+        return func(*args, **(kwargs or {}))
+
+
+class _Refused(WithoutPlainSizes):
     """Refuses what hooks into autograd or reads its state: the attributes that tensors have now, since recording
     replaces some of them."""
 
@@ -214,9 +225,14 @@ class _Refused(TorchFunctionMode):
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
-        if func in (torch.max_pool1d, F.max_pool1d):
-            func = functools.partial(_max_pool1d, func)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any = 0) -> Any:
+    """bincount to a length; a number beyond it, where the result would be longer, is an index out of range."""
+    if weights is not None or not isinstance(x, FakeTensor) or (type(minlength) is int and minlength < 1):
+        return plain(x, weights, minlength)
+    return x.new_zeros((minlength,), dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
 
 
 def _max_pool1d(

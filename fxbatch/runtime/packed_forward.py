@@ -28,7 +28,7 @@ from fxbatch.mistakes import report
 from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
-from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm
+from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
 from fxbatch.runtime.argument_objects import Opened, attributes_of, classes_of, closed, opened
 from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
@@ -280,9 +280,10 @@ class PackedForward:
                 body.trackers = trackers(self.root)
             shared = [s.resolve() for s in examined.shared]
             types = [TensorType.of(t) for t in tensors]
-            outcome, effects = examined.reads.run(
-                functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())
-            )
+            with WithoutPlainSizes():
+                outcome, effects = examined.reads.run(
+                    functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())
+                )
             if not effects.unknown:
                 break
             examined = self._now(Examined(self.root, examined.reads.again(effects.unknown)))

@@ -348,3 +348,21 @@ def test_named_tuples_are_packed_and_what_their_classes_hold_is_known(
     compare(model, graphs(3, 5, 4))
     monkeypatch.setattr(Graph, "scale", 5.0, raising=False)
     compare(model, graphs(3, 5, 4))
+
+
+def test_counts_beyond_their_length_are_those_of_the_loop() -> None:
+    """`bincount` is longer then: the packed form can't be, and the forward is recorded."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(1, 3)
+
+        @fxbatch.autobatch(adaptive=False, out="list")
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.bincount(index, minlength=len(index))[:, None].double())
+
+    model = Counts().double()
+    compare(model, [torch.randint(n, (n,)) for n in (3, 5, 2)])
+    assert variants_of(model)[0].calls == 1
+    compare(model, [torch.arange(n) + 1 for n in (3, 5, 2)])

@@ -124,6 +124,61 @@ OF_ROWS: dict[str, Case] = {
     "extremes of pairs": (
         lambda x: ((x @ x.t()).max(1)[0], (x @ x.t()).argmin(0), (x @ x.t()).min(0)[1]), SOME, ()
     ),
+    "parts of a mask": (
+        lambda x, w: (x @ x.t()).masked_fill(w[: len(x), : len(x)] > 0.5, -9.0).softmax(1) @ x, SOME,
+        (torch.randn(9, 9),),
+    ),
+    "parts of scores": (
+        lambda x: ((x @ x.t())[1:].sum(1), (x @ x.t())[:, :-1].exp(), (x @ x.t())[:-1, 1:].sin()), LONG, (),
+    ),
+    "scores with a place more": (
+        lambda x: (F.pad(x @ x.t(), (1, 0, 1, 2), value=0.5).exp(), F.pad(x @ x.t(), (0, 1)).softmax(1)), ALL, (),
+    ),
+    "scores joined": (
+        lambda x, w: (
+            torch.cat([(x @ x.t()), (x @ w[:2].t()), -(x @ x.t())], 1).softmax(1),
+            torch.cat([w[:1] @ x.t(), x @ x.t()]).cumsum(1),
+        ),
+        ALL, (SQUARE,),
+    ),
+    "linear on pairs": (
+        lambda x, w: F.linear(x[:, None] - x[None], w).tanh() * (x @ x.t()).unsqueeze(-1), ALL, (W,)
+    ),
+    "norm of scores": (lambda x: (x @ x.t()).norm() * torch.linalg.vector_norm(x @ x.t()), SOME, ()),
+    "nearest": (
+        lambda x: (
+            torch.cdist(x, x).topk(2, 1, largest=False), (x @ x.t()).topk(3, 0)[0],
+            (x[:, None] * x[None]).topk(2, 1)[0],
+        ),
+        LONG, (),
+    ),
+    "heads of words": (
+        lambda x, w: (
+            F.cross_entropy(x @ x.t(), x.argmax(1) % len(x)),
+            F.nll_loss((x @ x.t()).log_softmax(1), torch.where(x[:, 0] > 0, 0, -100), reduction="none"),
+            F.cross_entropy(w @ x.t(), x.argmax(0) % len(x), reduction="sum"),
+            F.cross_entropy(x.sum(1), x.sum(1).argmax()),
+        ),
+        SOME, (SQUARE,),
+    ),
+    "pairs in a row": (
+        lambda x: (
+            (x @ x.t()).flatten().log_softmax(0).view(len(x), len(x)),
+            (x[:, None] * x[None]).reshape(-1, 6).cumsum(0), (x[None] - x[:, None]).flatten(0, 1).sum(0),
+        ),
+        ALL, (),
+    ),
+    "counts": (
+        lambda x: x * torch.bincount(x.argmax(1) % len(x), minlength=len(x))[:, None]
+        + (x.argmax(1) % 4).bincount(minlength=4).sum(), SOME, (),
+    ),
+    "norms along rows": (
+        lambda x, b, w: (
+            F.batch_norm(x.t()[None], b[:6].detach() * 0.1, b[:6].detach() ** 2, w[0], b[:6]),
+            F.group_norm(x.t()[None], 3, w[0], b[:6]), F.group_norm(x.view(len(x), 2, 3).permute(1, 2, 0), 1),
+        ),
+        SOME, (B, SQUARE),
+    ),
     "writes to columns": (lambda x: _written(x, (slice(None), slice(0, None, 2)), x[:, 1::2].sin()), SOME, ()),
     "writes to rows": (lambda x: _written(x, slice(1, None), x[:-1]), SOME, ()),
     "writes to a row": (lambda x: _written(_written(x, 0, x.sum(0)), -1, 2.0), SOME, ()),
