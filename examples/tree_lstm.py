@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.data.generated import generate_treebank
-from fxbatch.data.paths import locate
-from fxbatch.data.sst import CLASSES, Tree, read_sst
+from fxbatch.data.paths import file_in, locate
+from fxbatch.data.sst import CLASSES, Tree, read_trees
 from fxbatch.data.vocabulary import Vocabulary
 
 Node = Tree[Tensor, Tensor]  # words and labels are 0-dim int64 tensors
@@ -103,7 +103,7 @@ def minibatch(
 ) -> tuple[TreeLSTM, list[Node]]:
     """A model and its first trees: the target of `fxbatch dump examples/tree_lstm.py:minibatch`."""
     folder = locate("sst", data)
-    train = (generate_treebank(seed) if folder is None else read_sst(folder))["train"]
+    train = generate_treebank(seed)["train"] if folder is None else read_trees(file_in(folder, "train.txt"))
     vocabulary = Vocabulary.build(leaf.word or "" for tree in train for leaf in tree.leaves())
     torch.manual_seed(seed)
     model = TreeLSTM(len(vocabulary), embedding=embedding, hidden=hidden)

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.fx.experimental.proxy_tensor
 from hypothesis import HealthCheck, settings
 
 from fxbatch.runtime.strategy import AdaptiveSwitch
+from tests.data_sample import sample
 
 # Test workers may inherit a narrow terminal's width; what a command prints into a pipe must not depend on it.
 os.environ.pop("COLUMNS", None)
@@ -25,6 +27,7 @@ os.environ.setdefault("FXBATCH_PRODUCTS", "own")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+_WHOLE = "FXBATCH_WHOLE_DATA"  # where the real data is, in full
 _VERSIONS = 4  # of the code that builds graphs, whose graphs are kept
 
 # Random programs take as long as they take; a deadline an example would only test the machine's load.
@@ -38,10 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one test has built, all workers find, and the next run: building is most of what tests would cost.
+    """What one test has built, all workers find, and the next run; and of real data they find the first records.
 
     Graphs are found by the content of their bodies and of the code that builds them (`codegen/built.py`), in a folder
-    of this checkout; `make clean` takes it away.
+    of this checkout; `make clean` takes it away. Reading a whole treebank takes longer than most tests.
     """
     if "FXBATCH_CACHE" not in os.environ:
         folder = config.rootpath / "build" / "graphs"
@@ -50,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
             shutil.rmtree(old, ignore_errors=True)
         os.environ["FXBATCH_CACHE"] = str(folder)  # workers inherit it
         config.add_cleanup(lambda: os.environ.pop("FXBATCH_CACHE", None))
+    whole = os.environ.get("FXBATCH_DATA", "")
+    if whole and Path(whole).is_dir() and _WHOLE not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="fxbatch-data-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        sample(Path(whole), folder)
+        os.environ.update({_WHOLE: whole, "FXBATCH_DATA": str(folder)})
+        config.add_cleanup(lambda: os.environ.update({"FXBATCH_DATA": os.environ.pop(_WHOLE)}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -118,8 +128,18 @@ def _nothing_stays_patched() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data_root() -> Path:
-    """The folder of real data, `FXBATCH_DATA`; tests that need it skip where there is none."""
-    folder = os.environ.get("FXBATCH_DATA", "")
+    """The folder of the first records of real data (`data_sample.py`); tests that need it skip where there is none."""
+    return _folder("FXBATCH_DATA")
+
+
+@pytest.fixture(scope="session")
+def whole_data() -> Path:
+    """The folder of real data in full."""
+    return _folder(_WHOLE)
+
+
+def _folder(variable: str) -> Path:
+    folder = os.environ.get(variable, "")
     if not folder or not Path(folder).is_dir():
         pytest.skip("no real data: FXBATCH_DATA names no folder")
     return Path(folder)

@@ -21,8 +21,8 @@ from torch import nn
 
 import fxbatch.blocks as fb
 from fxbatch.data.generated import generate_treebank
-from fxbatch.data.paths import find_data
-from fxbatch.data.sst import read_sst
+from fxbatch.data.paths import file_in, find_data
+from fxbatch.data.sst import read_trees
 
 CLASSES = 5
 
@@ -71,7 +71,7 @@ def plain(layers: Layers, instance: tuple[str, int]) -> tuple[torch.Tensor, torc
 
 def read_sentences(folder: Path, split: str, limit: int) -> list[tuple[str, int]]:
     """(sentence, label) pairs, spread over the file."""
-    trees = read_sst(folder)[split]
+    trees = read_trees(file_in(folder, f"{split}.txt"))
     stride = max(len(trees) // max(limit, 1), 1)
     chosen = trees[::stride][:limit]
     return [(" ".join(leaf.word for leaf in t.leaves()), t.label) for t in chosen]

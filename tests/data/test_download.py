@@ -200,6 +200,6 @@ def test_endless_answers_end(site: Site, tmp_path: Path, monkeypatch: pytest.Mon
         download_sst(tmp_path, url=site.url, expected=EXPECTED)
 
 
-def test_the_expected_sums_are_those_of_the_treebank(data_root: Path) -> None:
+def test_the_expected_sums_are_those_of_the_treebank(whole_data: Path) -> None:
     for name in ("dev.txt", "test.txt"):
-        assert hashlib.sha256((data_root / "sst" / name).read_bytes()).hexdigest() == SST_SHA256[name]
+        assert hashlib.sha256((whole_data / "sst" / name).read_bytes()).hexdigest() == SST_SHA256[name]

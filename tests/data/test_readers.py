@@ -160,8 +160,8 @@ def test_rule_of_the_generated_treebank() -> None:
     assert [combine(2, None, 1), combine(-2, "awful", -1), combine(1, "warm", -2)] == [2, -2, -1]
 
 
-def test_the_real_files(data_root: Path) -> None:
-    assert len(read_conllu(data_root / "ud_ewt" / "en_ewt-ud-dev.conllu.gz")) == 2001
-    assert len(read_ner(data_root / "ner" / "wikigold" / "wikigold.conll")) == 1696
-    molecules = read_molecules(data_root / "molecules" / "graphs_delaney.npz")
+def test_the_real_files(whole_data: Path) -> None:
+    assert len(read_conllu(whole_data / "ud_ewt" / "en_ewt-ud-dev.conllu.gz")) == 2001
+    assert len(read_ner(whole_data / "ner" / "wikigold" / "wikigold.conll")) == 1696
+    molecules = read_molecules(whole_data / "molecules" / "graphs_delaney.npz")
     assert (len(molecules), molecules.target_names) == (1128, ("logp",))

@@ -138,12 +138,12 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         read_trees(tmp_path)
 
 
-def test_the_real_treebank(data_root: Path) -> None:
-    splits = read_sst(data_root / "sst")
+def test_the_real_treebank(whole_data: Path) -> None:
+    splits = read_sst(whole_data / "sst")
     assert {split: len(found) for split, found in splits.items()} == {
         "train": 8544,
         "dev": 1101,
         "test": 2210,
     }
-    lines = (data_root / "sst" / "dev.txt").read_text(encoding="utf-8").split("\n")
+    lines = (whole_data / "sst" / "dev.txt").read_text(encoding="utf-8").split("\n")
     assert [str(tree) for tree in splits["dev"]] == lines[:-1]
