@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chance = random.Random(0)
     (folder / "ud_ewt").mkdir()
     for part in ("train", "dev", "test"):
-        sentences = [conllu_sentence(chance) for _ in range(16)]
+        sentences = [conllu_sentence(chance) for _ in range(12)]
         (folder / "ud_ewt" / f"en_ewt-ud-{part}.conllu").write_text("".join(sentences))
     for name in ("wikiner10k/train", "wikigold/wikigold", "wnut17/train", "wnut17/dev", "wnut17/test"):
         path = folder / "ner" / f"{name}.conll"
@@ -97,21 +97,21 @@ def write_molecules(path: Path, chance: random.Random) -> None:
 
 
 FILES: list[tuple[Callable[..., Any], list[str]]] = [
-    (bilstm_tagger.main, ["--hidden", "8", "--limit", "8"]),
-    (parser.main, ["--hidden", "8", "--limit", "8"]),
+    (bilstm_tagger.main, ["--hidden", "8", "--limit", "6"]),
+    (parser.main, ["--hidden", "8", "--limit", "6"]),
     (char_tagger.main, ["--rare", "8", "--dropout", "0", "--held-out", "4"]),
     (language_model.main, ["--hidden", "8"]),
     (molecules.main, ["--set", "qm9"]),
     (graph_attention.main, ["--kind", "gat"]),
     (deep_sets.main, ["--set", "qm9"]),
     (transformer_tagger.main, ["--hidden", "8", "--layers", "1", "--dropout", "0", "--held-out", "4"]),
-    (transformer_parser.main, ["--hidden", "8", "--layers", "1", "--limit", "8"]),
-    (childsum_tree_lstm.main, ["--limit", "8"]),
-    (seq2seq.main, ["--limit", "8", "--longest", "3"]),
-    (lattice_lstm.main, ["--limit", "8"]),
-    (module_networks.main, ["--limit", "16", "--depth", "2"]),
-    (mixture_of_experts.main, ["--limit", "16"]),
-    (rnng.main, ["--limit", "8"]),
+    (transformer_parser.main, ["--hidden", "8", "--layers", "1", "--limit", "6"]),
+    (childsum_tree_lstm.main, ["--limit", "6"]),
+    (seq2seq.main, ["--limit", "6", "--longest", "3"]),
+    (lattice_lstm.main, ["--limit", "6"]),
+    (module_networks.main, ["--limit", "6", "--depth", "2"]),
+    (mixture_of_experts.main, ["--limit", "6"]),
+    (rnng.main, ["--limit", "6"]),
 ]
 
 

@@ -124,7 +124,7 @@ def test_a_fault_leaves_nothing_behind(point: tuple[str, str, int], error: BaseE
         assert all(g is None for g in before), "a failed backward wrote gradients"
 
 
-@pytest.mark.parametrize("n", range(0, 30, 3))
+@pytest.mark.parametrize("n", (0, 3, 10, 21, 27))
 def test_an_interrupt_at_the_nth_call_of_the_forward(n: int) -> None:
     """KeyboardInterrupt in the middle of instances, some of which wait."""
     count = [0]
@@ -168,12 +168,12 @@ def test_finally_blocks_of_waiting_instances_run() -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_memory_comes_back_after_faults(native: bool) -> None:
-    """A hundred failed calls hold no more memory than one."""
+    """Many failed calls hold no more memory than a few."""
     made, trees = M.with_options(M.TreeLSTM(), native=native), M.trees(0, [5, 9])
     train_step(made, trees)
     engine = type(made).forward.__fxbatch__.engine(made)
     sizes = []
-    for k in range(40):
+    for k in range(12):
         with (
             fault("fxbatch.runtime.memory", "Pool.take", k % 2, RuntimeError("injected")),
             pytest.raises(RuntimeError, match="injected"),
@@ -182,7 +182,7 @@ def test_memory_comes_back_after_faults(native: bool) -> None:
         gc.collect()  # a traceback holds its run
         sizes.append(engine.pool.bytes)
     train_step(made, trees)
-    assert max(sizes[20:]) <= 2 * max(sizes[:20])
+    assert max(sizes[6:]) <= 2 * max(sizes[:6])
     assert_clean()
     check_equal(made, trees)
 

@@ -15,7 +15,7 @@ from tests.trust.generated import Case, Instance, Marked, Step, cases, check, in
 from tests.trust.programs import model, vectors
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=cases(max_instances=3, max_steps=5))
 def test_generated_programs(case: Case) -> None:
     check(case)

@@ -22,7 +22,7 @@ Which test holds which hard case (`test_every_hard_case_has_its_test` looks that
     non-contiguous and expanded inputs       test_strides
     float64, bf16, complex                   test_dtypes, test_mixed_dtypes_in_one_minibatch, test_complex_gradients
     very wide, very deep                     test_very_wide, test_very_deep
-    10,000 distinct signatures               test_a_thousand_distinct_signatures, test_ten_thousand_distinct_signatures
+    10,000 distinct signatures               test_many_distinct_signatures, test_ten_thousand_distinct_signatures
     a forward that raises                    test_a_forward_that_raises
     endless recursion                        test_endless_recursion_is_an_error
     Ctrl-C                                   test_an_interrupt_at_the_nth_call_of_the_forward, test_ctrl_c_at_any_moment
