@@ -31,6 +31,7 @@ TYPED = (
         for name in ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
     ),
     "ragged/row_places",
+    "trace/places",
 )
 
 _LOOPS = cythonize(

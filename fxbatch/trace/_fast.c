@@ -32,7 +32,6 @@ static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
 static PyObject *slow_torch_function, *slow_handle;
-static PyObject *s_shape, *s_dtype, *s_device;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -923,7 +922,6 @@ static PyMethodDef functions[] = {
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
-    {"first_other", first_other, METH_VARARGS, "The first place that holds something else (trace/places.py)."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
@@ -941,9 +939,8 @@ static struct {
     const char *text;
     PyObject **where;
 } const interned[] = {
-    {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]}, {"shape", &s_shape},
-    {"dtype", &s_dtype}, {"device", &s_device}, {"__getattr__", &s_getattr},
-    {"__getattribute__", &s_getattribute},
+    {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]},
+    {"__getattr__", &s_getattr}, {"__getattribute__", &s_getattribute},
 };
 
 PyMODINIT_FUNC PyInit__fast(void)

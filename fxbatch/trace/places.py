@@ -7,8 +7,9 @@ In: dictionaries, classes, cells, slots, containers, modules. Out: Items, which 
     put(places[0], places[0].value)  # as it was
 
 One list says how modules are (class, names and types of attributes, mode, whether there are hooks, submodules,
-parameters and buffers, their types), another what a body's code reads (`body_reads`); both are compared here, in C
-where there is the extension.
+parameters and buffers, their types), another what a body's code reads (`body_reads`); both are compared here.
+
+Compiled by Cython (see passes/uncompiled.py).
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.values import Value
 
+try:
+    import cython
+except ImportError:
+    from fxbatch.passes.uncompiled import cython
+
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
-# What a place is. The first five are put back where a run has changed them, the others say how a module is; C has the
-# same numbers.
+# What a place is. The first five are put back where a run has changed them, the others say how a module is.
 IN_DICT, IN_TYPE, IN_CELL, IN_SLOT, CONTENT = range(5)
 TYPES, MEMBERS, FILLED, TENSORS = range(5, 9)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
-_Module = torch.nn.Module
+_Module, _Tensor = torch.nn.Module, torch.Tensor
 
 
 class Item(NamedTuple):
@@ -56,12 +60,54 @@ class Item(NamedTuple):
 
     def holds(self) -> bool:
         """Whether it holds what it held: the same object, or equal plain data."""
-        now, before = self.now(), self.value
-        if self.kind == CONTENT:
-            return same_content(now, before)
-        if self.kind == MEMBERS:
-            return bool(now[0] == before[0]) and all(map(operator.is_, now[1], before[1]))
-        return bool(now == before) if self.kind in (TYPES, FILLED, TENSORS) else same(now, before)
+        return as_it_was(self.kind, self.holder, self.name, self.value)
+
+
+@cython.ccall
+def as_it_was(kind: cython.int, holder: object, name: object, before: object) -> cython.bint:
+    """Whether a place holds what it held."""
+    if kind == 0:  # IN_DICT, by far the most
+        now = cython.cast(dict, holder).get(name, MISSING)
+        return now is before or same(now, before)
+    if kind == 4:  # CONTENT
+        return same_content(copy_of(holder), before)
+    if kind < 4:
+        if kind == 3 and name == "__class__":  # of a module
+            return type(holder) is before
+        now = holds_now(kind, holder, name)
+        return now is before or same(now, before)
+    if kind == 7:  # FILLED
+        return bool(_filled(holder, name) == before)
+    if kind == 8:  # TENSORS
+        return tensors_are(holder, before)
+    return members_are(holder if kind == 5 else holder.get(name), before, kind == 5)
+
+
+@cython.cfunc
+def members_are(found: object, before: tuple, kinds: cython.bint) -> cython.bint:
+    """Whether a dictionary has these (names, values) in this order; kinds: values of these types."""
+    names: tuple = before[0]
+    values: tuple = before[1]
+    if not isinstance(found, dict) or len(found) != len(names):
+        return False
+    i: cython.Py_ssize_t = 0
+    for name, value in found.items():  # as a loop in C: without enumerate
+        if name is not names[i] and name != names[i]:
+            return False
+        same_kind = kinds and (type(value) is values[i] or _type_of(value) == values[i])
+        if not (same_kind or (value is values[i] and not kinds)):
+            return False
+        i += 1  # noqa: SIM113
+    return True
+
+
+@cython.cfunc
+def tensors_are(tensors: tuple, before: tuple) -> cython.bint:
+    for t, was in zip(tensors, before):
+        shape, dtype, device = cython.cast(tuple, was)
+        if t.dtype is not dtype or t.shape != shape or t.device != device:
+            return False
+    return True
 
 
 def holds_now(kind: int, holder: Any, name: Any) -> Any:
@@ -85,16 +131,21 @@ def holds_now(kind: int, holder: Any, name: Any) -> Any:
     if kind == MEMBERS:
         return tuple(holder[name]), tuple(holder[name].values())
     if kind == FILLED:
-        return tuple(bool(holder.get(n)) for n in name)
+        return _filled(holder, name)
     return tuple((t.shape, t.dtype, t.device) for t in holder) if kind == TENSORS else copy_of(holder)
 
 
 def found_in(kind: type, name: str) -> tuple[type | None, Any]:
     """The class of a type's bases that has an attribute, and what it has; (None, MISSING) for none."""
     for c in kind.__mro__:
-        if name in c.__dict__:
-            return c, c.__dict__[name]
+        members = c.__dict__
+        if name in members:
+            return c, members[name]
     return None, MISSING
+
+
+def _filled(holder: dict[str, Any], names: tuple[str, ...]) -> tuple[bool, ...]:
+    return tuple([bool(holder.get(name)) for name in names])
 
 
 def copy_of(container: Any) -> tuple[Any, ...]:
@@ -125,13 +176,11 @@ def same_content(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
     """The first place that holds something else than it held. far: whether those that user code may change unseen are
     looked at too."""
-    k = -1
-    while True:
-        k = _fast.first_other(places, k + 1, MISSING) if ExtensionSwitch.on else k + 1
-        if k >= len(places):
-            return None
-        if (far or not places[k].far) and not places[k].holds():
-            return places[k]
+    for item in places:
+        p = cython.cast(tuple, item)
+        if (far or not p[6]) and not as_it_was(p[0], p[1], p[2], p[3]):
+            return item
+    return None
 
 
 def put(item: Item, value: Any) -> None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TYPED = (
     "deduplicate",
     "gradients",
+    "places",
     "plan",
     "row_places",
     "schedule",
