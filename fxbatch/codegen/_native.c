@@ -475,28 +475,6 @@ static PyObject *native_set_loops(PyObject *module, PyObject *level)
     return PyUnicode_FromString(before);
 }
 
-/* clear(pointer, bytes): memory of the caller's becomes zero. */
-static PyObject *native_clear(PyObject *module, PyObject *args)
-{
-    unsigned long long pointer, bytes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KK", &pointer, &bytes))
-        return NULL;
-    memset((void *)(uintptr_t)pointer, 0, (size_t)bytes);
-    Py_RETURN_NONE;
-}
-
-/* copy(to, from, bytes): from one memory of the caller's to another. */
-static PyObject *native_copy(PyObject *module, PyObject *args)
-{
-    unsigned long long to, from, bytes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KKK", &to, &from, &bytes))
-        return NULL;
-    memcpy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, (size_t)bytes);
-    Py_RETURN_NONE;
-}
-
 /* put(pointer, buffer): what a buffer holds, to memory of the caller's. */
 static PyObject *native_put(PyObject *module, PyObject *args)
 {
@@ -514,8 +492,6 @@ static PyMethodDef methods[] = {
     {"run_all", native_run_all, METH_VARARGS, "run_all(programs, room, counts, memory, first, last): where it stopped."},
     {"forward", native_forward, METH_VARARGS, "forward(programs, room, columns, first, last): steps; where it stopped."},
     {"backward", native_backward, METH_VARARGS, "backward(programs, room, columns, first, last): from last - 1 down."},
-    {"clear", native_clear, METH_VARARGS, "clear(pointer, bytes): zero memory that the caller holds."},
-    {"copy", native_copy, METH_VARARGS, "copy(to, from, bytes): between pieces of memory that the caller holds."},
     {"put", native_put, METH_VARARGS, "put(pointer, buffer): to memory that the caller holds."},
     {"set_threads", native_set_threads, METH_VARARGS, "set_threads(addresses of four functions, 0: none)."},
     {"set_loops", native_set_loops, METH_O, "set_loops(level) -> the level before, for tests."},

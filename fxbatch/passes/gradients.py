@@ -10,7 +10,8 @@ has at most one use: the gradient of what it read IS the row of that use, throug
 
     >>> gradients = plan_gradients(phases, requests, types)       # doctest: +SKIP
 
-Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py). What comes
+from plans is checked where it is looked at first.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def _flatten(rows: Sequence[tuple[int, ...]], first: Written, flat: Written) -> 
         first[s + 1] = at
 
 
+@cython.boundscheck(True)
 @cython.cclass
 class _PhaseColumns:
     """A phase's columns (see `Plan`), its choices flat, the values of its blocks, and the columns made for it.
@@ -151,24 +153,13 @@ class _PhaseColumns:
     def __init__(self, phase: PhaseGradients, passed: np.ndarray) -> None:
         program, plan = phase.program, phase.plan
         columns = program.columns
-        self.sig, self.first_output, self.output_types = (
-            program.sig,
-            columns.first_output,
-            columns.output_types,
-        )
+        self.sig, self.row_of_value, self.arena_ids = program.sig, plan.row_of_value, phase.arena_ids
+        self.first_output, self.output_types = columns.first_output, columns.output_types
         self.step_signature, self.step_rows = plan.step_signature, plan.step_rows
-        self.first_gather, self.gather_arena, self.gather_rows = (
-            plan.first_gather,
-            plan.gather_arena,
-            plan.gather_rows,
-        )
+        self.first_gather, self.first_block = plan.first_gather, plan.first_block
+        self.gather_arena, self.gather_rows = plan.gather_arena, plan.gather_rows
         self.entry_offsets, self.entries = plan.entry_offsets, plan.entries
-        self.first_block, self.block_arena, self.block_start = (
-            plan.first_block,
-            plan.block_arena,
-            plan.block_start,
-        )
-        self.row_of_value, self.arena_ids = plan.row_of_value, phase.arena_ids
+        self.block_arena, self.block_start = plan.block_arena, plan.block_start
         self.known, self.steps, self.signatures = program.known, len(self.step_signature), len(columns.arity)
         self.arenas, self.passed = len(self.arena_ids), passed
         self.reads = self.writes = 0
@@ -188,11 +179,8 @@ class _PhaseColumns:
         grouped: Int = sum(map(len, groups))
         chosen: Int = sum(map(len, outputs))
         scratch: Written = np.zeros(3 * n + 2 + grouped + chosen, dtype=np.int64)
-        self.passes_gradient_through, self.first_group, self.first_choice = (
-            scratch[:n],
-            scratch[n : 2 * n + 1],
-            scratch[2 * n + 1 : 3 * n + 2],
-        )
+        self.passes_gradient_through, self.first_group = scratch[:n], scratch[n : 2 * n + 1]
+        self.first_choice = scratch[2 * n + 1 : 3 * n + 2]
         self.group, self.choice = scratch[3 * n + 2 : 3 * n + 2 + grouped], scratch[3 * n + 2 + grouped :]
         s: Int
         for s, flag in enumerate(passes_gradient_through):
@@ -201,69 +189,13 @@ class _PhaseColumns:
         _flatten(outputs, self.first_choice, self.choice)
 
     @cython.cfunc
-    def check(self, types: Int) -> cython.bint:
-        """Whether the columns belong to each other: what follows reads them without looking."""
-        gathers = self.gather_arena.shape[0]
-        blocks = self.block_arena.shape[0]
-        if self.step_rows.shape[0] != self.steps or self.gather_rows.shape[0] != gathers:
-            return False
-        if self.entry_offsets.shape[0] != gathers + 1 or self.block_start.shape[0] != blocks:
-            return False
-        if self.first_gather.shape[0] != self.steps + 1 or self.first_block.shape[0] != self.steps + 1:
-            return False
-        if self.first_gather[0] or self.first_gather[self.steps] != gathers:
-            return False
-        if self.first_block[0] or self.first_block[self.steps] != blocks:
-            return False
-        self.values = self.known
-        for i in range(self.sig.shape[0]):
-            s = self.sig[i]
-            if s < 0 or s >= self.signatures:
-                return False
-            self.values += self.first_output[s + 1] - self.first_output[s]
-        if self.values > self.row_of_value.shape[0]:
-            return False
-        for k in range(self.steps):
-            s = self.step_signature[k]
-            if s < 0 or s >= self.signatures or self.step_rows[k] < 1:
-                return False
-            gathers = self.first_gather[k + 1] - self.first_gather[k]
-            blocks = self.first_block[k + 1] - self.first_block[k]
-            if gathers < 0 or blocks != self.first_output[s + 1] - self.first_output[s]:
-                return False
-            if self.passes_gradient_through[s] and not blocks:
-                return False
-            for i in range(self.first_group[s], self.first_group[s + 1]):
-                if self.group[i] < 0 or self.group[i] >= gathers:
-                    return False
-            for i in range(self.first_choice[s], self.first_choice[s + 1]):
-                if self.choice[i] < 0 or self.choice[i] >= blocks:
-                    return False
-        for i in range(self.gather_arena.shape[0]):
-            if (
-                not 0 <= self.gather_arena[i] < self.arenas
-                or self.gather_rows[i] < 0
-                or self.entry_offsets[i] < 0
-            ):
-                return False
-            if self.entry_offsets[i] + self.gather_rows[i] > self.entries.shape[0]:
-                return False
-        for i in range(self.entries.shape[0]):
-            if not 0 <= self.entries[i] < self.values:
-                return False
-        for i in range(self.block_arena.shape[0]):
-            if not 0 <= self.block_arena[i] < self.arenas:
-                return False
-        for i in range(self.arenas):
-            if not 0 <= self.arena_ids[i] < types:
-                return False
-        return self.find_made()
-
-    @cython.cfunc
-    def find_made(self) -> cython.bint:
+    def find_made(self) -> cython.void:
         """The values of all blocks: those of an arena are dense, in rows from that of its first block on."""
         at = 0
         v = self.known
+        self.values = self.known
+        for c in range(self.sig.shape[0]):
+            self.values += self.first_output[self.sig[c] + 1] - self.first_output[self.sig[c]]
         blocks = self.block_arena.shape[0]
         scratch: Written = np.zeros(
             2 * self.arenas + 2 + 2 * (self.values - self.known) + blocks + 1, dtype=np.int64
@@ -283,31 +215,27 @@ class _PhaseColumns:
         for t in range(self.arenas):
             base[t + 1] += base[t]
         if base[self.arenas] != self.values - self.known:
-            return False
+            raise IndexError(NOT_THERE)
         for c in range(self.sig.shape[0]):
             s = self.sig[c]
             for j in range(self.first_output[s], self.first_output[s + 1]):
                 t = self.output_types[j]
                 row = self.row_of_value[v] - first[t]
                 if row < 0 or row >= base[t + 1] - base[t]:
-                    return False
+                    raise IndexError(NOT_THERE)
                 by_row[base[t] + row] = v
                 v += 1
         for k in range(self.steps):
             for b in range(self.first_block[k], self.first_block[k + 1]):
                 t = self.block_arena[b]
                 row = self.block_start[b] - first[t]
-                if row < 0 or row + self.step_rows[k] > base[t + 1] - base[t]:
-                    return False
                 self.block[b] = at
                 for j in range(self.step_rows[k]):
                     self.made[at + j] = by_row[base[t] + row + j]
                 at += self.step_rows[k]
         self.block[blocks] = at
-        return True
 
     @cython.cfunc
-    @cython.exceptval(check=False)
     def handed_on(self, k: Int) -> Int:
         """Where the values of the block whose gradient a step hands on begin in `made`."""
         s = self.step_signature[k]
@@ -315,6 +243,7 @@ class _PhaseColumns:
         return self.block[self.first_block[k] + (self.choice[j] if j < self.first_choice[s + 1] else 0)]
 
 
+@cython.boundscheck(True)
 @cython.cclass
 class _GradientPlanner:
     """A gradient plan as it is made, of all phases.
@@ -352,8 +281,7 @@ class _GradientPlanner:
         for given in phases:
             self.passed.append(np.zeros(len(given.plan.step_signature), dtype=bool))
             phase = _PhaseColumns(given, self.passed[len(self.phases)])
-            if not phase.check(types):
-                raise IndexError(NOT_THERE)
+            phase.find_made()
             self.phases.append(phase)
             self.values = max(self.values, phase.values)
         self.request_type, self.requests = [t for t, _ in requests], [v for _, v in requests]
@@ -465,8 +393,9 @@ class _GradientPlanner:
                     self.uses += rows
                 else:
                     self.followed += rows
-                    if p.handed_on(k) + rows > p.values - p.known:
-                        raise IndexError(NOT_THERE)
+            for i in range(p.first_choice[s], p.first_choice[s + 1]):
+                if not 0 <= p.choice[i] < p.first_block[k + 1] - p.first_block[k]:
+                    raise IndexError(NOT_THERE)
             if not p.passed[k]:
                 p.reads += p.first_choice[s + 1] - p.first_choice[s]
                 p.writes += p.first_group[s + 1] - p.first_group[s]
@@ -553,12 +482,14 @@ class _GradientPlanner:
 
     @cython.cfunc
     @cython.exceptval(check=False)
+    @cython.boundscheck(False)
     def single(self, v: Int) -> Int:
         """The row of a value's first use; 0, which is zero, without uses."""
         u = self.first_use[v]
         return self.rows[u] if u < self.first_use[v + 1] else 0
 
     @cython.cfunc
+    @cython.boundscheck(False)
     def find_reads(self, p: _PhaseColumns) -> cython.void:
         """Kind, start and stop of each read, and how many indices and bags there are."""
         r = 0
@@ -587,11 +518,8 @@ class _GradientPlanner:
                         self.indices += every
                         self.bags += p.step_rows[k]
                     elif most == 0:
-                        p.kind[r], p.start[r], p.stop[r] = (
-                            0,
-                            self.indices - phase_begin,
-                            self.indices - phase_begin,
-                        )
+                        p.kind[r], p.start[r] = 0, self.indices - phase_begin
+                        p.stop[r] = p.start[r]
                     elif consecutive and least == 1:
                         p.kind[r], p.start[r], p.stop[r] = 1, row, row + p.step_rows[k]
                     else:
@@ -601,6 +529,7 @@ class _GradientPlanner:
             p.first_read[k + 1] = r
 
     @cython.cfunc
+    @cython.boundscheck(False)
     def fill_indices(self, p: _PhaseColumns, indices: Written, bags: Written) -> cython.void:
         """The rows that each read takes, and where those of each sum begin among them."""
         r = 0

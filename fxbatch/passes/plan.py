@@ -577,9 +577,6 @@ def is_constant(signature: Signature) -> bool:
 class ArrayTable:
     """The arrays of a run as columns: arenas, then what operations keep and save for their backward."""
 
-    width: np.ndarray  # int64 [arrays]: bytes a row
-    device: np.ndarray  # int64 [arrays]: the number of its device
-    devices: int
     owner: np.ndarray  # int64 [arrays]: the signature that keeps or saves it, -1 for an arena
     members: np.ndarray  # int64 [arrays]: rows a call
     group: np.ndarray  # int64 [arrays]: the group whose rows an operation keeps, -1 for all others

@@ -27,7 +27,8 @@ class _Anything:
         return self
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        return given[-1] if given else self  # what is decorated or cast; options are of a decorator
+        # What is decorated or cast; options are of a decorator.
+        return given[-1] if given and not isinstance(given[-1], bool) else self
 
 
 cython = _Anything()

@@ -15,6 +15,7 @@ rows as the last one came to have, and moves arrays that outgrow theirs to a new
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import threading
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.native import Span, address, extension
+from fxbatch.codegen.native import Span, address
 from fxbatch.ir import Plan, Program, Signature, SignatureColumns, TensorType
 from fxbatch.passes.plan import ArrayTable, place_arrays, rows_of_arrays
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -173,16 +174,17 @@ def lay_out(
 class Arrays:
     """The arrays that a set of operations needs: arenas by type, then what each operation keeps and saves."""
 
-    kinds: tuple[TensorType, ...]
-    columns: Kinds  # the same as columns
+    columns: Kinds
     arenas: int  # how many of them are arenas
     compiled: tuple[CompiledOperation | None, ...]
-    owners: tuple[
-        tuple[int, int], ...
-    ]  # of all others: the signature that keeps or saves it, and rows a call
+    owners: tuple[tuple[int, int], ...]  # of all others: the signature that has it, and rows a call
     first: tuple[int, ...]  # of each signature: its first array
-    kept: tuple[tuple[int, tuple[int, ...]], ...]  # signatures that keep input groups, and which
     table: ArrayTable
+
+    @property
+    def kinds(self) -> tuple[TensorType, ...]:
+        """The types of all arrays."""
+        return self.columns.types
 
     @functools.cached_property
     def arena_widths(self) -> tuple[np.ndarray, bool]:
@@ -209,19 +211,10 @@ class Arrays:
             owners += [(s, members) for members in operation.kept_members]
             owners += [(s, 1)] * len(operation.saved_types)
             groups += [*operation.kept_groups, *[-1] * len(operation.saved_types)]
-        kept = tuple((s, c.kept_groups) for s, c in enumerate(compiled) if c is not None and c.kept_groups)
-        columns = Kinds.of(kinds)
-        of_arrays = [*[(-1, 0)] * len(types), *owners]
-        owner, members, group = (
-            np.array(x, dtype=np.int64)
-            for x in ([s for s, _ in of_arrays], [n for _, n in of_arrays], groups)
-        )
-        table = ArrayTable(
-            columns.width, columns.device, len(columns.devices), owner, members, group, len(first)
-        )
-        return Arrays(
-            tuple(kinds), columns, len(types), tuple(compiled), tuple(owners), tuple(first), kept, table
-        )
+        of_arrays = np.array([*[(-1, 0)] * len(types), *owners], dtype=np.int64).reshape(-1, 2)
+        owner, members = np.ascontiguousarray(of_arrays.T)
+        table = ArrayTable(owner, members, np.array(groups, dtype=np.int64), len(first))
+        return Arrays(Kinds.of(kinds), len(types), tuple(compiled), tuple(owners), tuple(first), table)
 
     @functools.cached_property
     def first_of(self) -> dict[CompiledOperation, int]:
@@ -287,11 +280,8 @@ class Pieces:
             self._pieces.append(piece)
             begins.append(address(piece, lines * LINE) or 0)
         places = layout.places.copy()
-        if len(begins) == 1:
-            if begins[0]:
-                places[:, 0] += begins[0]
-            else:
-                places[:, 0] = 0
+        if len(begins) == 1 and begins[0]:
+            places[:, 0] += begins[0]
         elif begins:
             begin = np.array(begins, dtype=np.int64)[list(layout.piece)]
             places[:, 0] = np.where(begin > 0, places[:, 0] + begin, 0)
@@ -315,6 +305,11 @@ class Pieces:
             whole = self._pieces[piece]
             typed = self._typed[key] = whole if kind.dtype == torch.float32 else whole.view(kind.dtype)
         return typed.as_strided((rows, *kind.shape), strides(kind.shape), offset // kind.dtype.itemsize)
+
+    def span(self, array: int) -> Span | None:
+        """Pointer and bytes of an array; None where C can't read it."""
+        pointer, size, _ = self.places[array].tolist()
+        return (pointer, size) if pointer else None
 
     def release(self) -> None:
         """Give the memory back; no array can be read any more."""
@@ -369,13 +364,11 @@ class Memory(Pieces):
     def host_arena(self, type_id: int) -> np.ndarray | None:
         """The same as numpy sees it, for few numbers; None where it can't."""
         array = self._arena[type_id]
-        try:
-            return self._host[array]
-        except KeyError:
+        if array not in self._host:
             found = self.tensor(array)
-            host = found.numpy() if found.device.type == "cpu" and found.dtype in _NUMPY else None
-            self._host[array] = host
-            return host
+            plain = found.device.type == "cpu" and found.dtype in _NUMPY
+            self._host[array] = found.numpy() if plain else None
+        return self._host[array]
 
     def arena_of(self, kind: TensorType) -> torch.Tensor:
         return self.arena(self.type_ids[kind])
@@ -515,8 +508,7 @@ class Memory(Pieces):
 
     def place(self, compiled: CompiledOperation, own: int) -> Span | None:
         """Pointer and bytes of one of an operation's arrays, kept groups first; None where C can't read it."""
-        pointer, size, _ = self.places[self._first[compiled] + own].tolist()
-        return (pointer, size) if pointer else None
+        return self.span(self._first[compiled] + own)
 
     def release(self) -> None:
         super().release()
@@ -558,7 +550,7 @@ class GradientRows(Pieces):
             found = (0, 0, 0)
             if pointer and size:
                 found = pointer, size, size // self.rows[i]
-                extension.clear(pointer, found[2])
+                ctypes.memset(pointer, 0, found[2])
             elif self.rows[i]:
                 self.tensor(i)[0].zero_()
             table.extend(found)
@@ -570,7 +562,7 @@ class GradientRows(Pieces):
         whole = pointer and grad.layout is torch.strided and grad.is_contiguous()
         begin = address(grad, len(grad) * row) if whole and grad.dtype is self.kinds[i].dtype else None
         if begin:
-            extension.copy(pointer + start * row, begin, len(grad) * row)
+            ctypes.memmove(pointer + start * row, begin, len(grad) * row)
         else:
             self.tensor(i)[start : start + len(grad)].copy_(grad)
 
@@ -586,8 +578,7 @@ class GradientRows(Pieces):
 
     def extra_place(self, compiled: CompiledOperation, index: int) -> Span | None:
         """Pointer and bytes of one of them; None where C can't read it."""
-        pointer, size, _ = self.places[self._first[compiled] + index].tolist()
-        return (pointer, size) if pointer else None
+        return self.span(self._first[compiled] + index)
 
 
 class GradientMemory:

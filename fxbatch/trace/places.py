@@ -135,7 +135,7 @@ def holds_now(kind: int, holder: Any, name: Any) -> Any:
     return tuple((t.shape, t.dtype, t.device) for t in holder) if kind == TENSORS else copy_of(holder)
 
 
-def found_in(kind: type, name: str) -> tuple[type | None, Any]:
+def found_in(kind: Any, name: str) -> tuple[type | None, Any]:
     """The class of a type's bases that has an attribute, and what it has; (None, MISSING) for none."""
     for c in kind.__mro__:
         members = c.__dict__
@@ -144,7 +144,7 @@ def found_in(kind: type, name: str) -> tuple[type | None, Any]:
     return None, MISSING
 
 
-def _filled(holder: dict[str, Any], names: tuple[str, ...]) -> tuple[bool, ...]:
+def _filled(holder: Any, names: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple([bool(holder.get(name)) for name in names])
 
 

@@ -52,7 +52,8 @@ def check_layout(arrays: Arrays, plan: Plan, layout: ArrayLayout) -> None:
         for byte in range(offset, offset + size):
             assert byte not in owner
             owner[byte] = array
-    for s, groups in arrays.kept:
+    for s, compiled in enumerate(arrays.compiled):
+        groups = () if compiled is None else compiled.kept_groups
         steps = [k for k, x in enumerate(plan.step_signature.tolist()) if x == s]
         for position, group in enumerate(groups):
             array = arrays.first[s] + position
