@@ -38,7 +38,7 @@ from fxbatch.trace.integers import PLAIN_TENSORS, IntegerColumn, read_payload
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])

@@ -36,7 +36,7 @@ from fxbatch.ir import (
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])

@@ -24,7 +24,7 @@ from fxbatch.trace.integers import IntegerColumn
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])

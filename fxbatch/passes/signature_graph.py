@@ -30,7 +30,7 @@ from fxbatch.signature import kept_by_signatures
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])

@@ -16,7 +16,7 @@ import numpy as np
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])

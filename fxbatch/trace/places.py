@@ -9,7 +9,7 @@ In: dictionaries, classes, cells, slots, containers, modules. Out: Items, which 
 One list says how modules are (class, names and types of attributes, mode, whether there are hooks, submodules,
 parameters and buffers, their types), another what a body's code reads (`body_reads`); both are compared here.
 
-Compiled by Cython (see passes/uncompiled.py).
+Compiled by Cython (see uncompiled.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxbatch.trace.values import Value
 try:
     import cython
 except ImportError:
-    from fxbatch.passes.uncompiled import cython
+    from fxbatch.uncompiled import cython
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 

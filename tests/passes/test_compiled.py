@@ -18,8 +18,9 @@ import torch
 from hypothesis import given
 
 import fxbatch.passes
+from fxbatch import uncompiled
 from fxbatch.ir import Layout, Plan, Program, Schedule
-from fxbatch.passes import deduplicate, gradients, plan, schedule, select, signature_graph, uncompiled
+from fxbatch.passes import deduplicate, gradients, plan, schedule, select, signature_graph
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
 FOLDER = Path(fxbatch.passes.__file__).parent

@@ -7,7 +7,7 @@ Only arguments, attributes and columns say their types: those of other local var
     try:
         import cython
     except ImportError:
-        from fxbatch.passes.uncompiled import cython
+        from fxbatch.uncompiled import cython
 """
 
 from __future__ import annotations
