@@ -114,6 +114,8 @@ class Program:
         None  # of the known, or what gives them
     )
     instances: int = 0  # how many instances the minibatch has
+    # What passes find of it, once: a program is immutable.
+    notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.sig)

@@ -17,7 +17,6 @@ Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,15 +126,11 @@ def _spread_outputs(
             v += 1
 
 
-# Several passes ask this of one program; programs are immutable.
-_SURVEYS: weakref.WeakKeyDictionary[Program, Survey] = weakref.WeakKeyDictionary()
-
-
 def survey(program: Program) -> Survey:
     """The survey of a program, made once."""
-    found = _SURVEYS.get(program)
+    found: Survey | None = program.notes.get("survey")
     if found is None:
-        found = _SURVEYS[program] = _survey(program)
+        found = program.notes["survey"] = _survey(program)
     return found
 
 
@@ -150,9 +145,7 @@ def _survey(program: Program) -> Survey:
         program.sig, program.inputs, c.first_slot, c.first_output, program.known, outs if dense else 0,
         seen, before, found[0], found[1],
     )  # fmt: skip
-    return Survey(
-        found[0], before, found[1], _graph(c, np.flatnonzero(seen) if dense else _find_pairs(program))
-    )
+    return Survey(found[0], before, found[1], _graph(c, seen.nonzero()[0] if dense else _find_pairs(program)))
 
 
 def _walk(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -109,9 +108,9 @@ class PlanKey:
     @staticmethod
     def of(program: Program, policy: str) -> PlanKey:
         """The key; made once a program and policy, since schedule and plan ask for the same."""
-        found = _KEYS.get(program)
+        found: PlanKey | None = program.notes.get("key")
         if found is None or found.policy != policy:
-            found = _KEYS[program] = PlanKey(
+            found = program.notes["key"] = PlanKey(
                 program.signatures,
                 program.sig.tobytes(),
                 program.inputs.tobytes(),
@@ -121,9 +120,6 @@ class PlanKey:
                 checksum(program.sig, program.inputs, program.outputs),
             )
         return found
-
-
-_KEYS: weakref.WeakKeyDictionary[Program, PlanKey] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)

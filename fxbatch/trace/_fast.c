@@ -912,12 +912,56 @@ static PyObject *recycle(PyObject *Py_UNUSED(module), PyObject *on)
     Py_RETURN_NONE;
 }
 
+/* usual_modes(recorder, grad): whether this thread records with it, with gradients so, and without autocast. None where
+   torch's library was not understood. */
+static PyObject *usual_modes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2 || !grad_now || !keys_excluded)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(current == args[0] && (grad_now() ? Py_True : Py_False) == args[1] &&
+                           keys_excluded(autocast_keys));
+}
+
+/* waiting_frame(known): the innermost frame of the user's code, where no frame of it holds what others may share; None
+   where Python must look. known: by id of a code (it, whether it is the user's, whether it may hold something). */
+static PyObject *waiting_frame(PyObject *Py_UNUSED(module), PyObject *known)
+{
+    PyFrameObject *frame = PyEval_GetFrame(), *found = NULL;
+    if (!PyDict_Check(known))
+        Py_RETURN_NONE;
+    Py_XINCREF(frame);
+    while (frame) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        PyObject *key = PyLong_FromVoidPtr(code), *row = key ? PyDict_GetItemWithError(known, key) : NULL;
+        Py_XDECREF(key);
+        Py_DECREF(code);
+        int good = row && PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 3 && PyTuple_GET_ITEM(row, 2) == Py_False;
+        if (!good) {
+            Py_DECREF(frame);
+            Py_CLEAR(found);
+            break;
+        }
+        if (!found && PyTuple_GET_ITEM(row, 1) == Py_True)
+            found = (PyFrameObject *)Py_NewRef(frame);
+        PyFrameObject *back = PyFrame_GetBack(frame);
+        Py_DECREF(frame);
+        frame = back;
+    }
+    if (PyErr_Occurred()) {
+        Py_XDECREF(found);
+        return NULL;
+    }
+    return found ? (PyObject *)found : Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
     {"find_resizable", find_resizable, METH_VARARGS, "Say where storages say whether they may be resized; once."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
+    {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
+    {"waiting_frame", waiting_frame, METH_O, "The user's frame that waits, where it holds nothing."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},

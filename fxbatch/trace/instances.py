@@ -44,8 +44,9 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import are_deterministic
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.state import current_recorder
-from fxbatch.trace.user_line import at_line, in_users_code
+from fxbatch.trace.user_line import at_line, in_users_code, user_frame
 
 Settings = tuple[Any, ...]
 _ABSENT: Any = object()  # an attribute that a module does not have
@@ -182,14 +183,14 @@ class Instances:
 
     # What instances do
 
-    def why_stay(self, frame: types.FrameType | None) -> str:
+    def why_stay(self, holds: Callable[[], bool]) -> str:
         """Why the instance that asks now can't be left, as it holds or changes what all share; "" where it can.
-        frame: the innermost of the user's code."""
+        holds: whether a frame of the user's code holds something."""
         if self.shared:
             return f"the code changes {self.shared}, which all instances share"
         if self.settings != settings_now():
             return "a setting of the process is changed"
-        if holds_what_is_shared(frame):
+        if holds():
             return "it is inside a `with`, or holds a lock, that all instances may share"
         return ""
 
@@ -634,6 +635,32 @@ def _is_suspect(code: types.CodeType) -> bool:
         _suspects.clear()
     _suspects[id(code)] = code, found
     return found
+
+
+# By id of a code: it, whether it is the user's, and whether it may hold something. C walks the stack with it.
+_frames: dict[int, tuple[types.CodeType, bool, bool]] = {}
+
+
+def waiting_frame() -> tuple[types.FrameType | None, Callable[[], bool]]:
+    """The innermost frame of the user's code, and what says whether it, or one further out, holds what all share."""
+    found = _fast.waiting_frame(_frames) if ExtensionSwitch.on else None
+    if found is not None:
+        return found, _nothing
+    if len(_frames) >= 4096:
+        _frames.clear()
+    outer: types.FrameType | None = sys._getframe(0)
+    while outer is not None:
+        code = outer.f_code
+        if id(code) not in _frames:
+            own = in_users_code(code, outer.f_globals)
+            _frames[id(code)] = code, own, own and _is_suspect(code)
+        outer = outer.f_back
+    frame = user_frame()
+    return frame, functools.partial(holds_what_is_shared, frame)
+
+
+def _nothing() -> bool:
+    return False
 
 
 def holds_what_is_shared(frame: types.FrameType | None) -> bool:

@@ -33,14 +33,14 @@ from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.data_dependent import must_not_switch
-from fxbatch.trace.instances import Instances, settings_now
+from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
-from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_frame, user_place
+from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
 from fxbatch.trace.writes import abandon_written
 
@@ -432,15 +432,15 @@ class _Run:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
         if must_not_switch():
             return self._answer_here(values, plain)
-        frame = user_frame()
-        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay(frame)):
+        frame, holds = waiting_frame()
+        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay(holds)):
             self.statistics.stayed = self.statistics.stayed or reason
             return self._answer_here(values, plain)
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
         self.statistics.asked(None if frame is None else (frame.f_code, frame.f_lasti))
-        del frame  # which would hold the instance's variables
+        del frame, holds  # which would hold the instance's variables
         self._park(parked)
         return parked.answer
 

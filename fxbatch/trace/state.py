@@ -24,7 +24,7 @@ from fxbatch.torch_private import (
     swap_function_modes,
     warning_handler,
 )
-from fxbatch.trace.columns import set_current
+from fxbatch.trace.columns import _fast, set_current
 from fxbatch.trace.user_line import at_line
 
 
@@ -93,15 +93,22 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
+        usual = (
+            None if _fast is None or self.recorder is None else _fast.usual_modes(self.recorder, self.grad)
+        )
+        if usual is None:
+            usual = (
+                torch.is_grad_enabled() is self.grad
+                and not any_autocast()
+                and state.recorder is self.recorder
+            )
         return (
-            torch.is_grad_enabled() is self.grad
+            usual
             and torch.is_inference_mode_enabled() is self.inference
             and self.autocast is None
-            and not any_autocast()
             and not self.functions
             and not function_mode_count()
             and warning_handler() == self.warnings
-            and state.recorder is self.recorder
         )
 
 
