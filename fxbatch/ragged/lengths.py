@@ -185,7 +185,8 @@ class Lengths:
     def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The sum of `weights * rows` over the rows of each instance: [total, 1], [total, d] => [n, d]."""
         recorded = torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad)
-        if recorded or rows.dtype not in (torch.float32, torch.float64) or not rows.numel():
+        narrow = rows.dtype not in (torch.float32, torch.float64) or weights.dtype != rows.dtype
+        if recorded or narrow or not rows.numel():
             return self.sum(weights * rows)
         return torch.embedding_bag(
             rows, self.each_row, self.offsets, mode=0, per_sample_weights=weights.reshape(-1)

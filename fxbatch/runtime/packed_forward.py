@@ -51,7 +51,7 @@ from fxbatch.trace.columns import Bounds, sizes_of
 from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
-from fxbatch.trace.state import current_recorder
+from fxbatch.trace.state import autocast_state, current_recorder
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
@@ -129,7 +129,7 @@ class PackedForward:
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
         """The results of a minibatch, or None."""
-        if any_autocast() or is_watched() or inside_functorch() or function_modes() or not memory_is_real():
+        if is_watched() or inside_functorch() or function_modes() or not memory_is_real():
             return None
         if torch.is_inference_mode_enabled() or current_recorder() is not None:
             return None
@@ -183,22 +183,27 @@ class PackedForward:
         """All that a packed function depends on but the sizes."""
         assert self.examined is not None
         needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
-        return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs)
+        types = autocast_state() if any_autocast() else ()
+        return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs, types)
 
     def _columns(self, fn: Any, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
         if isinstance(instances, Columns):
-            return _alike([list(c) for c in instances.columns], *_tensors_alone(len(instances.columns)))
+            plain, spec = _tensors_alone(len(instances.columns))
+            return _alike([list(c) for c in instances.columns], plain, spec)
+        once = bool(self.options.shared)
         args, kwargs = instances[0]
         met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
         if not met:
-            return _of_containers(instances)
+            return _of_containers(instances, once=once)
         if not met.keys() <= set(self.classes):
             self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
         if self.unlike > MOST_UNLIKE or (look := self._look(fn)) is None:
             return None
         names = look.reads.attributes()
-        columns = _of_objects(instances, names) or _of_containers(instances, lambda x: opened(x, names))
+        columns = _of_objects(instances, names) or _of_containers(
+            instances, lambda x: opened(x, names), once=once
+        )
         self.unlike = 0 if columns is not None else self.unlike + 1
         return columns
 
@@ -271,7 +276,7 @@ class PackedForward:
     def _built(
         self, fn: Any, columns: _Columns, example: int, dynamic: tuple[tuple[int, ...], ...]
     ) -> Variant:
-        tensors = [c[example] for c in columns.tensors]
+        tensors = [*[c[example] for c in columns.tensors], *columns.whole]
         assert self.root is not None and self.examined is not None
         examined = self.examined
         for _ in range(4):
@@ -294,8 +299,9 @@ class PackedForward:
             raise BodyError(
                 f"changes {changed}" if changed else effects.effect or "writes to what it was given"
             )
-        operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
-        function = PackedFunction.of(body, example_of(tensors), dynamic, operands)
+        first = len(columns.tensors)
+        operands = example_of([*columns.whole, *shared])
+        function = PackedFunction.of(body, example_of(tensors[:first]), dynamic, operands)
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         return Variant(function, body.spec, examined.names, body.trackers)
@@ -313,7 +319,7 @@ class PackedForward:
         out: str,
     ) -> Any:
         assert self.examined is not None
-        shared = [s.resolve() for s in self.examined.shared]
+        shared = [*columns.whole, *[s.resolve() for s in self.examined.shared]]
         if self.examined.coupled and len(work) != 1:
             raise BatchCoupledError(
                 f'{self.examined.coupled} in training with batch_norm="minibatch": its code does something else for '
@@ -402,7 +408,8 @@ class _Body:
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
         """The forward's own result."""
         given = iter(tensors)
-        leaves = [next(given) if x is _TENSOR else x for x in self.plain]
+        own = [next(given) if x is _TENSOR else x for x in self.plain]
+        leaves = [next(given) if x is _TENSOR_OF_ALL else x for x in own]
         args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
         for name in self.again:
@@ -442,7 +449,8 @@ class _Body:
         return changed_attribute(self.twins)
 
 
-_TENSOR = object()
+_TENSOR, _TENSOR_OF_ALL = object(), object()
+_TENSORS = (_TENSOR, _TENSOR_OF_ALL)
 
 
 @dataclass
@@ -454,6 +462,7 @@ class _Columns:
     tensors: list[list[torch.Tensor]]  # per tensor leaf, those of all instances
     shapes: list[np.ndarray]  # int64 [n, dimensions] each
     bounds: list[Bounds]
+    whole: list[torch.Tensor] = field(default_factory=list)  # given once for all instances
 
     @property
     def n(self) -> int:
@@ -473,9 +482,10 @@ class _Columns:
 
 
 def _of_containers(
-    instances: Sequence[Instance], opened: Callable[[Any], Any] = lambda x: x
+    instances: Sequence[Instance], opened: Callable[[Any], Any] = lambda x: x, *, once: bool = False
 ) -> _Columns | None:
-    """The instances as columns of tensors; None where they are not alike or hold something else than plain data."""
+    """The instances as columns of tensors; None where they are not alike or hold something else than plain data. once:
+    whether a tensor that all instances have is given once."""
     args, kwargs = instances[0]
     leaves, spec = tree_flatten(opened((args[1:], kwargs)))
     plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
@@ -491,7 +501,16 @@ def _of_containers(
         if other != spec or not _equal_plain(found, plain):
             return None
         rows.append(found)
-    return _alike([[row[i] for row in rows] for i in places], plain, spec, classes)
+    columns = [[row[i] for row in rows] for i in places]
+    if not once:
+        return _alike(columns, plain, spec, classes)
+    same = [all(x is column[0] for x in column) for column in columns]
+    marks = [_TENSOR_OF_ALL if is_same else _TENSOR for is_same in same]
+    for i, mark in zip(places, marks, strict=True):
+        plain = (*plain[:i], mark, *plain[i + 1 :])
+    own = [c for c, is_same in zip(columns, same, strict=True) if not is_same]
+    whole = [c[0] for c, is_same in zip(columns, same, strict=True) if is_same]
+    return _alike(own, plain, spec, classes, whole)
 
 
 def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> _Columns | None:
@@ -546,7 +565,11 @@ def _tensors_alone(count: int) -> tuple[tuple[Any, ...], TreeSpec]:
 
 
 def _alike(
-    columns: list[list[Any]], plain: tuple[Any, ...], spec: TreeSpec, classes: tuple[Any, ...] = ()
+    columns: list[list[Any]],
+    plain: tuple[Any, ...],
+    spec: TreeSpec,
+    classes: tuple[Any, ...] = (),
+    whole: Sequence[Any] = (),
 ) -> _Columns | None:
     """These columns, where the tensors of each may differ in their sizes alone."""
     kinds, shapes, bounds = [], [], []
@@ -560,10 +583,17 @@ def _alike(
         kinds.append((first.dim(), first.dtype, first.device, first.requires_grad))
         shapes.append(met[0])
         bounds.append(met[1])
-    if len({device for _, _, device, _ in kinds}) != 1:
+    if len({device for _, _, device, _ in kinds} | {t.device for t in whole}) != 1 or not columns:
         return None
-    keys = tuple(static_key(x) for x in plain if x is not _TENSOR)
-    return _Columns(_Kind(spec, keys + classes, tuple(kinds)), plain, columns, shapes, bounds)
+    if any(type(t) is not torch.Tensor or t.layout is not torch.strided for t in whole):
+        return None
+    kinds += [(t.shape, t.dtype, t.device, t.requires_grad) for t in whole]
+    keys = (
+        tuple(x if x in _TENSORS else static_key(x) for x in plain)
+        if whole
+        else tuple(static_key(x) for x in plain if x is not _TENSOR)
+    )
+    return _Columns(_Kind(spec, keys + classes, tuple(kinds)), plain, columns, shapes, bounds, list(whole))
 
 
 def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:

@@ -29,7 +29,7 @@ class PackedRoute:
         self.root = root
         self.forward: PackedForward | None = None
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
-        self.off = off or options.schedule in ("none", "fold") or bool(options.shared)
+        self.off = off or options.schedule in ("none", "fold")
 
     def may_pack(self, instances: Sequence[Any]) -> bool:
         """Whether it is worth asking: a look at one instance."""

@@ -1,0 +1,88 @@
+"""Packed forwards in autocast, and with arguments that are given once for all instances: as the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxbatch
+from tests.oracle import check_equal, compare_in_autocast, run
+from tests.ragged.own_size_models import CASES
+from tests.ragged.test_packed_forward import variants_of
+from tests.trust.programs import model
+
+# Layers that torch computes in bfloat16, and such that it computes in float32.
+IN_AUTOCAST = [
+    "readouts", "set transformer", "DETR", "relative bias", "ALiBi", "rotary", "shifts", "two towers", "GIN",
+    "GRU then attention", "statistics pooling", "weighted loss", "mixture", "NetVLAD", "masked words", "kernel matrix",
+    "memory network", "pointer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_AUTOCAST)
+def test_autocast(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    made = model(case.forward, case.parts(), adaptive=False, out="list")
+    for sizes in case.sizes[:2]:
+        batch = [case.make(t) for t in sizes]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ours = run(made, [batch])
+            with fxbatch.disabled():
+                theirs = run(made, [batch])
+        compare_in_autocast(ours, theirs, torch.bfloat16)
+    assert sum(v.calls for v in variants_of(made)) >= 2
+    check_equal(made, [case.make(t) for t in case.sizes[0]])  # without autocast another graph
+    assert len(variants_of(made)) >= 2
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    @fxbatch.autobatch(adaptive=False, shared=("memory", "scale"))
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        h = self.l(x)
+        weight = F.softmax(h @ memory.t() * scale, -1)
+        return self.out((h + weight @ memory).mean(0))
+
+
+def test_arguments_given_once() -> None:
+    made = Shared()
+    for size in (5, 7):
+        memory = torch.randn(size, 8, requires_grad=True)
+        for sizes in ((4, 7, 2, 5), (3, 1, 6)):
+            check_equal(made, [torch.randn(t, 8) for t in sizes], memory)
+            check_equal(made, [torch.randn(t, 8) for t in sizes], memory, 2.0)
+    variants = variants_of(made)
+    assert len(variants) == 4 and all(v.function.lowered.layouts["arg1_1"] == "whole" for v in variants)
+
+
+def test_one_instance_with_arguments_given_once() -> None:
+    made, memory = Shared(), torch.randn(5, 8)
+    check_equal(made, [torch.randn(t, 8) for t in (4, 7)], memory)
+    check_equal(made, [torch.randn(3, 8)], memory)
+
+
+def test_a_tensor_of_all_instances_that_is_not_declared() -> None:
+    """Each instance brings it, as far as packing knows."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(8, 3)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.out(x.sum(0) + y.mean(0))
+
+    made, y = Both(), torch.randn(6, 8, requires_grad=True)
+    check_equal(made, [torch.randn(t, 8) for t in (4, 7, 2)], [y, y, y])
+    function: Callable[..., Any] = variants_of(made)[0].function
+    assert function is not None
