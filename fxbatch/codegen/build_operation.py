@@ -128,23 +128,18 @@ def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, 
 
     if parts.parameters is not None:
         clean(parts.parameters)
-        make_sparse(parts.parameters, [parts.grad_shared.index(i) for i in sparse if i in parts.grad_shared])
+        of = parts.flows.grad_shared
+        make_sparse(parts.parameters, [of.index(i) for i in sparse if i in of])
     forward = finish(parts.forward, "Forward")
     assert forward is not None
     return OperationGraphs(
         signature=signature,
         layout=layout,
         forward=forward,
-        saved_types=parts.saved_types,
         backward=finish(parts.backward, "Backward"),
-        grad_outputs=parts.grad_outputs,
-        grad_groups=parts.grad_groups,
-        backward_inputs=parts.backward_inputs,
-        extra_types=parts.extra_types,
         parameters=finish(parts.parameters, "Parameters"),
-        parameter_inputs=parts.parameter_inputs,
-        grad_shared=parts.grad_shared,
         random=signature.operation.random or any(is_random(x) for x in joint.graph.nodes),
+        **vars(parts.flows),
     )
 
 

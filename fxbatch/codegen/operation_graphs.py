@@ -30,8 +30,21 @@ class Ref:
         return f"{self.kind}{self.index}"
 
 
-@dataclass(frozen=True, eq=False)
-class OperationGraphs:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Flows:
+    """What flows between the three graphs of an operation, and out of them."""
+
+    saved_types: tuple[TensorType, ...]
+    grad_outputs: tuple[int, ...]
+    grad_groups: tuple[int, ...]
+    backward_inputs: tuple[Ref, ...]
+    extra_types: tuple[TensorType, ...]
+    parameter_inputs: tuple[Ref, ...]
+    grad_shared: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OperationGraphs(Flows):
     """The three graphs of one signature.
 
     A group of one input is `[n, *shape]`; a group of several is `[n, members, *shape]`.
@@ -49,15 +62,8 @@ class OperationGraphs:
     signature: Signature
     layout: Layout
     forward: fx.GraphModule
-    saved_types: tuple[TensorType, ...]
     backward: fx.GraphModule | None
-    grad_outputs: tuple[int, ...]
-    grad_groups: tuple[int, ...]
-    backward_inputs: tuple[Ref, ...]
-    extra_types: tuple[TensorType, ...]
     parameters: fx.GraphModule | None
-    parameter_inputs: tuple[Ref, ...]
-    grad_shared: tuple[int, ...]
     random: bool = False
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
 

@@ -10,14 +10,14 @@ taken is row-wise `[n, ...]`, so that rows of many steps can be put one after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from fxbatch.codegen.batch import Joint
-from fxbatch.codegen.operation_graphs import NotBatchable, Ref
+from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref
 from fxbatch.codegen.shapes import bytes_per_row, row_type
 from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorType
@@ -38,34 +38,19 @@ _CHEAP = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Partition:
+class Partition(NamedTuple):
     """The three graphs and what flows between them."""
 
     forward: fx.Graph
-    saved: tuple[fx.Node, ...]  # nodes of the joint graph
     backward: fx.Graph | None
-    grad_outputs: tuple[int, ...]
-    grad_groups: tuple[int, ...]
-    backward_inputs: tuple[Ref, ...]
-    extra: tuple[fx.Node, ...]
     parameters: fx.Graph | None
-    parameter_inputs: tuple[Ref, ...]
-    grad_shared: tuple[int, ...]
-
-    @property
-    def saved_types(self) -> tuple[TensorType, ...]:
-        return tuple(_row_type(node) for node in self.saved)
-
-    @property
-    def extra_types(self) -> tuple[TensorType, ...]:
-        return tuple(_row_type(node) for node in self.extra)
+    flows: Flows
 
 
-def _row_type(node: fx.Node) -> TensorType:
-    kind = row_type(node)
-    assert kind is not None
-    return kind
+def _row_types(nodes: Sequence[fx.Node]) -> tuple[TensorType, ...]:
+    found = tuple(kind for kind in map(row_type, nodes) if kind is not None)
+    assert len(found) == len(nodes), "what is cut is row-wise"
+    return found
 
 
 def ancestors(nodes: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> dict[fx.Node, None]:
@@ -111,15 +96,8 @@ Again = Callable[[fx.Node], bool]
 
 def _again(node: fx.Node) -> bool:
     """Whether a node is computed again in backward rather than saved."""
-    return node.op == "call_function" and (node.target in _CHEAP or _is_number(node))
-
-
-def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta["values"][0], (int, float, bool))
-
-
-def _again_unless_rows(node: fx.Node) -> bool:
-    return node.op == "call_function" and row_type(node) is None and not is_random(node)
+    number = isinstance(node.meta["values"][0], (int, float, bool))
+    return node.op == "call_function" and (node.target in _CHEAP or number)
 
 
 def _again_unless_random(node: fx.Node) -> bool:
@@ -144,7 +122,8 @@ def cut(
     ends = [x for x in dict.fromkeys(sinks) if x in dict.fromkeys(order)]
     if not ends:
         return []
-    wider = (again, lambda x: again(x) or _again_unless_rows(x), _again_unless_random)
+    unless_rows: Again = lambda x: again(x) or (_again_unless_random(x) and row_type(x) is None)  # noqa: E731
+    wider = (again, unless_rows, _again_unless_random)
     for allowed in wider:
         flow = _flow(order, ends, sources, kept, allowed)
         try:
@@ -181,7 +160,9 @@ def _flow(
 def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> dict[fx.Node, None]:
     """The nodes of the region that are not functions of n, shared operands and attributes alone."""
     found: dict[fx.Node, bool] = {}
-    for node in _in_order(region):
+    for node in next(iter(region)).graph.nodes if region else ():
+        if node not in region:
+            continue
         if node in free or node.op == "get_attr":
             found[node] = False
         elif node.op == "placeholder" or is_random(node):
@@ -189,11 +170,6 @@ def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> 
         else:
             found[node] = any(found.get(x, x not in free) for x in node.all_input_nodes)
     return {node: None for node, yes in found.items() if yes}
-
-
-def _in_order(region: dict[fx.Node, None]) -> list[fx.Node]:
-    graph = next(iter(region)).graph if region else None
-    return [node for node in graph.nodes if node in region] if graph else []
 
 
 def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> float:
@@ -222,11 +198,10 @@ def _assemble(
 
     forward = build(joint, [*joint.groups, *joint.shared], [*joint.outputs, *new_saved])
     starts = [x for x in joint.output_gradients if x is not None]
-    has_backward = bool(inputs or extra)
     used_saved: list[fx.Node] = []
     used_starts: list[fx.Node] = []
     backward = None
-    if has_backward:
+    if inputs or extra:
         used_saved, used_starts = _used([*inputs, *extra], saved, starts)
         backward = build(joint, [*used_starts, *used_saved, *joint.shared], [*inputs, *extra])
     parameters = None
@@ -235,20 +210,17 @@ def _assemble(
         used, used_extra = _used(shared, saved, extra)
         parameters = build(joint, [*used, *used_extra, *joint.shared], shared)
         refs = [ref(x) for x in used] + [Ref("extra", extra.index(x)) for x in used_extra]
-    return Partition(
-        forward=forward,
-        saved=new_saved,
-        backward=backward,
-        grad_outputs=tuple(
-            i for i, x in enumerate(joint.output_gradients) if x in dict.fromkeys(used_starts)
-        ),
+    started = dict.fromkeys(used_starts)
+    flows = Flows(
+        saved_types=_row_types(new_saved),
+        grad_outputs=tuple(i for i, x in enumerate(joint.output_gradients) if x in started),
         grad_groups=tuple(i for i, x in enumerate(joint.group_gradients) if x is not None),
         backward_inputs=tuple(ref(x) for x in used_saved),
-        extra=tuple(extra),
-        parameters=parameters,
+        extra_types=_row_types(extra),
         parameter_inputs=tuple(refs),
         grad_shared=tuple(i for i, x in enumerate(joint.shared_gradients) if x is not None),
     )
+    return Partition(forward, backward, parameters, flows)
 
 
 def _used(

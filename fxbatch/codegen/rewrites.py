@@ -51,9 +51,16 @@ from fxbatch.codegen.shapes import (
     is_view,
     shape,
     shape_argument,
-    size_argument,
 )
-from fxbatch.codegen.simplify import Rule, apply_rules, clean, constant_value, is_random, slice_bounds
+from fxbatch.codegen.simplify import (
+    Rule,
+    apply_rules,
+    clean,
+    constant_value,
+    is_random,
+    same_form,
+    slice_bounds,
+)
 
 aten = torch.ops.aten
 RewriteStep = dict[Any, tuple[Rule, ...]] | Callable[[fx.Graph], bool]
@@ -76,6 +83,30 @@ def apply_rewrite(graph: fx.Graph, name: str) -> bool:
     return changed
 
 
+_ROWS: Size = (1, 0)
+_ONE: Size = (0, 1)
+_TURNED = [1, 0]
+
+
+def _reshape(graph: fx.Graph, node: fx.Node, dims: Shape) -> fx.Node:
+    return add_call(graph, aten.reshape.default, (node, shape_argument(graph, dims)))
+
+
+def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> fx.Node:
+    return add_call(graph, aten.permute.default, (node, order))
+
+
+def _pairs(node: fx.Node) -> list[tuple[Any, Any]]:
+    """The operands of an addition, both ways; none where a number or a factor is added."""
+    plain = not node.kwargs and all(isinstance(x, fx.Node) for x in node.args)
+    return [(node.args[1], node.args[0]), (node.args[0], node.args[1])] if plain else []
+
+
+def _alone(node: fx.Node, *targets: Any) -> bool:
+    """Whether a node is a call of one of these that is read once."""
+    return node.target in targets and len(node.users) == 1
+
+
 # -- lookups: a look-up in a table is a selection of rows, which can be written into given memory.
 
 
@@ -90,9 +121,8 @@ def _select_rows(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         if factor and a:
             return None
         factor, rest = (factor * b, rest * b) if factor or not a else (rest * a, rest * b)
-    flat = add_call(graph, aten.reshape.default, (indices, [size_argument(graph, (factor, rest))]))
-    rows = add_call(graph, aten.index_select.default, (table, 0, flat))
-    return add_call(graph, aten.reshape.default, (rows, shape_argument(graph, shape(node))))
+    flat = _reshape(graph, indices, ((factor, rest),))
+    return _reshape(graph, add_call(graph, aten.index_select.default, (table, 0, flat)), shape(node))
 
 
 def _sum_of_scattered(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -106,36 +136,22 @@ def _sum_of_scattered(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if wide.target is not aten.expand.default or not dtype(grad).is_floating_point:
         return None
     tables, dims, index = shape(zeros), shape(grad), shape(wide.args[0])
-    if (
-        len(dims) < 2
-        or dims != shape(wide)
-        or dims[0] != (1, 0)
-        or any(a for a, _ in (*dims[1:], *tables[1:]))
-    ):
+    fixed = not any(a for a, _ in (*dims[1:], *tables[1:]))
+    if len(dims) < 2 or dims != shape(wide) or dims[0] != _ROWS or not fixed:
         return None
     if tables[2:] != dims[2:] or index != (*dims[:2], *((0, 1),) * len(dims[2:])):
         return None
     (_, chosen), (_, rows) = dims[1], tables[1]
     width = math.prod(b for _, b in dims[2:])
-    flat = add_call(graph, aten.reshape.default, (grad, shape_argument(graph, ((chosen, 0), (0, width)))))
-    places = add_call(graph, aten.reshape.default, (wide.args[0], shape_argument(graph, ((chosen, 0),))))
+    flat, places = (
+        _reshape(graph, grad, ((chosen, 0), (0, width))),
+        _reshape(graph, wide.args[0], ((chosen, 0),)),
+    )
     table = add_call(graph, aten.embedding_dense_backward.default, (flat, places, rows, -1, False))
-    return add_call(graph, aten.reshape.default, (table, shape_argument(graph, tables[1:])))
+    return _reshape(graph, table, tables[1:])
 
 
 # -- batched products: a batch of products with one shared matrix is one product; rows come first.
-
-_ROWS: Size = (1, 0)
-_ONE: Size = (0, 1)
-_TURNED = [1, 0]
-
-
-def _reshape(graph: fx.Graph, node: fx.Node, dims: Shape) -> fx.Node:
-    return add_call(graph, aten.reshape.default, (node, shape_argument(graph, dims)))
-
-
-def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> fx.Node:
-    return add_call(graph, aten.permute.default, (node, order))
 
 
 def _times(a: Size, b: Size) -> Size:
@@ -279,25 +295,14 @@ def _turn_after(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _addmm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    if node.kwargs:
-        return None
-    for product, bias in (node.args, node.args[::-1]):
-        if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
-            continue
-        inner: Any = product
-        if product.target is aten.reshape.default and len(product.users) == 1:
-            inner = product.args[0]
-        if inner.target is not aten.mm.default or len(inner.users) > 1:
-            continue
-        if dtype(bias) != dtype(inner) or shape(node) != shape(product):
+    for bias, product in _pairs(node):
+        inner = product.args[0] if _alone(product, aten.reshape.default) else product
+        if not _alone(inner, aten.mm.default) or dtype(bias) != dtype(inner) or shape(node) != shape(product):
             continue
         width = shape(inner)[1:]
-        if shape(bias) != width or shape(product)[-1:] != width:
-            continue
-        new = add_call(graph, aten.addmm.default, (bias, *inner.args))
-        if inner is product:
-            return new
-        return add_call(graph, aten.reshape.default, (new, product.args[1]))
+        if shape(bias) == width == shape(product)[-1:]:
+            new = add_call(graph, aten.addmm.default, (bias, *inner.args))
+            return new if inner is product else add_call(graph, aten.reshape.default, (new, product.args[1]))
     return None
 
 
@@ -369,9 +374,8 @@ def concatenate(graph: fx.Graph, like: fx.Node, dim: int, parts: list[Segment]) 
 
 
 def _zeros(graph: fx.Graph, like: fx.Node, dims: Shape) -> fx.Node:
-    value = like.meta["values"][0]
-    arguments = {"dtype": dtype(like), "device": value.device}
-    return add_call(graph, aten.zeros.default, (shape_argument(graph, dims),), arguments)
+    form = {"dtype": dtype(like), "device": like.meta["values"][0].device}
+    return add_call(graph, aten.zeros.default, (shape_argument(graph, dims),), form)
 
 
 def _merge(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -471,18 +475,18 @@ def _replace_run(
     first = min((part[2] for part in run), key=order.__getitem__)
     low, high = run[0][0], run[-1][1]
     with graph.inserting_before(first):
-        wide = [_wide_slice(graph, x, dim, low, high) if isinstance(x, fx.Node) else x for x in first.args]
+        wide = [
+            _wide_slice(graph, x.args[0], dim, low, high) if isinstance(x, fx.Node) else x for x in first.args
+        ]
         result = add_call(graph, target, tuple(wide))
         slices = [add_call(graph, aten.slice.Tensor, (result, dim, a - low, b - low)) for a, b, _ in run]
     for (_, _, node), view in zip(run, slices, strict=True):
         node.replace_all_uses_with(view)
 
 
-def _wide_slice(graph: fx.Graph, piece: fx.Node, dim: int, low: int, high: int) -> fx.Node:
-    source: Any = piece.args[0]
-    if (low, high) == (0, shape(source)[dim][1]):
-        return source
-    return add_call(graph, aten.slice.Tensor, (source, dim, low, high))
+def _wide_slice(graph: fx.Graph, source: fx.Node, dim: int, low: int, high: int) -> fx.Node:
+    whole = (low, high) == (0, shape(source)[dim][1])
+    return source if whole else add_call(graph, aten.slice.Tensor, (source, dim, low, high))
 
 
 def _widen_pieces(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -511,10 +515,7 @@ def _wide_call(graph: fx.Graph, piece: fx.Node, arguments: list[Any], dim: int) 
         if isinstance(argument, list):
             argument = add_call(graph, aten.cat.default, (argument, dim))
         elif isinstance(argument, tuple):
-            source, low, high = argument
-            argument = source
-            if (low, high) != (0, shape(source)[dim][1]):
-                argument = add_call(graph, aten.slice.Tensor, (source, dim, low, high))
+            argument = _wide_slice(graph, argument[0], dim, *argument[1:])
         args.append(argument)
     return add_call(graph, piece.target, tuple(args), dict(piece.kwargs))
 
@@ -565,40 +566,26 @@ _DERIVATIVES = (aten.tanh_backward.default, aten.sigmoid_backward.default)
 
 
 def _addcmul(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    if node.kwargs or not dtype(node).is_floating_point:
-        return None
-    for product, rest in (node.args[::-1], node.args):
-        if not isinstance(product, fx.Node) or not isinstance(rest, fx.Node):
-            continue
-        if product.target is not aten.mul.Tensor or len(product.users) > 1:
-            continue
+    for product, rest in _pairs(node) if dtype(node).is_floating_point else ():
         operands = (rest, *product.args)
-        if not all(isinstance(x, fx.Node) and dtype(x) == dtype(node) for x in operands):
+        if not _alone(product, aten.mul.Tensor) or not all(isinstance(x, fx.Node) for x in operands):
             continue
-        if shape(product) == shape(node) and shape(rest) == shape(node):
+        same = all(dtype(x) == dtype(node) for x in operands)
+        if same and shape(product) == shape(node) and shape(rest) == shape(node):
             return add_call(graph, aten.addcmul.default, operands)
     return None
 
 
 def _addcmul_of_derivative(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """A derivative is linear in the gradient that it takes: a factor of that may as well come last."""
-    if node.kwargs or not dtype(node).is_floating_point:
-        return None
-    for derivative, rest in (node.args[::-1], node.args):
-        if not isinstance(derivative, fx.Node) or not isinstance(rest, fx.Node):
-            continue
-        if derivative.target not in _DERIVATIVES or len(derivative.users) > 1:
-            continue
-        product: Any = derivative.args[0]
-        if product.target is not aten.mul.Tensor or len(product.users) > 1:
-            continue
-        if not all(isinstance(x, fx.Node) for x in product.args):
+    for derivative, rest in _pairs(node) if dtype(node).is_floating_point else ():
+        product: Any = derivative.args[0] if _alone(derivative, *_DERIVATIVES) else derivative
+        if product is derivative or not _alone(product, aten.mul.Tensor):
             continue
         operands = (rest, derivative, product, *product.args)
-        if any(dtype(x) != dtype(node) or shape(x) != shape(node) for x in operands):
-            continue
-        inner = add_call(graph, derivative.target, (product.args[0], *derivative.args[1:]))
-        return add_call(graph, aten.addcmul.default, (rest, inner, product.args[1]))
+        if all(isinstance(x, fx.Node) and same_form(x, node) for x in operands):
+            inner = add_call(graph, derivative.target, (product.args[0], *derivative.args[1:]))
+            return add_call(graph, aten.addcmul.default, (rest, inner, product.args[1]))
     return None
 
 
@@ -630,9 +617,7 @@ def _product(node: fx.Node) -> fx.Node | None:
     if len(node.users) > 1:
         return None
     inner: Any = node.args[0] if node.target is aten.reshape.default else node
-    node = inner
-    single = node.target in (aten.mm.default, aten.addmm.default) and len(node.users) == 1
-    return node if single else None
+    return inner if _alone(inner, aten.mm.default, aten.addmm.default) else None
 
 
 REWRITES: dict[str, tuple[RewriteStep, ...]] = {
