@@ -36,7 +36,7 @@ MINIBATCH_GRAD, INSTANCE_GRAD, CALL_GRAD = 500.0, 9.0, 0.5
 STEP, PYTHON_STEP, UNBATCHED_CALL = 66.0, 175.0, 30.0
 STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 19.0, 67.0, 50.0
 # A phase, and an instance that waits in one; what backward adds.
-PHASE, WAIT = 150.0, 8.0
+PHASE, WAIT = 120.0, 6.5
 PHASE_GRAD = 120.0
 # The graphs of one operation; importing what builds them (torch._dynamo, sympy), once a process.
 BUILD, IMPORTING = 80_000.0, 1_500_000.0
