@@ -120,8 +120,9 @@ def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live:
     last = run.phases[-1] if run.phases else None
     if last is None:
         raise TraceError(
-            "no instance made a call: there is nothing to compile. Values come from modules, and from vectors "
-            "that are arguments; what touches only an instance's own tensors runs as it is"
+            "no instance made a call: there is nothing to compile. Values come from modules, from parameters of the "
+            "model's own, and from vectors that are arguments; what touches only an instance's own tensors runs as it "
+            "is"
         )
     phases = tuple(phase for part in (*run.segments, run) for phase in part.phases)
     return Minibatch(engine, recording, program, rewritten, schedule, last.plan, phases, found, values)

@@ -20,6 +20,7 @@ import torch
 
 # Checked against 2.11.0 and 2.13.0: whether any autocast is on, in one call; the stacks of modes of a thread.
 from torch._C import (
+    DisableTorchFunctionSubclass,
     _get_function_stack_at,
     _is_any_autocast_enabled,
     _len_torch_function_stack,
@@ -540,6 +541,7 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
+    "DisableTorchFunctionSubclass",
     "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",

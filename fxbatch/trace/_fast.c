@@ -22,7 +22,8 @@ static struct {
     Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
     Py_ssize_t constants, owners, entries, payload, unchecked, settled;
 } at;
-static PyTypeObject *Value, *Tensor, *Parameter, *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
+static PyTypeObject *Value, *Tensor, *Parameter, *BareParameter, *BareView;
+static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
@@ -31,7 +32,7 @@ static PyObject *cpu; /* the device */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
-static PyObject *slow_torch_function, *slow_handle;
+static PyObject *slow_torch_function, *slow_bare, *slow_handle;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -456,6 +457,11 @@ static PyObject *one_of_equals(PyObject *x)
     return found;
 }
 
+static int is_parameter(PyTypeObject *type)
+{
+    return type == Parameter || type == BareParameter;
+}
+
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -466,7 +472,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         PyObject *v = constant_of(recorder, x, a->views);
         return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
     }
-    if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || type == Parameter || type == Dtype)
+    if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || is_parameter(type) || type == Dtype)
         return token(a, x, 0);
     if (type == &PyLong_Type)
         return token_integer(a, x);
@@ -489,6 +495,17 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
             known = parts[i] == Py_None           ? token(a, Py_None, 0)
                     : PyLong_CheckExact(parts[i]) ? token_integer(a, parts[i])
                                                   : 0;
+        return known;
+    }
+    if (type == BareView) { /* compared by what of which parameter it shows, or a row that is looked up */
+        PyObject *shown = PyObject_GetAttrString(x, "_fxbatch_view");
+        int known = !shown                       ? 0
+                    : Py_IS_TYPE(shown, Value) ? tokenise(a, recorder, shown, depth)
+                    : a->views                 ? token(a, shown, 0)
+                                               : 0;
+        if (!shown)
+            PyErr_Clear();
+        Py_XDECREF(shown); /* the view and the table of signatures keep it */
         return known;
     }
     if (type == &PyUnicode_Type || type == Device)
@@ -596,7 +613,7 @@ static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
     PyObject *owners = SLOT(recorder, at.owners);
     int foreign = 0;
     for (Py_ssize_t i = 0; i < a->n && !foreign; i++) {
-        if (!Py_IS_TYPE(a->tokens[i].object, Parameter))
+        if (!is_parameter(Py_TYPE(a->tokens[i].object)))
             continue;
         PyObject *key = PyLong_FromVoidPtr(a->tokens[i].object);
         int found = !key ? -1 : owners && PyDict_Check(owners) ? PyDict_Contains(owners, key) : 0;
@@ -666,7 +683,7 @@ static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *a
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* Value.__torch_function__(func, types, args=(), kwargs=None) */
+/* __torch_function__(func, types, args=(), kwargs=None) of values, and of bare parameters */
 static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
     if (current && !kwnames && (n == 3 || n == 4) && PyTuple_CheckExact(args[2]) &&
@@ -677,14 +694,17 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         if (result || PyErr_Occurred())
             return result;
     }
-    return PyObject_Vectorcall(slow_torch_function, args, n, kwnames);
+    int bare = n > 1 && PyTuple_CheckExact(args[1]);
+    for (Py_ssize_t i = 0; bare && i < PyTuple_GET_SIZE(args[1]); i++)
+        bare = PyTuple_GET_ITEM(args[1], i) != (PyObject *)Value;
+    return PyObject_Vectorcall(bare ? slow_bare : slow_torch_function, args, n, kwnames);
 }
 
 /* Whether nobody but Value has a say in a call with this argument. */
 static int ours_alone(PyObject *x)
 {
     PyTypeObject *t = Py_TYPE(x);
-    return t == Value || t == Tensor || t == Parameter || x == Py_None;
+    return t == Value || t == Tensor || is_parameter(t) || x == Py_None;
 }
 
 /* torch.overrides.handle_torch_function(public_api, relevant_args, *args, **kwargs) */
@@ -802,6 +822,7 @@ static struct {
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row},
     {"link_outputs", &slow_link}, {"torch_function", &slow_torch_function},
+    {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
     {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
 };
 

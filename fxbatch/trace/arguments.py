@@ -19,6 +19,7 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.ir import SharedOperand, Slot, Template, TensorType
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
+from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.parameter_rows import gradients_go_through, row_of_parameter
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -93,12 +94,13 @@ def _plain(x: Any) -> Any:
 class Arguments:
     """Collects the tensors of a call's arguments in pytree order."""
 
-    __slots__ = ("leaves", "recorder", "rows", "shared", "slots", "values", "viewed", "views")
+    __slots__ = ("copied", "leaves", "recorder", "rows", "shared", "slots", "values", "viewed", "views")
 
     def __init__(self, recorder: RecordedCalls, *, views: bool = False) -> None:
         self.recorder = recorder
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one
+        self.copied = False  # whether a view of a bare parameter was taken for what it holds now
         self.rows = False  # whether there was a row of a parameter that is looked up
         self.values: list[Value] = []  # one an input
         self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
@@ -150,6 +152,7 @@ class Arguments:
             if self.views and view_of_shared(self.recorder, t):
                 self.viewed = True
                 return None
+            self.copied = self.copied or type(t) is BareView
             v = self.recorder.constant(t)
             assert v is not None
             return self._input(v, t)

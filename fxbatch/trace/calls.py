@@ -148,7 +148,10 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         link_outputs(recorder, entry, result, arguments.values, args, kwargs)
-    if type(func) is not CustomFunction or func.examined.guards is not None:  # others: compared at each call
+    again = (
+        type(func) is not CustomFunction or func.examined.guards is not None
+    )  # others: compared at each call
+    if again and not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
 
@@ -217,8 +220,14 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
             base = leaves[i] = cast(torch.Tensor, t._base)
             flipped = (t.is_conj() != base.is_conj(), t.is_neg() != base.is_neg())
             views.append((i, tuple(t.shape), t.stride(), t.storage_offset(), *flipped))
-    args, kwargs = tree_unflatten(leaves, spec)
-    return call_function(recorder, on_views, (func, tuple(views), *args), kwargs)
+    given, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
+    seen = (func, tuple(views), *args)
+    result = call_function(recorder, on_views, seen, kwargs)
+    key = Arguments(recorder)
+    entry = recorder.functions.get((on_views, key.key(seen), key.key(kwargs) if kwargs else None))
+    if type(entry) is Entry and not entry.written and not entry.aliased and not key.copied:
+        recorder.remember(func, *given, entry)
+    return result
 
 
 def _by_integer_value(x: Any, index: Any) -> bool:

@@ -31,6 +31,7 @@ import torch
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.data_dependent import must_not_switch
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
@@ -286,6 +287,7 @@ class _Run:
         """Run every instance to its end."""
         self.recorder.ask = self._ask
         try:
+            self.recorder.heard.begin()
             self._start()
             while self.parked:
                 self._phase()
@@ -294,6 +296,7 @@ class _Run:
             abandon_written(self.recorder)
             raise
         finally:
+            self.recorder.heard.close()
             self.recorder.ask = None
             self.stack.close()
             self.modes.restore()
@@ -315,10 +318,12 @@ class _Run:
         self.resuming = sorted(self.parked, key=_instance)
         self.parked = []
         calls = self.recorder.pending
+        self.recorder.heard.end()
         self.execution.run(self.recorder.pending_program([]))
         answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
         numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
         self.recorder.settled = self.execution.settled(self.recorder.base)
+        self.recorder.heard.begin()
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
         for p in self.resuming:
@@ -487,7 +492,7 @@ class _Run:
         self.statistics.asked(user_place())
         self.modes.restore()
         try:
-            with tracing(None):
+            with tracing(None), unheard(self.recorder):
                 self.execution.run(self.recorder.pending_program([]))
                 read = self.execution.numbers if plain else self.execution.read
                 answer = read([v.id for v in values])

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fxbatch.ir import SharedOperand, TensorType
 from fxbatch.torch_private import NormBase, has_global_hooks
+from fxbatch.trace.bare_parameters import bare_parameters
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
 from fxbatch.trace.table import SignatureTable
@@ -122,6 +123,7 @@ class ModulesMet(NamedTuple):
     seen: frozenset[int]  # ids of the modules
     operands: list[tuple[str, torch.Tensor, int]]  # name, parameter or buffer, version at first sight
     classes: tuple[type, ...]
+    bare: tuple[torch.nn.Parameter, ...]  # that users' code may read by itself
 
     @staticmethod
     def of(roots: Iterable[torch.nn.Module], versions: Mapping[int, int]) -> ModulesMet:
@@ -136,9 +138,11 @@ class ModulesMet(NamedTuple):
                     if not is_lazy(t) and not t.is_inference():
                         version = versions.get(id(t), t._version)
                         operands.append((f"{type(module).__name__}.{name}", t, version))
-        classes = tuple(dict.fromkeys(map(type, modules.values())))
-        places = places_of_modules(list(modules.values()))
-        return ModulesMet(owners, places, frozenset(modules), operands, classes)
+        met = list(modules.values())
+        classes = tuple(dict.fromkeys(map(type, met)))
+        return ModulesMet(
+            owners, places_of_modules(met), frozenset(modules), operands, classes, bare_parameters(met)
+        )
 
 
 def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:

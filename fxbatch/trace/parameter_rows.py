@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
 from fxbatch.trace.recorded_calls import RecordedCalls
+from fxbatch.trace.values import Value
 
 MANY_ROWS = 4
 
@@ -29,6 +31,8 @@ def take_parameter_row(parameter: torch.Tensor, row: torch.Tensor, leading: int)
 
 def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
     """The value of a real tensor that is one of many rows of a parameter or buffer; None for others."""
+    if type(t) is BareView and (shown := vars(t).get(VIEW_KEY)) is not None:
+        return shown if type(shown) is Value else None
     base = t._base
     if base is None or t.dim() > 1:
         return None

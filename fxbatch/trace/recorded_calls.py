@@ -22,6 +22,7 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorType
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
+from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column, written_to
 from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
@@ -116,6 +117,7 @@ class RecordedCalls(Columns):
         self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
         self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
         self.phases = Phases(table)  # that have run
+        self.heard = Heard()
         self.foreign = Foreign()  # tensors whose memory others may write to
         self.graded = False  # whether some call was made with gradients on
         self.long_calls = 0  # calls of functions that Python recorded
@@ -193,6 +195,7 @@ class RecordedCalls(Columns):
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
         self.copies = None
         self.call_table.clear()
+        self.heard.forget()
         self.examined.clear()
         self.owners, self.lasts = None, False
 
@@ -429,6 +432,7 @@ class RecordedCalls(Columns):
 
     def _know(self, modules: ModulesMet) -> None:
         self.modules, self.owners, self.seen = modules, modules.owners, modules.seen
+        self.heard.parameters = modules.bare
 
     # Constants, numbers, shared operands
 

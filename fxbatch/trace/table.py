@@ -187,6 +187,7 @@ class SignatureTable:
         # By parameter and leading dimensions: the rows that were met (trace/parameter_rows.py).
         self.parameter_rows: dict[Any, set[int]] = {}
         self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
+        self.views: dict[Hashable, ByIdentity] = {}  # of parameters
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
         self.unexplained = 0  # references to recorders that no value explained (trace/left_behind.py)
@@ -251,6 +252,14 @@ class SignatureTable:
         key = made.kind, target, made.method, made.name, made.rule, made.random
         with self.lock:
             return self.operations.setdefault(key, made)
+
+    def view_key(self, base: torch.Tensor, geometry: tuple[Any, ...]) -> object:
+        """The one object that stands for all views of a parameter with this geometry."""
+        key = ByIdentity(base), geometry
+        with self.lock:
+            if len(self.views) > self.limit:
+                self.views.clear()
+            return self.views.setdefault(key, ByIdentity(key))
 
     def constant(self, t: TensorType) -> Entry:
         """The signature of constants of type t."""

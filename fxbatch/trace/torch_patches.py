@@ -40,6 +40,8 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_map,
 )
+from fxbatch.trace.bare_calls import bare_function
+from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
@@ -70,6 +72,8 @@ def use_extension(on: bool) -> None:
     for how, (name, read) in enumerate(READERS.items()):
         setattr(Value, name, _fast.Reader(how, read) if on else read)
     Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
+    for kind in BARE:
+        kind.__torch_function__ = _fast.torch_function if on else staticmethod(bare_function)  # type: ignore[method-assign]
 
 
 def module_call_method() -> Any:
@@ -120,7 +124,9 @@ _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
 if extension_available():
     _fast.setup(
         {
-            "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "Module": torch.nn.Module,
+            "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter,
+            "BareParameter": BareParameter, "BareView": BareView, "bare_function": bare_function,
+            "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
             "plain_new": plain_new, "build_result": _build_result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_outputs": link_outputs,
@@ -331,6 +337,9 @@ def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return _not_checkpointed(*args)
         return recorder.call(CustomFunction(cls), args, kwargs)
+    if recorder is not None and recorder.heard.changed and cls is not CheckpointFunction:
+        with unheard(recorder):  # what it computes goes to C++
+            return _apply.__get__(None, cls)(*args, **kwargs)
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 

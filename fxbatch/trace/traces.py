@@ -361,7 +361,7 @@ def trace_instance(
         reason = f"it branches on values ({lines})"
     elif any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
         reason = "the forward draws random numbers outside operations"
-    elif any(t.grad_fn is not None for _, t, _ in recorder.constants.values()):
+    elif recorder.heard.computed or any(t.grad_fn is not None for _, t, _ in recorder.constants.values()):
         reason = "the forward computes tensors from parameters outside operations"
     elif any(t.requires_grad for _, t, _ in recorder.constants.values()):
         reason = "the instance brings tensors that require gradients"
