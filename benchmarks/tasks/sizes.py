@@ -34,7 +34,7 @@ COLUMNS = {
 
 def cases(settings: Settings) -> Iterator[Case]:
     for row in ROWS:
-        for grad in (True, False):
+        for grad in settings.size((True, False), (True,)):
             name = f"{row.name}, {'training' if grad else 'inference'}"
             yield Case(
                 name, {"grad": grad, "by hand": row.how}, "instance", BATCH, [],

@@ -213,6 +213,8 @@ def link(source: Typed, source_side: Side, target: Typed, target_side: Side) -> 
 
     An input of type VoidType takes anything (and ignores it), so nothing flows through it.
     """
+    if source.type_at(source_side) is target.type_at(target_side):  # as most are when a rule runs again
+        return
     if target_side == "input" and isinstance(target.type_at("input"), VoidType):
         return
     give(target, target_side, source.type_at(source_side), source, source_side)

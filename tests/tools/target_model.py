@@ -58,7 +58,7 @@ class Bag(nn.Module):
 
 
 class Outer(nn.Module):
-    """Objects, so that the forward is recorded; their rows go through a submodule."""
+    """Objects that can't be copied, so that the forward is recorded; their rows go through a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,10 +70,14 @@ class Outer(nn.Module):
 
 
 class Item:
-    """An instance that is an object."""
+    """An instance that is an object with a `__new__` of its own, so that no copy is made from its attributes."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
+    rows: Tensor
+
+    def __new__(cls, rows: Tensor) -> Item:
+        made = super().__new__(cls)
+        made.rows = rows
+        return made
 
 
 def bags() -> tuple[Bag, list[Tensor]]:

@@ -155,19 +155,19 @@ def test_nothing_leaks() -> None:
             recording = record(model, instances, table)
             recording.pending_program(recording.output_ids())
 
-    run(50)  # the pool has grown to what a minibatch needs
+    run(20)  # the pool has grown to what a minibatch needs
     gc.collect()
     counts = [sys.getrefcount(x) for x in watched]
     tracemalloc.start()
-    run(200)
+    run(80)
     gc.collect()
     first = tracemalloc.get_traced_memory()[0]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(200)
+    run(80)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - first
     tracemalloc.stop()
-    assert grown < 64_000
+    assert grown < 26_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 16_000  # KiB
     assert [sys.getrefcount(x) for x in watched] == counts
 
