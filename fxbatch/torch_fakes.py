@@ -12,6 +12,7 @@ Private torch APIs, as in torch_private.py; checked against 2.11.0 and 2.13.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -23,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["FakeMode", "before_dynamo", "put_dynamo_off", "stop_putting_off"]
+__all__ = ["FakeMode", "before_dynamo", "import_for_fakes", "put_dynamo_off", "stop_putting_off"]
 
 NAME, CONFIG = "torch._dynamo", "torch._dynamo.config"
 _lock = threading.RLock()
@@ -156,3 +157,10 @@ class FakeMode(FakeTensorMode):
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self.fake_tensor_converter = _Converter(copy_data=False, export=False)
+
+
+@functools.cache
+def import_for_fakes() -> None:
+    """Have torch import what the first call on a fake tensor does (0.5 s; several times that under a profiler)."""
+    with FakeMode(), torch.inference_mode(False):
+        torch.empty(1, device="cpu").clone()

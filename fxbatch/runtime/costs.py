@@ -23,8 +23,8 @@ CONVOLUTION, LAYER_STEP, HEAVY_GRAD = 13.0, 3.0, 2.4
 # Per number that a call gives, the same work however it is launched.
 ELEMENT, ELEMENT_GRAD = 0.001, 0.003
 # Packed (sizes of their own): a minibatch, and a call of one instance, which is one for all; building, per call too.
-PACKED, PACKED_CALL = 450.0, 45.0
-PACKED_GRAD, PACKED_CALL_GRAD = 100.0, 25.0
+PACKED, PACKED_CALL = 150.0, 20.0
+PACKED_GRAD, PACKED_CALL_GRAD = 400.0, 50.0
 PACKED_ALONE, PACKED_ALONE_GRAD = 15.0, 35.0  # an operator without a rule, for each instance
 PACKED_HEAVY = 0.6  # of what convolutions and layers take one by one
 PACKING, PACKING_CALL = 40_000.0, 12_000.0
@@ -38,8 +38,9 @@ STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 19.0, 67.0, 50.0
 # A phase, and an instance that waits in one; what backward adds.
 PHASE, WAIT = 120.0, 6.5
 PHASE_GRAD = 120.0
-# The graphs of one operation; importing what builds them (torch._dynamo, sympy), once a process.
-BUILD, IMPORTING = 80_000.0, 1_500_000.0
+# The graphs of one operation; importing what fake tensors need (sympy, torch.distributed.tensor), and what symbols for
+# sizes need besides (torch._dynamo), once a process.
+BUILD, IMPORTING, IMPORTING_DYNAMO = 80_000.0, 400_000.0, 450_000.0
 
 # Batching is chosen where it is estimated to take at most this share of the loop's time.
 WORTH_IT = 0.8

@@ -26,6 +26,7 @@ from fxbatch.ir import CONSTANT_KINDS, Signature
 from fxbatch.runtime.costs import (
     BUILD,
     IMPORTING,
+    IMPORTING_DYNAMO,
     PACKING,
     PACKING_CALL,
     WORTH_IT,
@@ -40,6 +41,7 @@ from fxbatch.runtime.scouting import Seen
 SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch
 FIRST_CREDIT = 50.0  # minibatches of the loop whose time may go into building at once
 LENT = 80.0  # minibatches whose estimated savings may be spent ahead, once
+LENT_TO_IMPORTS = 2000.0  # and that may be spent ahead on what is imported once a process
 LATER_CREDIT = 0.25  # and of each later one
 SETTLED = 10  # batched minibatches that are all judged; then one in SELDOM
 SELDOM = 16
@@ -55,12 +57,21 @@ class AdaptiveSwitch:
     on = os.environ.get("FXBATCH_ADAPTIVE", "1") != "0"
 
 
-def importing() -> float:
-    """What importing costs that building needs, 0 where it was imported."""
-    return 0.0 if "torch._dynamo" in sys.modules else IMPORTING
-
-
 How = Literal["batched", "packed", "loop"]
+
+
+def importing(how: How) -> float:
+    """What importing costs that building needs, 0 where it was imported."""
+    fakes = 0.0 if "torch.fx.experimental.symbolic_shapes" in sys.modules else IMPORTING
+    if how != "packed" or "torch._dynamo" in sys.modules:
+        return fakes
+    return fakes + IMPORTING_DYNAMO
+
+
+def _import_cost(how: How, saved: float) -> float:
+    """The same, 0 where that is what many minibatches, which save so much each, repay: a process pays it once."""
+    cost = importing(how)
+    return 0.0 if cost <= LENT_TO_IMPORTS * saved else cost
 
 
 @dataclass(frozen=True)
@@ -158,10 +169,10 @@ class Strategy:
         mode.quiet, mode.quiet_earns = (instances, packs), LATER_CREDIT * found.loop
         until, most = mode.next_scouts - 1, WORTH_IT * found.loop
         if packs and found.packed <= most:
-            missing = found.packing - self._means(mode, found.loop - found.packed)
+            missing = found.packing - self._means(mode, "packed", found.loop - found.packed)
             until = min(until, max(mode.packs_again - 1, self._earned(mode, missing)))
         if found.batched <= most:
-            missing = found.building - self._means(mode, found.loop - found.batched)
+            missing = found.building - self._means(mode, "batched", found.loop - found.batched)
             until = min(until, self._earned(mode, missing))
         mode.quiet_until = until
 
@@ -194,7 +205,7 @@ class Strategy:
                 mode.credit -= mode.lent_to_packing
                 mode.lent, mode.lent_to_packing = False, 0.0
             if not mode.packed:  # what was not spent is paid back
-                mode.credit += min(mode.import_paid, importing())
+                mode.credit += min(mode.import_paid, importing("packed"))
                 mode.import_paid = 0.0
                 if not tried:
                     mode.packs = False
@@ -224,20 +235,21 @@ class Strategy:
         if how == "loop":
             mode.looped += 1
             return how
-        cost = importing() + (found.packing if how == "packed" else found.building)
+        saved = found.loop - (found.packed if how == "packed" else found.batched)
+        imports = _import_cost(how, saved)
+        cost = imports + (found.packing if how == "packed" else found.building)
         if cost > mode.credit and not mode.lent:
-            saved = LENT * (found.loop - (found.packed if how == "packed" else found.batched))
-            mode.credit += saved
-            mode.lent, mode.lent_to_packing = True, saved if how == "packed" else 0.0
+            mode.credit += LENT * saved
+            mode.lent, mode.lent_to_packing = True, LENT * saved if how == "packed" else 0.0
         if how == "packed":
             if not mode.packs:
                 mode.credit -= cost
-                mode.import_paid = importing()
+                mode.import_paid = imports
                 mode.packs = True
                 mode.verdicts.clear()
             mode.packed += 1
         else:
-            mode.credit -= importing()
+            mode.credit -= imports
             self.building = mode
         return how
 
@@ -279,19 +291,21 @@ class Strategy:
             )
         return found
 
-    def _means(self, mode: _Mode, saved: float) -> float:
+    def _means(self, mode: _Mode, how: How, saved: float) -> float:
         """What may be spent on building that saves so much each minibatch."""
-        return mode.credit - importing() + (0.0 if mode.lent else LENT * max(0.0, saved))
+        return mode.credit - _import_cost(how, saved) + (0.0 if mode.lent else LENT * max(0.0, saved))
 
     def _best(self, mode: _Mode, instances: int, packs: bool) -> How:
         """The fastest of what is worth it and paid for; packing in doubt, whose estimate is the better one."""
         found = self._verdict(mode, instances)
         most = WORTH_IT * found.loop
         packs = packs and mode.minibatches >= mode.packs_again
-        packs = packs and found.packing <= self._means(mode, found.loop - found.packed)
+        packs = packs and found.packing <= self._means(mode, "packed", found.loop - found.packed)
         if packs and found.packed <= most and found.packed <= found.batched:
             return "packed"
-        if found.batched <= most and found.building <= self._means(mode, found.loop - found.batched):
+        if found.batched <= most and found.building <= self._means(
+            mode, "batched", found.loop - found.batched
+        ):
             return "batched"
         return "packed" if packs and found.packed <= most else "loop"
 
@@ -385,7 +399,7 @@ class Strategy:
             if how == "batched":
                 return f"a batch: {both}"
             if found.batched <= WORTH_IT * loop:
-                need = (found.building - self._means(mode, found.loop - found.batched)) / max(
+                need = (found.building - self._means(mode, "batched", found.loop - found.batched)) / max(
                     1.0, LATER_CREDIT * loop
                 )
                 return (

@@ -56,6 +56,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from fxbatch.torch_fakes import import_for_fakes
 from fxbatch.trace.fake_run import BodyError
 from fxbatch.trace.places import (
     CONTENT,
@@ -630,6 +631,7 @@ class _Watch:
         self.effect = ""
 
     def run(self, body: Callable[[], Any]) -> Any:
+        import_for_fakes()  # slow while watched
         before, collecting = sys.getprofile(), gc.isenabled()
         try:
             gc.disable()  # what a collection would run is none of the body's code

@@ -26,7 +26,7 @@ from tests.oracle import check_equal
 @pytest.fixture(autouse=True)
 def _chooses(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(module, "importing", lambda: 0.0)  # whatever other tests have imported
+    monkeypatch.setattr(module, "importing", lambda how: 0.0)  # whatever other tests have imported
 
 
 weight = torch.ones(4, 4)
@@ -282,11 +282,11 @@ def test_what_would_pay_waits_until_its_graphs_are_earned(monkeypatch: pytest.Mo
 def test_what_has_to_be_imported_has_to_be_earned_too(
     monkeypatch: pytest.MonkeyPatch, batches: list[int]
 ) -> None:
-    monkeypatch.setattr(module, "importing", lambda: 20 * module.IMPORTING)
+    monkeypatch.setattr(module, "importing", lambda how: 200 * module.IMPORTING)
     f = decorated(Chain())
     f(chains(32, length=6))
     assert not batches
-    monkeypatch.setattr(module, "importing", lambda: 0.0)
+    monkeypatch.setattr(module, "importing", lambda how: 0.0)
     f(chains(32, length=6))
     assert batches == [32]
 
@@ -308,7 +308,7 @@ def test_operators_that_run_instance_by_instance_make_packing_dearer() -> None:
 
 
 def test_what_was_lent_to_packing_in_vain_is_there_for_batching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "importing", lambda: module.IMPORTING)
+    monkeypatch.setattr(module, "importing", lambda how: module.IMPORTING)
     strategy = Strategy()
     choice = strategy.choose(400, grad=False, packs=True)
     for _ in range(choice.scouts):
@@ -527,3 +527,20 @@ def test_explain_says_what_was_chosen_and_what_would_change_it() -> None:
     good(chains(64))
     assert fxbatch.explain(good, chains(64)).strategy.startswith("a batch: ")
     assert fxbatch.explain(model, lengths(4), adaptive=False).strategy == ""
+
+
+def test_imports_that_later_minibatches_repay_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "importing", lambda how: module.IMPORTING + module.IMPORTING_DYNAMO)
+    strategy = Strategy()
+    found: list[str] = []
+    weight = torch.ones(64, 64)
+    for _ in range(10):
+        choice = strategy.choose(64, grad=False, packs=True)
+        for _ in range(choice.scouts):
+            with strategy.watched(grad=False).watch():
+                x = torch.ones(20, 64)
+                for _ in range(2):
+                    x = torch.relu(torch.nn.functional.linear(x, weight))
+                x.mean(0)
+        found.append(strategy.decide(64, grad=False, packs=True) if choice.scouts else choice.how)
+    assert found[-1] == "packed"
