@@ -27,7 +27,8 @@ PACKED, PACKED_CALL = 150.0, 20.0
 PACKED_GRAD, PACKED_CALL_GRAD = 400.0, 50.0
 PACKED_ALONE, PACKED_ALONE_GRAD = 15.0, 35.0  # an operator without a rule, for each instance
 PACKED_HEAVY = 0.6  # of what convolutions and layers take one by one
-PACKING, PACKING_CALL = 40_000.0, 12_000.0
+PACKING, PACKING_CALL = 10_000.0, 7_000.0
+PACKING_HEAVY = 6_000.0  # a microsecond of convolutions and recurrent layers, of at most two convolutions
 # Batched: a minibatch, an instance, a recorded call, one that is recorded in Python, a signature that is new; what
 # backward adds.
 MINIBATCH, INSTANCE, CALL, LONG_CALL, NEW_SIGNATURE = 580.0, 12.0, 0.6, 10.0, 700.0
@@ -131,6 +132,11 @@ def packed_cost(eager: Eager, instances: float, alone: float, *, grad: bool) -> 
         if grad
         else found
     )
+
+
+def packing_cost(eager: Eager) -> float:
+    """Building the packed form."""
+    return PACKING + PACKING_CALL * eager.calls + PACKING_HEAVY * min(eager.heavy, 2 * CONVOLUTION)
 
 
 def batched_cost(counts: Counts) -> float:

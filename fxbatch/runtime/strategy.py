@@ -27,13 +27,12 @@ from fxbatch.runtime.costs import (
     BUILD,
     IMPORTING,
     IMPORTING_DYNAMO,
-    PACKING,
-    PACKING_CALL,
     WORTH_IT,
     Counts,
     batched_cost,
     loop_cost,
     packed_cost,
+    packing_cost,
     work_cost,
 )
 from fxbatch.runtime.scouting import Seen
@@ -287,7 +286,7 @@ class Strategy:
                 packed=packed_cost(eager, instances, mode.alone, grad=mode.grad) + shared,
                 loop=loop,
                 building=unbuilt * BUILD,
-                packing=0.0 if mode.packs else PACKING + PACKING_CALL * eager.calls,
+                packing=0.0 if mode.packs else packing_cost(eager),
             )
         return found
 

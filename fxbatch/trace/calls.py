@@ -297,7 +297,7 @@ def function_entry(
         return Dependent(_why_values(error))
     refuse_shared_writes(made.name, outcome)
     if outcome.written:
-        return written_entry(recorder, made, args, kwargs, arguments, outcome)
+        return written_entry(recorder, made, args, kwargs, arguments, outcome, reason)
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
     reason = reason if examined is None else examined.reason

@@ -51,6 +51,43 @@ def elu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x)))
 
 
+def celu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """`F.celu(x, alpha)` for a scale that is a tensor."""
+    return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha))
+
+
+def softplus_at(x: torch.Tensor, beta: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """`F.softplus(x, beta, threshold)` for numbers that are tensors."""
+    scaled = x * beta
+    linear = scaled > threshold
+    return torch.where(linear, x, torch.log1p(torch.exp(torch.where(linear, 0, scaled))) / beta)
+
+
+def hardtanh_at(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """`F.hardtanh(x, low, high)` for bounds that are tensors; unlike that of `clamp`, its gradient at them is 0."""
+    return torch.where(x <= low, low, torch.where(x >= high, high, x))
+
+
+def threshold_at(x: torch.Tensor, threshold: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`F.threshold(x, threshold, value)` for numbers that are tensors."""
+    return torch.where(x <= threshold, value, x)
+
+
+def add_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """`torch.add(x, y, alpha=alpha)` for a factor that is a tensor."""
+    return x + alpha * y
+
+
+def sub_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """`torch.sub(x, y, alpha=alpha)` for a factor that is a tensor."""
+    return x - alpha * y
+
+
+def addcmul_at(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`torch.addcmul(x, y, z, value=value)` for a factor that is a tensor."""
+    return x + value * y * z
+
+
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> LiftedForm | None:
     return (dropout_at, (input, p)) if training is True and not inplace else None
 
@@ -63,12 +100,67 @@ def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> LiftedForm | 
     return None if inplace else (elu_at, (input, alpha))
 
 
+def _celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> LiftedForm | None:
+    return None if inplace else (celu_at, (input, alpha))
+
+
+def _softplus(input: Any, beta: float = 1, threshold: float = 20) -> LiftedForm | None:
+    return softplus_at, (input, beta, threshold)
+
+
+def _hardtanh(
+    input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> LiftedForm | None:
+    return None if inplace else (hardtanh_at, (input, min_val, max_val))
+
+
+def _threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> LiftedForm | None:
+    return None if inplace else (threshold_at, (input, threshold, value))
+
+
+def _add(input: Any, other: Any, *, alpha: float = 1) -> LiftedForm | None:
+    return add_at, (input, other, alpha)
+
+
+def _sub(input: Any, other: Any, *, alpha: float = 1) -> LiftedForm | None:
+    return sub_at, (input, other, alpha)
+
+
+def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> LiftedForm | None:
+    return addcmul_at, (input, tensor1, tensor2, value)
+
+
+def _lerp(input: Any, end: Any, weight: Any) -> LiftedForm | None:
+    return torch.lerp, (input, end, weight)
+
+
+def _masked_fill(input: Any, mask: Any, value: Any) -> LiftedForm | None:
+    return torch.masked_fill, (input, mask, value)
+
+
+def _clamp_min(input: Any, min: Any) -> LiftedForm | None:
+    return torch.clamp, (input, min, None)
+
+
+def _clamp_max(input: Any, max: Any) -> LiftedForm | None:
+    return torch.clamp, (input, None, max)
+
+
 def _clamp(input: Any, min: Any = None, max: Any = None) -> LiftedForm | None:
     return torch.clamp, (input, min, max)
 
 
 _FORMS: dict[Any, Callable[..., LiftedForm | None]] = {
-    F.dropout: _dropout, F.leaky_relu: _leaky_relu, F.elu: _elu,
+    F.dropout: _dropout, F.leaky_relu: _leaky_relu, F.elu: _elu, F.celu: _celu, F.softplus: _softplus,
+    F.hardtanh: _hardtanh, F.threshold: _threshold,
+    **{
+        getattr(owner, name): form
+        for name, form in (
+            ("add", _add), ("sub", _sub), ("addcmul", _addcmul), ("lerp", _lerp), ("masked_fill", _masked_fill),
+            ("clamp_min", _clamp_min), ("clamp_max", _clamp_max),
+        )
+        for owner in (torch, torch.Tensor)
+    },
     **dict.fromkeys((torch.clamp, torch.clip, torch.Tensor.clamp, torch.Tensor.clip), _clamp),
 }  # fmt: skip
 
@@ -85,7 +177,9 @@ def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: An
     if found is None or type(found[1][0]) is not Value:
         return None
     t = recorder.type_of(found[1][0])
-    if t.dtype not in (torch.float32, torch.float64):
+    others = [recorder.type_of(x) if type(x) is Value else x for x in found[1][1:]]
+    mixed = any(getattr(x, "dtype", t.dtype) not in (t.dtype, torch.bool) for x in others)
+    if t.dtype not in (torch.float32, torch.float64) or mixed:
         return None
     lift = [recorder.number(x, t.dtype, t.device) if type(x) in (int, float) else x for x in found[1]]
     return found[0], tuple(lift)

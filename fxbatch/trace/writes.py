@@ -80,13 +80,19 @@ def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **k
 
 
 def written_entry(
-    recorder: RecordedCalls, made: Operation, args: Any, kwargs: Any, arguments: Arguments, outcome: Outcome
+    recorder: RecordedCalls,
+    made: Operation,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+    outcome: Outcome,
+    reason: str = "",
 ) -> Entry:
-    """The signature, without writes, of a call that writes to its inputs."""
+    """The signature, without writes, of a call that writes to its inputs; reason: why it is not to be batched."""
     pure = _PURE_FORMS.get(made.target)
     if pure is not None and outcome.written == (0,):
         operation = Operation(function_name(pure), "function", pure, FUNCTION)
-        entry = _signed(recorder, operation, args, kwargs, arguments, outcome)
+        entry = _signed(recorder, operation, args, kwargs, arguments, outcome, reason)
         allowed = function_name(pure) in _RESHAPING
         if entry is not None and (entry.signature.outputs == entry.signature.inputs[:1] or allowed):
             return entry
@@ -97,19 +103,25 @@ def written_entry(
     slots = [i for i, slot in zip(tensors, arguments.slots, strict=True) if slot.kind == "input"]
     places = tuple(slots[i] for i in outcome.written)
     operation = Operation(made.name, "function", on_copies, FUNCTION)
-    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, outcome)
+    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, outcome, reason)
     assert entry is not None
     return entry
 
 
 def _signed(
-    recorder: RecordedCalls, made: Operation, args: Any, kwargs: Any, arguments: Arguments, written: Outcome
+    recorder: RecordedCalls,
+    made: Operation,
+    args: Any,
+    kwargs: Any,
+    arguments: Arguments,
+    written: Outcome,
+    reason: str,
 ) -> Entry | None:
     template = arguments.template(args, kwargs)
     outcome = arguments.outcome(made.target, template)
     if outcome.written or outcome.written_shared:
         return None
-    entry = recorder.signed(made, arguments.types(), arguments.shared, template, outcome)
+    entry = recorder.signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
     entry.written, entry.write = written.written, written
     return entry
 

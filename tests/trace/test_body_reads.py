@@ -307,7 +307,7 @@ def test_a_probability_that_keeps_changing_becomes_an_input() -> None:
 def test_an_argument_that_has_no_such_form_runs_call_by_call() -> None:
     settings = {"beta": 1.0}
     model = Model(Sub(lambda self, x: x))
-    model.sub.body = lambda self, x: F.softplus(x, beta=settings["beta"])
+    model.sub.body = lambda self, x: F.layer_norm(x, (2,), eps=settings["beta"])
     for step in range(2 * MANY_STATES + 3):
         settings["beta"] = 1.0 + step / 8
         x = torch.tensor([[1.0, -2.0], [-3.0, 4.0]])
@@ -316,6 +316,47 @@ def test_an_argument_that_has_no_such_form_runs_call_by_call() -> None:
         torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
     reasons = [s.reason for s in engine(model).table.signatures]
     assert reasons[-1] == "an argument of it keeps changing"
+
+
+FLOATS: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "add": lambda x, t: torch.add(x, x * x, alpha=t),
+    "sub": lambda x, t: x.sub(x * x, alpha=t),
+    "addcmul": lambda x, t: torch.addcmul(x, x, x, value=t),
+    "lerp": lambda x, t: torch.lerp(x, x * x, t),
+    "masked_fill": lambda x, t: x.masked_fill(x > 0, t),
+    "clamp_min": lambda x, t: x.clamp_min(t),
+    "clamp_max": lambda x, t: torch.clamp_max(x, t),
+    "hardtanh": lambda x, t: F.hardtanh(x, -t, t),
+    "threshold": lambda x, t: F.threshold(x, t, -t),
+    "celu": lambda x, t: F.celu(x, t),
+    "softplus": lambda x, t: F.softplus(x, beta=t),
+    "softplus, linear": lambda x, t: F.softplus(x * 1e3, t, 1),
+    "mul_": lambda x, t: x.clone().mul_(t),
+    "clamp_": lambda x, t: x.clone().clamp_(-t, t),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_differ_build_nothing_for_each(name: str) -> None:
+    function, linear = FLOATS[name], nn.Linear(4, 4)
+
+    def one(x: torch.Tensor, t: float) -> torch.Tensor:
+        return function(linear(x), t) * 1.0
+
+    batched = fxbatch.autobatch(one)
+    x = torch.randn(20, 4)
+    numbers = [0.25 + i / 16 for i in range(20)]
+    found = batched(list(x), numbers)
+    found.sum().backward()
+    gradient, linear.weight.grad = linear.weight.grad, None
+    linear.double()
+    expected = torch.stack([one(row.double(), t) for row, t in zip(x, numbers, strict=True)])
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    assert gradient is not None and linear.weight.grad is not None
+    torch.testing.assert_close(gradient, linear.weight.grad.float(), rtol=1e-4, atol=1e-4)
+    entries = batched.__fxbatch__.engine(None).operations._entries.values()  # type: ignore[attr-defined]
+    assert sum(x.graphs is not None for x in entries) <= 12
 
 
 # What a body changes
