@@ -350,6 +350,26 @@ def masked_words(self: Any, given: Any) -> torch.Tensor:
     return F.cross_entropy(self.predict(h), tokens, reduction="sum") / len(tokens)
 
 
+def edge_convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
+    near = torch.cdist(x, x).topk(3, largest=False).indices
+    here = x.unsqueeze(1).expand(-1, 3, -1)
+    return self.out(self.both(torch.cat([here, x[near] - here], -1)).relu().max(1).values.max(0).values)
+
+
+def distances_as_filters(self: Any, x: torch.Tensor) -> torch.Tensor:
+    d = torch.cdist(x, x).unsqueeze(-1)
+    filters = self.l(torch.exp(-((d - self.centers) ** 2))) * (0.5 * (torch.cos(d) + 1))
+    h = torch.einsum("ij,ijd,jd->id", 1 - torch.eye(len(x), dtype=x.dtype), filters, self.r(x))
+    return self.out(F.softplus(x + h)).sum(0)
+
+
+def heads_of_words(self: Any, given: Any) -> torch.Tensor:
+    x, heads = given
+    h = torch.cat([self.root, self.l(x)])
+    scores = self.r(h[1:]) @ h.t()
+    return F.cross_entropy(scores, heads, ignore_index=-1) + F.cross_entropy(scores.t()[1:], heads - 1)
+
+
 def encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, **options)
 
@@ -464,6 +484,18 @@ CASES: dict[str, Case] = {
     "statistics pooling": Case(
         statistics_pooling, lambda: {"tdnn": nn.Conv1d(D, D, 3, dilation=2, padding=2), "out2": nn.Linear(2 * D, K)},
         rows, MIXED,
+    ),
+    "edge convolution": Case(
+        edge_convolution, lambda: {"both": nn.Linear(2 * D, D), "out": nn.Linear(D, K)}, rows,
+        ((4, 7, 3, 5), (5, 3, 6)),
+    ),
+    "distances as filters": Case(
+        distances_as_filters, lambda: {**LINEAR(), "r": nn.Linear(D, D), "centers": parameter(D)}, rows,
+        ((4, 7, 2, 5), (3, 2, 6)),
+    ),
+    "heads of words": Case(
+        heads_of_words, lambda: {"l": nn.Linear(D, D), "r": nn.Linear(D, D), "root": parameter(1, D)},
+        lambda t: (rows(t), torch.randint(1, t + 1, (t,))), MIXED,
     ),
     "masked words": Case(
         masked_words,
