@@ -54,9 +54,9 @@ def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     (wide,) = _at_least_1d(x)
     dim %= wide.dim()
-    at = torch.arange(wide.shape[dim], device=x.device)
     place = torch.where(index.reshape(-1) < 0, index.reshape(-1) + wide.shape[dim], index.reshape(-1))
-    hit = (at[:, None] == place[None, :]).any(1)
+    hits = torch.zeros(wide.shape[dim], dtype=torch.int64, device=x.device)
+    hit = hits.scatter(0, place, 1) > 0  # an index out of range is an error, as in torch's
     sizes = [1] * wide.dim()
     sizes[dim] = wide.shape[dim]
     fill = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)

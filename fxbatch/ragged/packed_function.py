@@ -173,9 +173,11 @@ class Minibatch:
             out = out.masked_fill((k_size.column == 0)[:, None, None, None], 0)
         return out
 
-    def rows(self, size: Lengths, index: torch.Tensor, own: Lengths | None) -> torch.Tensor:
+    def rows(
+        self, size: Lengths, index: torch.Tensor, own: Lengths | None, from_end: bool = False
+    ) -> torch.Tensor:
         """Rows of all instances that indices into the rows of each mean. own: how many indices each instance has, if
-        their first dimension is its own; else they are [n, ...]."""
+        their first dimension is its own; else they are [n, ...]. from_end: negative ones count from the end."""
         trailing = [1] * (index.dim() - 1)
         if index.is_cpu and index.dtype == torch.int64:  # in numpy, where a launch is 0.5 us
             numbers = index.numpy()
@@ -188,9 +190,11 @@ class Minibatch:
             ).all():  # no negative ones, none beyond the last
                 return torch.from_numpy(numbers + first)
         if own is None:
-            return size.rows_of(index, size.offsets.view(-1, *trailing), size.column.view(-1, *trailing))
+            return size.rows_of(
+                index, size.offsets.view(-1, *trailing), size.column.view(-1, *trailing), from_end
+            )
         segment = own.segment.view(-1, *trailing)
-        return size.rows_of(index, size.offsets[segment], size.column[segment])
+        return size.rows_of(index, size.offsets[segment], size.column[segment], from_end)
 
     def elements(
         self, sizes: Sequence[Lengths], indices: Sequence[torch.Tensor], own: Lengths | None

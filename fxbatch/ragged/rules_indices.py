@@ -41,14 +41,14 @@ def _table(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
     return e.line(f"{name}.reshape({size}.total, *{name}.shape[2:])"), size
 
 
-def _rows(e: Emitter, index: Packed, size: str) -> str:
-    """Rows of the table that indices mean."""
+def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> str:
+    """Rows of the table that indices mean. from_end: negative ones count from the end, else they are errors."""
     if index.layout == PADDED:
         raise NoRule("indices with two sizes of their own")
     if index.dtype == torch.bool:
         raise NoRule("a mask")
     own = e.lengths(index.shape[index.axes[0]]) if index.layout == PACKED else None
-    return e.line(f"z.rows({size}, {index.name}, {own})")
+    return e.line(f"z.rows({size}, {index.name}, {own}, {from_end})")
 
 
 def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
@@ -88,7 +88,7 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     if own_dimensions(first.shape) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
     table, size = _table(e, x, 0)
-    names = [_rows(e, first, size), *[v.name for v in indices[1:]]]
+    names = [_rows(e, first, size, from_end=True), *[v.name for v in indices[1:]]]
     if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
         return e.made(f"{table}.index_select(0, {names[0]})", val)
     return e.made(f"{table}[{', '.join(names)}]", val)
@@ -129,7 +129,8 @@ def _index_select(e: Emitter, node: fx.Node) -> Any:
     if x.layout == WHOLE:
         if d != 0:
             raise NoRule("columns of a parameter")
-        return e.made(f"{x.name}[{index.name}]", val)
+        picked = f"{x.name}.index_select(0, {index.name}.reshape(-1))"
+        return e.made(f"{picked}.reshape(*{index.name}.shape, *{x.name}.shape[1:])", val)
     table, size = _table(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
     return _back(e, name, x, d, val)
@@ -147,7 +148,8 @@ def _index_add(e: Emitter, node: fx.Node) -> Any:
         source = e.to_dense(source)
         aligned = Packed(e.aligned(source, wanted), source.layout, wanted, source.dtype)
         a["source"] = Code(_table(e, aligned, d)[0])
-    rows = e.line(f"{_rows(e, index, size)}.reshape(-1)")
+    fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
+    rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
     return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
 
@@ -169,7 +171,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
     values = e.to_dense(a["values"])
     name = e.aligned(values, wanted)
     source = _table(e, Packed(name, (DENSE, PACKED)[len(own_dimensions(wanted))], wanted, values.dtype), 0)[0]
-    rows = e.line(f"{_rows(e, index, size)}.reshape(-1)")
+    rows = e.line(f"{_rows(e, index, size, from_end=True)}.reshape(-1)")
     if not a["accumulate"]:
         code = f"{table}.index_put(({rows},), {source})"
     else:

@@ -31,6 +31,7 @@ from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import UnknownExpressionError, columns_function, depends, expression
 from fxbatch.ragged.recurrent import recurrent_as_nodes
 from fxbatch.torch_private import FakeTensor, composite_operators, trace_with_sizes, tree_flatten, tree_leaves
+from fxbatch.trace.operations import one_hot_within
 
 TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
 MOST_SIZES = 16  # sizes of one instance that may differ
@@ -206,6 +207,8 @@ class WithoutPlainSizes(TorchFunctionMode):
             func = functools.partial(_max_pool1d, func)
         elif func in (torch.bincount, torch.Tensor.bincount):
             func = functools.partial(_bincount, func)
+        elif func is F.one_hot:  # the plain one asks for the largest class
+            func = one_hot_within
         return func(*args, **(kwargs or {}))
 
 

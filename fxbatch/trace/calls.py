@@ -37,6 +37,7 @@ from fxbatch.trace.operations import (
     LIFTS,
     LIFTS_FLOAT,
     MARKED,
+    WITHIN_RANGE,
     CustomFunction,
     Functional,
     function_name,
@@ -98,6 +99,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
             return found
     elif func is GETITEM and _by_integer_value(*args):
         func = take_at
+    elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
+        func = WITHIN_RANGE[func]
     arguments = Arguments(recorder, views=func is not on_views)
     try:
         key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)

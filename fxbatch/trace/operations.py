@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fxbatch.torch_private import reparametrized, tree_flatten, tree_unflatten
 
@@ -125,6 +126,40 @@ def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`x[index]` for an integer tensor of shape [] that may count from the end."""
     index = torch.where(index < 0, index + x.shape[0], index)
     return x.index_select(0, index.reshape(1)).squeeze(0)
+
+
+def embedding_of_rows(
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """`F.embedding` in a table of the instance's own: under vmap, an index out of range reads another's row."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    rows = weight.index_select(0, index.reshape(-1)).reshape(*index.shape, weight.shape[-1])
+    if padding_idx is None:
+        return rows
+    padding = padding_idx + weight.shape[0] if padding_idx < 0 else padding_idx
+    return torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+def one_hot_within(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`F.one_hot`, which under vmap gives zeros for a class out of range."""
+    if num_classes < 1:
+        return F.one_hot(index, num_classes)
+    zeros = torch.zeros(*index.shape, num_classes, dtype=torch.int64, device=index.device)
+    return zeros.scatter(-1, index.unsqueeze(-1), 1)
+
+
+# Functions whose rules under vmap miss an index that is out of range, and what is recorded in their place.
+WITHIN_RANGE: dict[Any, Callable[..., torch.Tensor]] = {
+    F.embedding: embedding_of_rows,
+    F.one_hot: one_hot_within,
+}
 
 
 # argument leaf, size, stride, offset, conjugated, negated

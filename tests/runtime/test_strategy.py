@@ -531,7 +531,7 @@ def test_explain_says_what_was_chosen_and_what_would_change_it() -> None:
 
 
 def test_imports_that_later_minibatches_repay_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "importing", lambda how: module.IMPORTING + module.IMPORTING_DYNAMO)
+    monkeypatch.setattr(module, "importing", lambda how: 0.02)  # what less than a hundred save
     strategy = Strategy()
     found: list[str] = []
     weight = torch.ones(64, 64)
