@@ -653,7 +653,8 @@ class _Watch:
                     self.effect = "logs"
                     raise BodyError("logs")
                 return
-            if not (code.co_filename == "<string>" and code.co_freevars):  # what dataclasses make
+            made = code.co_freevars or name.startswith("namedtuple_")  # by dataclasses, by named tuples
+            if not (code.co_filename == "<string>" and made):
                 self.unknown[code] = Extra(code, frame.f_globals)
         elif event == "c_call" and not self.effect:
             effect = _EFFECTS.get(arg, "")

@@ -574,3 +574,10 @@ def test_torchs_own_modules_read_their_attributes_and_nothing_else() -> None:
     assert {"self.norm1.eps", "self.dropout.p", "self.self_attn.num_heads", "self.activation"} <= paths
     assert not reads.opaque
     assert reads.guards() == (), "nothing that changes unseen"
+
+
+def test_what_named_tuples_make_is_no_code_of_users() -> None:
+    """Else a module would be looked at anew, in the middle of a minibatch, when a library first makes one."""
+    pair = collections.namedtuple("pair", "a b")
+    _, effects = Reads.of_function(len).run(functools.partial(pair, 1, 2))
+    assert not effects.unknown
