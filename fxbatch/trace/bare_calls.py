@@ -31,28 +31,29 @@ _TELLING = frozenset(
         "is_same_size", "untyped_storage", "storage", "get_device", "is_set_to", "dim_order", "_is_view", "is_pinned",
         "is_shared", "type", "item", "tolist", "numpy", "backward", "register_hook", "retain_grad", "__len__",
         "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "__bool__", "__int__", "__float__",
-        "__index__", "__array__", "__iter__", "__contains__",
+        "__index__", "__array__", "__iter__", "__contains__", "equal", "allclose",
     )
     if hasattr(where, name)
 )  # fmt: skip
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
 _IN_PLACE = frozenset(
-    getattr(torch.Tensor, f"__i{name}__")
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    )
-    if hasattr(torch.Tensor, f"__i{name}__")
-) | {torch.Tensor.__setitem__}
+    getattr(torch.Tensor, name)
+    for name in ("__setitem__", *(f"__i{x}__" for x in _OPERATORS))
+    if hasattr(torch.Tensor, name)
+)
 _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)
 
 
@@ -71,7 +72,7 @@ def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     recorder.sync_modes()
     key = None
     if args and type(args[0]) in BARE and not kwargs and all(type(x) in _PLAIN for x in args[1:]):
-        key = func, id(args[0]), args[1:], recorder.mode
+        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.mode
         known = recorder.heard.again.get(key)
         if known is not None:
             return known
@@ -105,7 +106,7 @@ def _writes(func: Any) -> bool:
 
 def _is_own(recorder: Any, x: Any) -> bool:
     if type(x) is torch.Tensor:
-        return bool(x.is_leaf) and recorder.owner_of(x) is None
+        return x.is_leaf and x.dtype is not torch.bool and recorder.owner_of(x) is None
     return type(x) is BareView and type(vars(x).get(VIEW_KEY)) is Value
 
 

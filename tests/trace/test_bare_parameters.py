@@ -107,6 +107,10 @@ FORWARDS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int], list[Any]]]
     "its class": (lambda m, xs: (m.w @ xs[0]) * (2 if isinstance(m.w, nn.Parameter) else 1) * len(m.w), rows),
     "copies": (lambda m, xs: copy.deepcopy(m.w) @ xs[0] + pickle.loads(pickle.dumps(m.b.detach())), rows),
     "written": (lambda m, xs: xs[0].clone().add_(m.b).mul_(m.parts[0]), rows),
+    "masks": (lambda m, xs: m.w[xs[0] > 0].sum(0) + m.b[m.b > 0].sum() * xs[0], rows),
+    "one and true": (lambda m, xs: (m.b[1] + m.b[True].sum() + m.w[1:][True]).sum() * xs[0], rows),
+    "comparisons": (lambda m, xs: xs[0] * (2 if torch.equal(xs[0], m.b) else 3) + m.b, rows),
+    "detached": (lambda m, xs: xs[0] @ m.w.detach() + m.w[0].detach() + m.w.t().detach() @ m.b, rows),
     "type of": (lambda m, xs: xs[0].to(m.w) @ m.w.to(xs[0].dtype), rows),
 }  # fmt: skip
 
