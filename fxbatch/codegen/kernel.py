@@ -38,6 +38,7 @@ _TORCH = frozenset((
     "clamp_max", "sign", "cumsum", "floor", "ceil", "round", "atan2", "fmod", "remainder", "bitwise_and",
     "bitwise_or", "bitwise_not", "prod", "argmax", "argmin", "matmul", "lerp", "floor_divide", "cat",
 ))  # fmt: skip
+_REDUCTIONS = ("sum", "mean", "prod", "amax", "amin")
 # The torch functions take a number for a tensor, and then do what these do.
 _SCALARS = {
     aten.mul.Scalar: torch.mul, aten.div.Scalar: torch.div, aten.add.Scalar: torch.add,
@@ -374,6 +375,10 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
     word = target._schema.name.removeprefix("aten::")
     outs = [getattr(target.overloadpacket, x)._schema.arguments for x in target.overloadpacket.overloads()]
     plain = [(a.name, str(a.type)) for a in target._schema.arguments]
+    if word in _REDUCTIONS and "dim" not in dict(
+        plain
+    ):  # of everything: torch's functions take no `out=` there
+        return None
     same = any(
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs
     )

@@ -61,6 +61,7 @@ class Pool:
     def begin(self) -> None:
         """A minibatch begins."""
         with self._lock:
+            self._sort_in()
             self._usual = max(self._taken, self._usual - self._usual // 4)
             self._taken = 0
 
@@ -89,13 +90,9 @@ class Pool:
         self.usual.update(rows)
 
     def give(self, piece: torch.Tensor) -> None:
-        """Take a piece back; the caller must not use it any more. Never waits."""
+        """Take a piece back; the caller must not use it any more. Never waits, and takes no lock, which an interrupt
+        between two lines could leave locked: what came back is sorted in when memory is taken next."""
         self._given.append(piece)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._sort_in()
-            finally:
-                self._lock.release()
 
     def _sort_in(self) -> None:
         """Put what came back where it is taken from; the caller has the lock."""
