@@ -375,9 +375,8 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
     word = target._schema.name.removeprefix("aten::")
     outs = [getattr(target.overloadpacket, x)._schema.arguments for x in target.overloadpacket.overloads()]
     plain = [(a.name, str(a.type)) for a in target._schema.arguments]
-    if word in _REDUCTIONS and "dim" not in dict(
-        plain
-    ):  # of everything: torch's functions take no `out=` there
+    of_everything = word in _REDUCTIONS and "dim" not in dict(plain)  # torch's functions take no `out=` there
+    if of_everything:
         return None
     same = any(
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs

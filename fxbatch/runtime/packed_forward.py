@@ -505,9 +505,8 @@ def _of_containers(
     if not once:
         return _alike(columns, plain, spec, classes)
     same = [all(x is column[0] for x in column) for column in columns]
-    marks = [_TENSOR_OF_ALL if is_same else _TENSOR for is_same in same]
-    for i, mark in zip(places, marks, strict=True):
-        plain = (*plain[:i], mark, *plain[i + 1 :])
+    of_all = {i for i, is_same in zip(places, same, strict=True) if is_same}
+    plain = tuple(_TENSOR_OF_ALL if i in of_all else x for i, x in enumerate(plain))
     own = [c for c, is_same in zip(columns, same, strict=True) if not is_same]
     whole = [c[0] for c, is_same in zip(columns, same, strict=True) if is_same]
     return _alike(own, plain, spec, classes, whole)

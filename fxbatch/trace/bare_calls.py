@@ -64,6 +64,10 @@ def bare_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> 
     return call_of_bare(func, args, kwargs or {})
 
 
+for _kind in BARE:  # C's stands in its place where it records (`torch_patches.use_extension`)
+    _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
+
+
 def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of bare parameters, or views of them, gives: a value where it is recorded."""
     recorder = state.recorder

@@ -26,6 +26,7 @@ from fxbatch.ir import Operation, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
 from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays, without_derived
+from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
@@ -151,10 +152,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     result = recorder.emit(entry, arguments.ids())
     if entry.aliased:
         link_outputs(recorder, entry, result, arguments.values, args, kwargs)
-    again = (
-        type(func) is not CustomFunction or func.examined.guards is not None
-    )  # others: compared at each call
-    if again and not arguments.copied:
+    compared_each_time = type(func) is CustomFunction and func.examined.guards is None
+    if not compared_each_time and not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
 
@@ -212,6 +211,7 @@ def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:
 def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with views of shared operands: the operands themselves are its inputs."""
     leaves, spec = tree_flatten((args, kwargs))
+    comes_again = any(type(t) is BareView for t in leaves)  # the same object, which C can tell
     views = []
     for i, t in enumerate(leaves):
         if not isinstance(t, torch.Tensor) or type(t) is Value:
@@ -226,10 +226,11 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     given, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
     seen = (func, tuple(views), *args)
     result = call_function(recorder, on_views, seen, kwargs)
-    key = Arguments(recorder)
-    entry = recorder.functions.get((on_views, key.key(seen), key.key(kwargs) if kwargs else None))
-    if type(entry) is Entry and not entry.written and not entry.aliased and not key.copied:
-        recorder.remember(func, *given, entry)
+    if comes_again:
+        key = Arguments(recorder)
+        entry = recorder.functions.get((on_views, key.key(seen), key.key(kwargs) if kwargs else None))
+        if type(entry) is Entry and not entry.written and not entry.aliased and not key.copied:
+            recorder.remember(func, *given, entry)
     return result
 
 

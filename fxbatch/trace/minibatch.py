@@ -318,12 +318,11 @@ class _Run:
         self.resuming = sorted(self.parked, key=_instance)
         self.parked = []
         calls = self.recorder.pending
-        self.recorder.heard.end()
-        self.execution.run(self.recorder.pending_program([]))
-        answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
-        numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
-        self.recorder.settled = self.execution.settled(self.recorder.base)
-        self.recorder.heard.begin()
+        with unheard(self.recorder):
+            self.execution.run(self.recorder.pending_program([]))
+            answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
+            numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
+            self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
         for p in self.resuming:
