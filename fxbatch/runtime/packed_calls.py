@@ -179,7 +179,7 @@ class PackedCalls:
         if len(family.members) < MEMBERS:
             family.members.append(entry)
             family.keys.append(key)
-        if entry.aliased or not arguments.values:
+        if entry.aliases or not arguments.values:
             family.reason = "its result shares memory with its input"
 
     def _family(

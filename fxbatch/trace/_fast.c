@@ -18,13 +18,14 @@
 
 static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
-    Py_ssize_t sid, types, single, is_tuple, aliased, guards;           /* of an Entry */
+    Py_ssize_t source, call, output, again, through, views;             /* of an Alias */
+    Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
     Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
-    Py_ssize_t constants, owners, entries, payload, unchecked, settled;
+    Py_ssize_t constants, owners, entries, payload, unchecked, settled, lifted, row_calls;
 } at;
-static PyTypeObject *Value, *Tensor, *Parameter, *BareParameter, *BareView;
+static PyTypeObject *Value, *Alias, *Tensor, *Parameter, *BareParameter, *BareView;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided, *getitem;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
 static PyObject *cpu; /* the device */
@@ -69,21 +70,28 @@ static inquiry plain_clear;
 static void value_dealloc(PyObject *v)
 {
     /* A Value without recorder was cleared by the garbage collector: its tensor may be gone. */
-    if (pooled < pool_limit && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) && !SLOT(v, at.alias) &&
-        !*(PyObject **)((char *)v + Value->tp_weaklistoffset)) {
+    if (pooled < pool_limit && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder)) {
         PyObject **dict = _PyObject_GetDictPtr(v);
         if (!dict || !*dict || !PyDict_GET_SIZE(*dict)) {
             PyObject_GC_UnTrack(v);
-            PyObject *recorder = SLOT(v, at.recorder);
-            SLOT(v, at.recorder) = NULL;
+            if (*(PyObject **)((char *)v + Value->tp_weaklistoffset))
+                PyObject_ClearWeakRefs(v);
+            if (pooled >= pool_limit) { /* what that ran has filled it */
+                PyObject_GC_Track(v);
+                goto no_room;
+            }
+            PyObject *recorder = SLOT(v, at.recorder), *alias = SLOT(v, at.alias);
+            SLOT(v, at.recorder) = SLOT(v, at.alias) = NULL;
             Py_CLEAR(SLOT(v, at.value));
             Py_CLEAR(SLOT(v, at.type));
             Py_SET_REFCNT(v, 1);
             pool[pooled++] = v;
-            Py_DECREF(recorder); /* last: it may run anything */
+            Py_XDECREF(alias); /* last: they may run anything */
+            Py_DECREF(recorder);
             return;
         }
     }
+no_room:
     /* What a type's own dealloc and clear do is to look for the first base whose function differs. */
     Value->tp_dealloc = plain_dealloc;
     plain_dealloc(v);
@@ -559,27 +567,109 @@ static CallTable *table_of(PyObject *recorder)
     return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
 }
 
-/* Note which outputs are views of which inputs; -1 on error. */
-static int link_outputs(PyObject *recorder, PyObject *entry, PyObject *result, Arguments *a, PyObject *const *args,
-                        Py_ssize_t n, PyObject *names)
+/* --- Views ----------------------------------------------------------------------------------------------------- */
+
+/* What an Alias of values.py holds; source and call may be NULL: of a value that is no view and has some. */
+static PyObject *new_alias(PyObject *source, PyObject *call, PyObject *output, PyObject *through)
 {
-    PyObject *inputs = PyTuple_New(a->read), *given = PyTuple_New(n), *named = NULL, *done = NULL;
-    if (inputs && given)
-        named = names && PyDict_Check(names) ? Py_NewRef(names) : PyDict_New();
-    for (Py_ssize_t i = 0; named && i < a->read; i++)
-        PyTuple_SET_ITEM(inputs, i, Py_NewRef(a->inputs[i].value));
-    for (Py_ssize_t i = 0; named && i < n; i++)
+    PyObject *alias = Alias->tp_alloc(Alias, 0);
+    if (alias) {
+        SLOT(alias, at.source) = Py_NewRef(source ? source : Py_None);
+        SLOT(alias, at.call) = Py_NewRef(call ? call : Py_None);
+        SLOT(alias, at.output) = Py_NewRef(output);
+        SLOT(alias, at.again) = Py_NewRef(Py_None);
+        SLOT(alias, at.through) = Py_NewRef(through);
+        SLOT(alias, at.views) = Py_NewRef(Py_None);
+    }
+    return alias;
+}
+
+/* Note that a value is leaf `output` of a call that gives views of `source`; -1 on error. */
+static int link_view(PyObject *recorder, PyObject *view, PyObject *source, PyObject *call, Py_ssize_t output)
+{
+    PyObject *leaf = PyLong_FromSsize_t(output), *through = SLOT(recorder, at.grad), *ref = NULL;
+    PyObject *alias = leaf ? new_alias(source, call, leaf, through) : NULL, *above = SLOT(source, at.alias);
+    if (alias)
+        put(view, at.alias, alias);
+    if (alias && !above && (above = new_alias(NULL, NULL, leaf, through)))
+        put(source, at.alias, above);
+    Py_XDECREF(leaf);
+    if (!alias || !above || !(ref = PyWeakref_NewRef(view, NULL)))
+        return -1;
+    if (SLOT(above, at.views) == Py_None) {
+        PyObject *views = PyList_New(0);
+        if (views)
+            put(above, at.views, views);
+    }
+    int done = PyList_Check(SLOT(above, at.views)) ? PyList_Append(SLOT(above, at.views), ref) : -1;
+    Py_DECREF(ref);
+    return done;
+}
+
+/* The call of a view, as an Alias has it: (function, args, kwargs). */
+static PyObject *call_of_view(PyObject *target, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *given = PyTuple_New(n), *named = names && PyDict_Check(names) ? Py_NewRef(names) : PyDict_New();
+    for (Py_ssize_t i = 0; given && i < n; i++)
         PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
-    int good = named != NULL;
+    int good = given && named;
     for (Py_ssize_t i = 0; good && names && PyTuple_Check(names) && i < PyTuple_GET_SIZE(names); i++)
         good = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[n + i]) == 0;
-    if (good)
-        done = PyObject_CallFunctionObjArgs(slow_link, recorder, entry, result, inputs, given, named, NULL);
-    Py_XDECREF(inputs);
+    PyObject *call = good ? PyTuple_Pack(3, target, given, named) : NULL;
     Py_XDECREF(given);
     Py_XDECREF(named);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return call;
+}
+
+/* Note which outputs are views of which inputs; -1 on error. */
+static int link_views(PyObject *recorder, PyObject *entry, PyObject *result, Arguments *a, PyObject *const *args,
+                      Py_ssize_t n, PyObject *names)
+{
+    PyObject *aliases = SLOT(entry, at.aliases), *call = call_of_view(SLOT(entry, at.target), args, n, names);
+    int single = SLOT(entry, at.single) == Py_True, done = call ? 0 : -1;
+    if (call && (single || SLOT(entry, at.is_tuple) == Py_True)) {
+        Py_ssize_t outputs = single ? 1 : PyTuple_GET_SIZE(result);
+        for (Py_ssize_t k = 0; done == 0 && k < outputs && k < PyTuple_GET_SIZE(aliases); k++) {
+            Py_ssize_t i = PyLong_AsSsize_t(PyTuple_GET_ITEM(aliases, k));
+            if (i >= 0 && i < a->read)
+                done = link_view(recorder, single ? result : PyTuple_GET_ITEM(result, k), a->inputs[i].value, call, k);
+        }
+    } else if (call) {
+        PyObject *inputs = PyTuple_New(a->read), *linked = NULL;
+        for (Py_ssize_t i = 0; inputs && i < a->read; i++)
+            PyTuple_SET_ITEM(inputs, i, Py_NewRef(a->inputs[i].value));
+        if (inputs)
+            linked = PyObject_CallFunctionObjArgs(slow_link, entry, result, inputs, call, NULL);
+        done = linked ? 0 : -1;
+        Py_XDECREF(linked);
+        Py_XDECREF(inputs);
+    }
+    Py_XDECREF(call);
+    return done;
+}
+
+/* v[index] for an int that was met before (python_numbers.call_row); NULL without an error for others. */
+static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
+{
+    PyObject *v = args[0], *rows = SLOT(recorder, at.row_calls), *lifted = SLOT(recorder, at.lifted);
+    if (!Py_IS_TYPE(v, Value) || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted ||
+        !PyDict_Check(lifted) || !has_columns(recorder) || !modes_as_recorded(recorder))
+        return NULL;
+    PyObject *key = PyTuple_Pack(3, SLOT(recorder, at.mode), SLOT(v, at.type), args[1]);
+    PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */
+    Py_XDECREF(key);
+    if (!known || !PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3)
+        return NULL;
+    Py_INCREF(known);
+    PyObject *entry = PyTuple_GET_ITEM(known, 0), *given[] = {v, PyTuple_GET_ITEM(known, 2)}, *result = NULL;
+    Input read[] = {{v, PyLong_AsSsize_t(SLOT(v, at.value))}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
+    PyObject *call = call_of_view(getitem, given, 2, NULL);
+    if (call && PyDict_SetItem(lifted, SLOT(entry, at.sid), Py_True) == 0 &&
+        (result = record(recorder, entry, read, 2)) && link_view(recorder, result, v, call, 0) < 0)
+        Py_CLEAR(result);
+    Py_XDECREF(call);
+    Py_DECREF(known);
+    return result;
 }
 
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
@@ -598,8 +688,8 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
     if (entry && holds(entry)) {
         Py_INCREF(entry);
         result = record(recorder, entry, a.inputs, a.read);
-        if (result && SLOT(entry, at.aliased) == Py_True &&
-            link_outputs(recorder, entry, result, &a, args, n, names) < 0)
+        if (result && PyTuple_GET_SIZE(SLOT(entry, at.aliases)) &&
+            link_views(recorder, entry, result, &a, args, n, names) < 0)
             Py_CLEAR(result);
         Py_DECREF(entry);
     }
@@ -731,11 +821,23 @@ typedef struct {
     PyObject *slow;
 } Method;
 
+/* Whether an index says something of all of a tensor: slices, None. Others begin with a row, or are read first. */
+static int for_all_of_it(PyObject *index)
+{
+    if (PyTuple_CheckExact(index) && PyTuple_GET_SIZE(index))
+        index = PyTuple_GET_ITEM(index, 0);
+    return PySlice_Check(index) || index == Py_None || index == Py_Ellipsis;
+}
+
 static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    if (current && n >= (kwnames ? 1 : 2)) {
+    if (m->owner == getitem && m->owner && n == 2 && !kwnames && !for_all_of_it(args[1])) {
+        PyObject *result = current && PyLong_CheckExact(args[1]) ? row_of_value(current, args) : NULL;
+        if (result || PyErr_Occurred())
+            return result;
+    } else if (current && n >= (kwnames ? 1 : 2)) {
         PyObject *result = m->owner ? call_function(current, m->owner, args, n, kwnames, 1)
                                     : call_function(current, args[0], args + 1, n - 1, kwnames, 0);
         if (result || PyErr_Occurred())
@@ -821,7 +923,7 @@ static struct {
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row},
-    {"link_outputs", &slow_link}, {"torch_function", &slow_torch_function},
+    {"link_views", &slow_link}, {"Alias", &Alias}, {"getitem", &getitem}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
     {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
 };
@@ -849,13 +951,16 @@ static struct {
 } const slots[] = {
     {&Value, "_value", &at.value}, {&Value, "_type", &at.type}, {&Value, "_recorder", &at.recorder},
     {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid}, {&Entry, "types", &at.types},
-    {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliased", &at.aliased},
+    {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliases", &at.aliases}, {&Entry, "target", &at.target},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
     {&Recorder, "count", &at.count}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode},
     {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
     {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
     {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
     {&Recorder, "unchecked", &at.unchecked}, {&Recorder, "settled", &at.settled},
+    {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls},
+    {&Alias, "source", &at.source}, {&Alias, "call", &at.call}, {&Alias, "output", &at.output},
+    {&Alias, "again", &at.again}, {&Alias, "grad", &at.through}, {&Alias, "views", &at.views},
 };
 
 static PyObject *not_as_expected(void)

@@ -16,7 +16,7 @@ from fxbatch.torch_private import DisableTorchFunctionSubclass, inside_functorch
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
 from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.state import state
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import GETITEM, POSITIONS, Value
 
 _NESTS = frozenset((tuple, list, dict))
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype))
@@ -75,7 +75,9 @@ def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _plain(func, args, kwargs)
     recorder.sync_modes()
     key = None
-    if args and type(args[0]) in BARE and not kwargs and all(type(x) in _PLAIN for x in args[1:]):
+    if func is GETITEM and len(args) == 2:
+        args = args[0], _by_numbers(recorder, args[1])
+    if args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
         key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.mode
         known = recorder.heard.again.get(key)
         if known is not None:
@@ -85,6 +87,23 @@ def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if recorded:
         return recorder.call(func, args, kwargs)
     return _heard_views(recorder, key, func, args, kwargs)
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in _PLAIN or (type(x) is tuple and all(type(i) is int for i in x))
+
+
+def _by_numbers(recorder: Any, index: Any) -> Any:
+    """An index of positions, of which some are the instance's own tensors, as numbers; others as they are."""
+    if type(index) is int or not (recorder.watches_operands and recorder.can_read()):
+        return index
+    parts = index if type(index) is tuple else (index,)
+    found = tuple([int(x) if _is_position(x) else x for x in parts])
+    return index if any(type(x) is not int for x in found) else found if type(index) is tuple else found[0]
+
+
+def _is_position(x: Any) -> bool:
+    return type(x) is torch.Tensor and not x.dim() and x.dtype in POSITIONS
 
 
 def _is_recorded(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -53,7 +53,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import GETITEM, SETITEM, Value, link_outputs, link_views
+from fxbatch.trace.values import GETITEM, SETITEM, Value, link_views
 from fxbatch.trace.writes import written_call, written_entry
 
 
@@ -150,8 +150,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
             raise BatchCoupledError(f"{function_name(func)}: {WRITES_TO_SHARED}{at_line()}")
         return written_call(recorder, arguments, entry)
     result = recorder.emit(entry, arguments.ids())
-    if entry.aliased:
-        link_outputs(recorder, entry, result, arguments.values, args, kwargs)
+    if entry.aliases:
+        link_views(entry, result, arguments.values, (entry.target, args, kwargs))
     compared_each_time = type(func) is CustomFunction and func.examined.guards is None
     if not compared_each_time and not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
@@ -229,7 +229,7 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     if comes_again:
         key = Arguments(recorder)
         entry = recorder.functions.get((on_views, key.key(seen), key.key(kwargs) if kwargs else None))
-        if type(entry) is Entry and not entry.written and not entry.aliased and not key.copied:
+        if type(entry) is Entry and not entry.written and not entry.aliases and not key.copied:
             recorder.remember(func, *given, entry)
     return result
 
@@ -420,9 +420,9 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
     if type(entry) is not Entry or entry.written:
         return func(*args, **kwargs)
     result = recorder.emit(entry, arguments.ids())
-    if entry.aliased:
+    if entry.aliases:
         again = functools.partial(call_marked, recorder, func, args, kwargs)
-        link_views(entry, result, arguments.values, again, (func, args, kwargs))
+        link_views(entry, result, arguments.values, (func, args, kwargs), again)
     return result
 
 

@@ -133,10 +133,10 @@ def _call(
         return _pass_through(recorder, record, module, args, kwargs, through)
     entry.guards = examined.guards or None
     result = recorder.emit(entry, arguments.ids())
-    if entry.aliased:
+    if entry.aliases:
         again = functools.partial(_call, recorder, module, method, args, kwargs, through)
         call = None if method or not _whole(entry) else (module, args, kwargs)
-        link_views(entry, result, arguments.values, again, call)
+        link_views(entry, result, arguments.values, call, again)
     elif (
         method is None and examined.guards is not None and module is record.module
     ):  # others: compared at each call

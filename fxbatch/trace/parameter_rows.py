@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.values import Value
 
@@ -36,15 +37,23 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
     base = t._base
     if base is None or t.dim() > 1:
         return None
-    key = id(base), t.storage_offset(), t.stride(), t.shape, recorder.mode
+    key = (
+        id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.requires_grad, t.is_conj(), t.is_neg(),
+        recorder.mode,
+    )  # fmt: skip
     found = recorder.parameter_rows.get(key)
     if found is None:
-        row = _row(recorder, t, base)
-        if row is None:
-            return None
-        leading = base.dim() - t.dim()
-        number = recorder.number(row, torch.int64, t.device)
-        found = recorder.call(take_parameter_row, (base, number, leading), {})
+        row, strides = recorder.row_numbers.get(key, (None, None))
+        if row is None or strides != base.stride():
+            row = _row(recorder, t, base)
+            if row is None:
+                return None
+            recorder.row_numbers[key] = row, base.stride()
+        args = base, recorder.number(row, torch.int64, t.device), base.dim() - t.dim()
+        if ExtensionSwitch.on:
+            found = _fast.recorded_before(recorder, take_parameter_row, args, {})
+        if found is None:
+            found = recorder.call(take_parameter_row, args, {})
         recorder.parameter_rows[key] = found
     return found
 

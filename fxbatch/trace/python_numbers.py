@@ -13,7 +13,6 @@ others run call by call from then on, so that a schedule of them builds nothing 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -237,8 +236,7 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     entry, number, row = _lift_row(recorder, v, index) if known is None else known
     recorder.lifted[entry.sid] = True
     result = recorder.emit(entry, (v._value, number))
-    again = functools.partial(call_row, recorder, v, row)
-    link_view(result, v, again, (GETITEM, (v, row), {}), 0)
+    link_view(result, v, (GETITEM, (v, row), {}))
     return result
 
 

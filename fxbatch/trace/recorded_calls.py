@@ -46,8 +46,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "autocast", "call_table", "constant_entries", "constants", "count", "floats", "grad", "inputs", "mode",
-        "owners", "payload", "settled", "sigs", "unchecked",
+        "autocast", "call_table", "constant_entries", "constants", "count", "floats", "grad", "inputs", "lifted",
+        "mode", "owners", "payload", "row_calls", "settled", "sigs", "unchecked",
     )  # fmt: skip
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
@@ -63,6 +63,9 @@ class Columns:
     owners: dict[int, tuple[torch.nn.Module, str]] | None
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
+    lifted: dict[int, bool]  # lifted signatures recorded since the last phase
+    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
+    row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]]
 
 
 class _Known(NamedTuple):
@@ -97,10 +100,9 @@ class RecordedCalls(Columns):
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
         self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/parameter_rows.py)
+        self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
-        # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
-        self.row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]] = {}
-        self.lifted: dict[int, bool] = {}  # lifted signatures recorded since the last phase
+        self.row_calls, self.lifted = {}, {}
         self.constant_entries = {}
         self.owners = None
         self.ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
@@ -256,7 +258,7 @@ class RecordedCalls(Columns):
             self._leave_known()
         self.over, self.settled = "its minibatch is over", None
         self.ask = None
-        self.call_table = new_call_table()
+        self.call_table, self.row_calls = new_call_table(), {}
         self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
         self.functions = {}
 

@@ -105,7 +105,7 @@ class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
     __slots__ = (
-        "aliased",
+        "aliases",
         "guards",
         "is_tuple",
         "named",
@@ -113,6 +113,7 @@ class Entry:
         "sid",
         "signature",
         "single",
+        "target",
         "types",
         "write",
         "written",
@@ -130,7 +131,10 @@ class Entry:
         self.single = leaf and len(types) == 1
         self.is_tuple = outcome is not None and _is_tuple(outcome.result, len(types))
         self.named = None if outcome is None or self.is_tuple else _named_row(outcome.result, len(types))
-        self.aliased = outcome is not None and any(a >= 0 for a in outcome.aliases)
+        linked = outcome is not None and any(a >= 0 for a in outcome.aliases)
+        # Of each output the input that it is a view of, or -1; () where none is.
+        self.aliases = outcome.aliases if linked and outcome is not None else ()
+        self.target = signature.operation.target
         self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
         self.write: Outcome | None = None  # of the call as the user made it
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again

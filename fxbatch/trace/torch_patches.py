@@ -52,7 +52,17 @@ from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import BINARY, READERS, Value, WrittenTensor, link_outputs, plain_new, with_values
+from fxbatch.trace.values import (
+    BINARY,
+    GETITEM,
+    READERS,
+    Alias,
+    Value,
+    WrittenTensor,
+    link_views,
+    plain_new,
+    with_values,
+)
 
 
 def extension_available() -> bool:
@@ -67,7 +77,7 @@ def use_extension(on: bool) -> None:
     ExtensionSwitch.on = on
     if extension_available():
         _fast.recycle(on)
-    for name, (func, method) in BINARY.items():
+    for name, (func, method) in (*BINARY.items(), ("__getitem__", _GETITEM)):
         setattr(Value, name, _fast.Method(func, method) if on else method)
     for how, (name, read) in enumerate(READERS.items()):
         setattr(Value, name, _fast.Reader(how, read) if on else read)
@@ -120,6 +130,7 @@ def quicken_modules(on: bool) -> None:
 
 _TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.__name__
 _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
+_GETITEM = GETITEM, Value.__dict__["__getitem__"]
 
 if extension_available():
     _fast.setup(
@@ -129,7 +140,8 @@ if extension_available():
             "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
             "plain_new": plain_new, "build_result": _build_result,
-            "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_outputs": link_outputs,
+            "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
+            "Alias": Alias, "getitem": GETITEM,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
             "strided": torch.strided, "cpu": CPU, "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,

@@ -78,7 +78,7 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
-_POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
+POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
 
 
 class Records(Protocol):
@@ -113,16 +113,24 @@ class Alias:
     def __init__(
         self,
         source: Value | None = None,
-        again: Callable[[], Any] | None = None,
         call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
         output: int = 0,
+        again: Callable[[], Any] | None = None,
     ) -> None:
         self.source = source  # what this is a view of
-        self.again = again  # records the view anew, from the source's new content
         self.call = call  # (func, args, kwargs), if a function
         self.output = output  # which leaf of the result
+        self.again = again  # how a call that is no function's is recorded anew
         self.grad = torch.is_grad_enabled()  # whether gradients go through the view
-        self.views: list[weakref.ref[Value]] = []
+        self.views: list[weakref.ref[Value]] | None = None
+
+    def viewed_anew(self) -> Any:
+        """The result of the call that gave the view, recorded once more: from the source's new content."""
+        if self.again is not None:
+            return self.again()
+        assert self.call is not None and self.source is not None
+        func, args, kwargs = self.call
+        return args[0][args[1]] if func is GETITEM else self.source._recorder.call(func, args, kwargs)
 
 
 class Value(torch.Tensor):
@@ -354,14 +362,16 @@ class Value(torch.Tensor):
         if type(index) is int:
             return self._recorder.row_of(self, index)
         if type(index) is tuple and index and type(index[0]) is int and self.dim() > 1:
-            row = self._recorder.row_of(self, index[0])
+            row = self[index[0]]
+            if len(index) == 2 and type(index[1]) is int:
+                return row[index[1]]
             return row[index[1:]] if len(index) > 1 else row
-        if type(index) is torch.Tensor and not index.dim() and index.dtype in _POSITIONS and self.dim():
+        if type(index) is torch.Tensor and not index.dim() and index.dtype in POSITIONS and self.dim():
             recorder = self._recorder
             if (
                 recorder.watches_operands and recorder.can_read()
             ):  # a trace that is kept reads it when it runs
-                return recorder.row_of(self, int(index))
+                return self[int(index)]
         return self._recorder.call(GETITEM, (self, index), {})
 
     def __setitem__(self, index: Any, new: Any) -> None:
@@ -514,40 +524,26 @@ def alias_of(v: Value) -> Alias | None:
     return getattr(v, "_alias", None)
 
 
-def link_view(result: Value, source: Value, again: Any, call: Any, output: int) -> None:
+def link_view(result: Value, source: Value, call: Any, output: int = 0, again: Any = None) -> None:
     """Note that `result` is a view of `source`."""
-    result._alias = Alias(source, again, call, output)
+    result._alias = Alias(source, call, output, again)
     above = alias_of(source)
     if above is None:
         above = source._alias = Alias()
+    if above.views is None:
+        above.views = []
     above.views.append(weakref.ref(result))
 
 
-def link_views(entry: Entry, result: Any, inputs: Sequence[Value], again: Any, call: Any) -> None:
-    """Note which outputs of a call are views of which inputs."""
-    assert entry.outcome is not None
-    leaves = result if entry.is_tuple else [x for x in tree_leaves(result) if type(x) is Value]
-    for output, (leaf, i) in enumerate(zip(leaves, entry.outcome.aliases, strict=True)):
+def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, again: Any = None) -> None:
+    """Note which outputs of a call are views of which inputs. call: (func, args, kwargs) of a function, else `again`
+    records it anew."""
+    plain = entry.single or entry.is_tuple
+    leaves = ((result,) if entry.single else result) if plain else tree_leaves(result)
+    values = leaves if plain else [x for x in leaves if type(x) is Value]
+    for output, (leaf, i) in enumerate(zip(values, entry.aliases, strict=True)):
         if i >= 0:
-            link_view(leaf, inputs[i], again, call, output)
-
-
-def link_outputs(
-    recorder: Records,
-    entry: Entry,
-    result: Any,
-    inputs: Sequence[Value],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Note which outputs of a function's call are views of which inputs."""
-    func = entry.signature.operation.target
-    again, call = functools.partial(recorder.call, func, args, kwargs), (func, args, kwargs)
-    if entry.single:
-        assert entry.outcome is not None
-        link_view(result, inputs[entry.outcome.aliases[0]], again, call, 0)
-    else:
-        link_views(entry, result, inputs, again, call)
+            link_view(leaf, inputs[i], call, output, again)
 
 
 RECORD = "_fxbatch_written"

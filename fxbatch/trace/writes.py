@@ -184,7 +184,7 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
         raise InPlaceError(
             f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
         )
-    if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views)):
+    if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views or ())):
         new = _unseen_by_autograd(recorder, v, new)
         recorder.rewritten.add(new._value)
         v._value, v._type = new._value, new._type
@@ -233,7 +233,7 @@ def write_through(
 def _refresh(source: Value, fresh: set[int], name: str) -> None:
     """Record all other views of a rewritten source anew, top down."""
     alias = alias_of(source)
-    if alias is None:
+    if alias is None or alias.views is None:
         return
     kept = []
     before = list(alias.views)
@@ -243,7 +243,7 @@ def _refresh(source: Value, fresh: set[int], name: str) -> None:
             continue
         kept.append(ref)
         below = alias_of(view)
-        assert below is not None and below.again is not None
+        assert below is not None and below.source is not None
         if id(view) not in fresh:
             label = getattr(below.call[0], "__name__", "") if below.call is not None else ""
             if label in _NEEDS_STRIDES:
@@ -252,7 +252,7 @@ def _refresh(source: Value, fresh: set[int], name: str) -> None:
                     f"use view() or clone(){at_line()}"
                 )
             with torch.set_grad_enabled(below.grad):
-                result = [x for x in tree_leaves(below.again()) if type(x) is Value][below.output]
+                result = [x for x in tree_leaves(below.viewed_anew()) if type(x) is Value][below.output]
             view._value = result._value
         _refresh(view, fresh, name)
     alias.views[:] = kept
