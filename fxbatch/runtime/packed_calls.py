@@ -345,41 +345,44 @@ class _Resolution:
     def take_rows(self) -> None:
         """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""
         p = self.program
+        readers = _readers(p, self.held)
+        readers = readers[~self.resolved[readers]]
         rows: dict[int, Sequence[torch.Tensor]] = {}
-        for c in _readers(p, self.held).tolist():
-            if self.resolved[c]:
+        for s in np.unique(p.sig[readers]).tolist():
+            place = _row_read(p.signatures[s])
+            if place is None:
                 continue
-            given = self._inputs(c)
-            place = _row_read(p.signatures[p.sig[c]])
-            if place is _LIFTED:
-                place = self.constant.get(given[1])
-            if place is None or given[0] not in self.held or not isinstance(place, (int, slice)):
-                continue
-            if given[0] not in rows:
-                with torch.set_grad_enabled(self.held[given[0]].requires_grad):
-                    rows[given[0]] = self.held[given[0]].unbind(0)
-            found = rows[given[0]][place] if isinstance(place, slice) else [rows[given[0]][place]]
-            self.constant.update(enumerate(found, int(p.first_value[c])))
-            self.resolved[c] = True
+            calls = readers[p.sig[readers] == s]
+            first = p.input_offsets[calls]
+            sources = p.inputs[first].tolist()
+            numbers = p.inputs[first + 1].tolist() if place is _LIFTED else sources
+            for c, source, number, value in zip(
+                calls.tolist(), sources, numbers, p.first_value[calls].tolist(), strict=True
+            ):
+                at = self.constant.get(number) if place is _LIFTED else place
+                if source not in self.held or not isinstance(at, (int, slice)):
+                    continue
+                if source not in rows:
+                    with torch.set_grad_enabled(self.held[source].requires_grad):
+                        rows[source] = self.held[source].unbind(0)
+                if isinstance(at, slice):
+                    self.constant.update(enumerate(rows[source][at], value))
+                else:
+                    self.constant[value] = rows[source][at]
+                self.resolved[c] = True
 
     def program_with_constants(self, table: SignatureTable) -> Program:
         """The program, with a constant for each value of what has run."""
         p = self.program
         if not self.resolved.any():
             return p
-        values: dict[int, torch.Tensor] = {
-            int(v): self.held[int(v)] if int(v) in self.held else self.constant[int(v)]
-            for c in np.flatnonzero(self.resolved).tolist()
-            for v in range(p.first_value[c], p.first_value[c + 1])
-        }
-        entries = {v: table.constant(TensorType.of(t)).sid for v, t in values.items()}
-        width = p.width[p.sig]
-        times = np.where(self.resolved, width, 1)
+        times = np.where(self.resolved, p.width[p.sig], 1)
         sig, instance = p.sig.repeat(times), p.instance.repeat(times)
         first = np.cumsum(times) - times
-        for c in np.flatnonzero(self.resolved).tolist():
-            for k in range(int(width[c])):
-                sig[first[c] + k] = entries[int(p.first_value[c]) + k]
+        for s in np.unique(p.sig[self.resolved]).tolist():
+            calls = np.flatnonzero(self.resolved & (p.sig == s))
+            for k, kind in enumerate(p.signatures[s].outputs):
+                sig[first[calls] + k] = table.constant(kind).sid
         kept = ~self.resolved[p.reader]
         signatures = table.snapshot()
         made = Program(
@@ -390,7 +393,7 @@ class _Resolution:
         for s in np.unique(sig).tolist():
             if signatures[s].operation.kind in CONSTANT_KINDS:
                 at = made.first_value[np.flatnonzero(sig == s)].tolist()
-                constants[s] = [values[v] if v in values else self.constant[v] for v in at]
+                constants[s] = [self.held[v] if v in self.held else self.constant[v] for v in at]
         return dataclasses.replace(made, constants=constants)
 
 

@@ -38,8 +38,8 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
     if base is None or t.dim() > 1:
         return None
     key = (
-        id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.requires_grad, t.is_conj(), t.is_neg(),
-        recorder.mode,
+        id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.grad_fn is None, t.is_conj(),
+        t.is_neg(), recorder.mode,
     )  # fmt: skip
     found = recorder.parameter_rows.get(key)
     if found is None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxbatch
 from fxbatch import operation
 from fxbatch.errors import TraceError
 from fxbatch.ir import TensorType, tensor_type
@@ -23,6 +24,7 @@ from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
+from tests.oracle import check_equal
 
 
 class Cell(nn.Module):
@@ -340,3 +342,38 @@ def test_constants_are_told_apart_by_shape_type_and_device(recorded_by: str) -> 
         assert len(found) == few and all(len(payload) == 6 for payload in found.values())
         for kind, payload in found.items():
             assert all(TensorType.of(t) == kind for t in payload)
+
+
+def test_views_are_recorded_in_c_and_handed_out_again(recorded_by: str) -> None:
+    """Rows, slices and parts of values, once met, take no call of Python functions, and written views still count."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            v = self.linear(x)
+            matrix = v[:, None] + v[None]
+            total = matrix[1, 2] + matrix[3].sum() + v[-1] + v[1:3].sum()
+            for part in v.unbind():
+                total = total + part
+            for row in matrix:
+                total = total + row[0]
+            row = matrix[2]
+            row += v
+            return total + matrix[2].sum() + v.view(2, 2)[1].sum()
+
+    model, table, slow = Views(), SignatureTable(), []
+    for _ in range(3):
+        xs = list(torch.randn(5, 4))
+        recording = record(model, xs, table)
+        slow.append(recording.recorder.long_calls)
+        references = [weakref.ref(v) for v in recording.results]
+        del recording
+        gc.collect()
+        assert not any(ref() is not None for ref in references)
+    writes = 5 * 4  # `row += v`, its way back to the matrix, and the views of that anew
+    assert recorded_by == "python" or slow[1] == slow[2] <= writes
+    batched: Any = type("Batched", (Views,), {"forward": fxbatch.autobatch(adaptive=False)(Views.forward)})
+    check_equal(batched(), list(torch.randn(5, 4)))

@@ -61,6 +61,34 @@ class WithoutGradients(Model):
         return x
 
 
+class TakenBothWays(Model):
+    """The same rows with gradients and without, of a module's weight, which is not bare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for row in rows:
+            x = torch.tanh(x + self.embed.weight[row])
+        with torch.no_grad():
+            taken = [self.embed.weight[row] for row in rows]
+        for row in taken:
+            x = torch.tanh(x * row)
+        return x
+
+
+class ByTensors(Model):
+    """Rows that tensors of the instance choose, as tags do."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        tags = torch.tensor(rows)
+        score = (x @ self.places[:4]).sum()
+        for a, b in itertools.pairwise(tags):
+            score = score + self.scores[a % 3, b % 3] * self.table[a].sum() + self.scores[a % 3, 1]
+        return score * x[tags[0] % 4]
+
+
 class Elsewhere(Model):
     """Views with the number of dimensions of a row that are none."""
 
@@ -83,7 +111,10 @@ def decorated(kind: type[Model]) -> Model:
     return made()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [InFunctions, InModules, OfMatrices, WithoutGradients, Elsewhere])
+@pytest.mark.parametrize(
+    "kind",
+    [InFunctions, InModules, OfMatrices, WithoutGradients, TakenBothWays, ByTensors, Elsewhere],
+)
 def test_values_and_gradients(kind: type[Model]) -> None:
     model = decorated(kind)
     for _ in range(3):  # rows are looked up from the moment on at which many were met
