@@ -15,8 +15,8 @@ export FXBATCH_DATA := $(abspath ../shared/data)
 endif
 endif
 
-# A shell's PYTHONPATH or an activated environment must not leak in.
-unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME
+# A shell's PYTHONPATH or an activated environment must not leak in, nor that each process compiles all sources anew.
+unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test test-slow package check format bench guard soak conformance pictures constraints clean
 
@@ -43,14 +43,9 @@ venv: $(VENV)/.installed
 demo: venv
 	$(VENV)/bin/fxbatch demo $(ARGS)
 
-# Two workers of one thread each: the suite is many small tensors. Faults are injected in processes of their own.
+# Two workers of one thread each: the suite is many small tensors.
 test: venv
-ifeq ($(ARGS),)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --ignore=tests/trust
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/trust
-else
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
-endif
 
 test-slow: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --slow $(ARGS)

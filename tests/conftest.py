@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name == "trust")  # faults are injected last
     slow = pytest.mark.skip(reason="takes minutes; run with --slow")
     gpu = pytest.mark.skip(reason="no CUDA device here")
     for item in items:

@@ -1,7 +1,8 @@
 """The entries of PyTorch's operator and module databases, as calls of plain functions.
 
 In: the name of an entry, a dtype, a seed. Out: Calls. The only module of the tests that imports
-`torch.testing._internal` (read against torch 2.11.0 and 2.13.0).
+`torch.testing._internal` (read against torch 2.11.0 and 2.13.0), where the entries are asked for: it takes seconds,
+and most processes that find these tests run others.
 
     entry = entries()["op: add"]
     entry.calls(torch.float32, seed=0)[0]
@@ -19,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 
 # Contents of the result are whatever lay in memory.
 UNDEFINED = frozenset(
@@ -68,6 +67,9 @@ class Entry:
 
 def entries() -> dict[str, Entry]:
     """Every entry that takes tensors, by name, in the databases' order."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
     found: dict[str, Entry] = {}
     for info in op_db:
         name = f"op: {info.name}" + (f".{info.variant_test_name}" if info.variant_test_name else "")
