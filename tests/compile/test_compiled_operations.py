@@ -192,9 +192,9 @@ def test_auto_compiles_what_has_no_native_program() -> None:
         "float32 runs native"
     )
     linear.double()
-    found = fxbatch.explain(square, list(xs.double()))
-    assert any("forward" in row.compiled for row in found.operations), "float64 has no native program"
     with torch.no_grad():
+        found = fxbatch.explain(square, list(xs.double()))
+        assert any("forward" in row.compiled for row in found.operations), "float64 has no native program"
         torch.testing.assert_close(square(list(xs.double())), torch.tanh(linear(xs.double())) * xs.double())
 
 
