@@ -1,4 +1,4 @@
-"""Native steps against the undecorated forward and against the same minibatch with Python kernels alone."""
+"""Native steps against Python kernels alone, and the undecorated forward (all shapes: tests/test_oracle.py)."""
 
 from __future__ import annotations
 
@@ -59,16 +59,6 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(NativeSteps, "forward", counting_forward)
     monkeypatch.setattr(NativeSteps, "backward", counting_backward)
     return counts
-
-
-@each
-def test_as_one_by_one(made: nn.Module, instances: list[Any]) -> None:
-    for native in (True, False):
-        changed = M.with_options(copy.deepcopy(made), native=native)
-        check_equal(changed, instances)
-        check_equal(changed, instances[:1])
-        with torch.no_grad():
-            check_equal(changed, instances, gradients=False)
 
 
 @pytest.fixture
