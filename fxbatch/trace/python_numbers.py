@@ -1,7 +1,6 @@
 """Python numbers that meet values: lifted to constants of shape [], so that they don't split batches.
 
-In: `h * node.weight`, `h[node.index]`. Out: a call with the number as an input; where all calls turn out
-to have
+In: `h * node.weight`, `h[node.index]`. Out: a call with the number as an input; where all calls turn out to have
 the same number, `fixed_numbers` puts it back.
 
     call_lifted(recorder, torch.mul, (h, 0.5))   # mul(f32[3], f32[])
@@ -87,81 +86,36 @@ def addcmul_at(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.T
     return x + value * y * z
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> LiftedForm | None:
-    return (dropout_at, (input, p)) if training is True and not inplace else None
-
-
-def _leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> LiftedForm | None:
-    return None if inplace else (leaky_relu_at, (input, negative_slope))
-
-
-def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> LiftedForm | None:
-    return None if inplace else (elu_at, (input, alpha))
-
-
-def _celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> LiftedForm | None:
-    return None if inplace else (celu_at, (input, alpha))
-
-
-def _softplus(input: Any, beta: float = 1, threshold: float = 20) -> LiftedForm | None:
-    return softplus_at, (input, beta, threshold)
-
-
-def _hardtanh(
-    input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
-) -> LiftedForm | None:
-    return None if inplace else (hardtanh_at, (input, min_val, max_val))
-
-
-def _threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> LiftedForm | None:
-    return None if inplace else (threshold_at, (input, threshold, value))
-
-
-def _add(input: Any, other: Any, *, alpha: float = 1) -> LiftedForm | None:
-    return add_at, (input, other, alpha)
-
-
-def _sub(input: Any, other: Any, *, alpha: float = 1) -> LiftedForm | None:
-    return sub_at, (input, other, alpha)
-
-
-def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> LiftedForm | None:
-    return addcmul_at, (input, tensor1, tensor2, value)
-
-
-def _lerp(input: Any, end: Any, weight: Any) -> LiftedForm | None:
-    return torch.lerp, (input, end, weight)
-
-
-def _masked_fill(input: Any, mask: Any, value: Any) -> LiftedForm | None:
-    return torch.masked_fill, (input, mask, value)
-
-
-def _clamp_min(input: Any, min: Any) -> LiftedForm | None:
-    return torch.clamp, (input, min, None)
-
-
-def _clamp_max(input: Any, max: Any) -> LiftedForm | None:
-    return torch.clamp, (input, None, max)
-
-
-def _clamp(input: Any, min: Any = None, max: Any = None) -> LiftedForm | None:
-    return torch.clamp, (input, min, max)
-
-
+# With the arguments of each function as torch has them; None where it has no such form.
 _FORMS: dict[Any, Callable[..., LiftedForm | None]] = {
-    F.dropout: _dropout, F.leaky_relu: _leaky_relu, F.elu: _elu, F.celu: _celu, F.softplus: _softplus,
-    F.hardtanh: _hardtanh, F.threshold: _threshold,
-    **{
-        getattr(owner, name): form
-        for name, form in (
-            ("add", _add), ("sub", _sub), ("addcmul", _addcmul), ("lerp", _lerp), ("masked_fill", _masked_fill),
-            ("clamp_min", _clamp_min), ("clamp_max", _clamp_max),
-        )
-        for owner in (torch, torch.Tensor)
-    },
-    **dict.fromkeys((torch.clamp, torch.clip, torch.Tensor.clamp, torch.Tensor.clip), _clamp),
-}  # fmt: skip
+    F.dropout: lambda input, p=0.5, training=True, inplace=False: (
+        (dropout_at, (input, p)) if training is True and not inplace else None
+    ),
+    F.leaky_relu: lambda input, negative_slope=0.01, inplace=False: (
+        None if inplace else (leaky_relu_at, (input, negative_slope))
+    ),
+    F.elu: lambda input, alpha=1.0, inplace=False: None if inplace else (elu_at, (input, alpha)),
+    F.celu: lambda input, alpha=1.0, inplace=False: None if inplace else (celu_at, (input, alpha)),
+    F.softplus: lambda input, beta=1, threshold=20: (softplus_at, (input, beta, threshold)),
+    F.hardtanh: lambda input, min_val=-1.0, max_val=1.0, inplace=False: (
+        None if inplace else (hardtanh_at, (input, min_val, max_val))
+    ),
+    F.threshold: lambda input, threshold, value, inplace=False: (
+        None if inplace else (threshold_at, (input, threshold, value))
+    ),
+}
+_METHODS: dict[str, Callable[..., LiftedForm]] = {
+    "add": lambda input, other, *, alpha=1: (add_at, (input, other, alpha)),
+    "sub": lambda input, other, *, alpha=1: (sub_at, (input, other, alpha)),
+    "addcmul": lambda input, tensor1, tensor2, *, value=1: (addcmul_at, (input, tensor1, tensor2, value)),
+    "lerp": lambda input, end, weight: (torch.lerp, (input, end, weight)),
+    "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
+    "clamp_min": lambda input, min: (torch.clamp, (input, min, None)),
+    "clamp_max": lambda input, max: (torch.clamp, (input, None, max)),
+    "clamp": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
+    "clip": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
+}
+_FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner in (torch, torch.Tensor)})
 
 
 def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> LiftedForm | None:
