@@ -14,11 +14,11 @@ static int rows_fit(int64_t per_row, int64_t rest)
     return per_row >= 0 && per_row <= 1024 && rest >= 0 && rest < ((int64_t)1 << 31) && per_row + rest > 0;
 }
 
-/* Whether `rows` x `width` elements from the operand's offset on lie within its base, for n rows. */
-static int fits(const Program *p, const Operand *o, int64_t rows, int64_t width, int64_t bytes, int64_t n)
+/* Whether `rows` from the operand's offset on, of so many elements each, lie within its base, for n rows. */
+static int fits(const Program *p, const Operand *o, int64_t rows, int64_t reach, int64_t bytes, int64_t n)
 {
     const Base *base = &p->bases[o->base];
-    int64_t last = o->offset + (rows - 1) * o->stride + (width - 1) * o->inner + 1;
+    int64_t last = o->offset + (rows - 1) * o->stride + reach;
     return last * bytes <= rows_of(base->per_row, base->rest, n) * base->row_bytes;
 }
 
@@ -56,6 +56,10 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         return "group";
     if (x->code == PRODUCT && (!has_products() || !rows_fit(x->depth_per_row, x->depth_rest)))
         return "product";
+    if (reduces(x->code) && (x->depth_per_row || x->depth_rest < 1 || x->depth_rest >= ((int64_t)1 << 31)))
+        return "depth";
+    if (x->code == PUT && (x->flag < 2 || x->depth_rest % (x->flag / 2)))
+        return "columns";
     const Operand *operands = &x->out;
     for (int k = 0; k < 4; k++) {
         const Operand *o = &operands[k];
@@ -74,7 +78,7 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
             return "local memory";
         if (k == 0 && (p->bases[o->base].kind == INPUT || p->bases[o->base].kind == FIXED))
             return "written operand";
-        if (o->inner > 1 && !(x->code == PRODUCT && k) && !(x->code == PICK && k == 2))
+        if (o->inner > 1 && !((x->code == PRODUCT || reduces(x->code)) && k) && !(x->code == PICK && k == 2))
             return "inner stride";
         if (k == 0 && o->inner != 1)
             return "inner stride of the result";
@@ -95,9 +99,9 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
                 rows = 1;
             else if (x->code == SUM_LAST && k == 0)
                 width = 1;
-            else if ((x->code == PICK && k == 1) || (x->code == PUT_ADD && k == 0))
+            else if ((x->code == PICK && k == 1) || (x->code == PUT && k == 0))
                 width = x->depth_rest;
-            if (rows < 1 || width < 1 || !fits(p, o, rows, width, size[k], n))
+            if (rows < 1 || width < 1 || !fits(p, o, rows, reach(x, k, width), size[k], n))
                 return "an operand is larger than its memory";
         }
     }

@@ -30,7 +30,7 @@ typedef struct {
     Operand out, in[3];
     int64_t number; /* bits of a double */
     int64_t depth_per_row, depth_rest; /* of a product; else the rows or columns that an index chooses from */
-    int64_t flag;
+    int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
     int64_t group; /* pointwise instructions of one number run fused, -1: none */
     int64_t spare[7];
 } Instruction;
@@ -138,6 +138,19 @@ static inline int worth_threads(int64_t cost, int64_t threads)
 }
 
 #include "_native_operations.h"
+
+/* What takes `depth_rest` elements that are `inner` apart, for each of `width` neighbours of a row, to one. */
+static inline int reduces(int64_t code)
+{
+    return code == EXTREME || code == PLACE_OF_EXTREME || code == LOG_SUM_EXP;
+}
+
+/* From the first to the last element that operand k, `width` wide, reads or writes of a row. */
+static inline int64_t reach(const Instruction *x, int k, int64_t width)
+{
+    const Operand *o = &x->out + k;
+    return k == 1 && reduces(x->code) ? (x->depth_rest - 1) * o->inner + x->width : (width - 1) * o->inner + 1;
+}
 
 /* Bytes an element of (out, a, b, c) of an instruction; 0 where it has no such operand. */
 const int8_t *element_bytes(int64_t code);

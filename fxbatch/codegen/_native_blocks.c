@@ -11,7 +11,7 @@ enum { LEAST_ROWS = 16, USUAL_ROWS = 128, BLOCK_COST = 1 << 16 };
 /* The width of an operand of a row of an instruction. */
 static int64_t width_of(const Instruction *x, int k)
 {
-    if ((x->code == PRODUCT && k == 1) || (x->code == PICK && k == 1) || (x->code == PUT_ADD && k == 0))
+    if ((x->code == PRODUCT && k == 1) || (x->code == PICK && k == 1) || (x->code == PUT && k == 0))
         return x->depth_rest;
     return (x->code == SUM_LAST && k == 0) || (x->code == LOOKUP && k == 2) ? 1 : x->width;
 }
@@ -33,7 +33,7 @@ static int keeps_to_rows(const Program *p, const Instruction *x)
             if (!k || (o->stride && !same))
                 return 0;
         } else if (same || base->rest || o->stride * x->per_row * size[k] != row ||
-                   (o->offset + (x->per_row - 1) * o->stride + (width - 1) * o->inner + 1) * size[k] > row)
+                   (o->offset + (x->per_row - 1) * o->stride + reach(x, k, width)) * size[k] > row)
             return 0;
     }
     return 1;
@@ -41,7 +41,8 @@ static int keeps_to_rows(const Program *p, const Instruction *x)
 
 static int64_t cost_of(const Instruction *x)
 {
-    int64_t each = element_cost(x->code) + (x->code == PRODUCT ? x->depth_rest / 16 : 0);
+    int64_t each = element_cost(x->code) * (reduces(x->code) ? x->depth_rest : 1);
+    each += x->code == PRODUCT ? x->depth_rest / 16 : 0;
     return x->per_row * (8 + x->width * each);
 }
 

@@ -129,6 +129,30 @@ static void LOOP(log_softmax_backward)(float *out, const float *g, const float *
     }
 }
 
+/* log(sum(exp)) of elements that are `step` apart, of each of `count` neighbours. */
+static void LOOP(log_sum_exp)(float *out, const float *a, int64_t step, int64_t terms, int64_t count)
+{
+    for (int64_t from = 0; from < count; from += 64) {
+        int64_t width = count - from < 64 ? count - from : 64;
+        float most[64];
+        double sums[64];
+        for (int64_t j = 0; j < width; j++) {
+            most[j] = -INFINITY;
+            sums[j] = 0.0;
+        }
+        for (int64_t i = 0; i < terms; i++)
+            for (int64_t j = 0; j < width; j++)
+                most[j] = a[i * step + from + j] > most[j] ? a[i * step + from + j] : most[j];
+        for (int64_t j = 0; j < width; j++)
+            most[j] = most[j] < INFINITY && most[j] > -INFINITY ? most[j] : 0.0f;
+        for (int64_t i = 0; i < terms; i++)
+            _Pragma("GCC ivdep") for (int64_t j = 0; j < width; j++)
+                sums[j] += LOOP(exp1)(a[i * step + from + j] - most[j]);
+        for (int64_t j = 0; j < width; j++)
+            out[from + j] = logf((float)sums[j]) + most[j];
+    }
+}
+
 static const Loops LOOP(loops) = {
     LEVEL,
     {EVERY_LOOP},
@@ -136,6 +160,7 @@ static const Loops LOOP(loops) = {
     LOOP(sum_rows),
     LOOP(log_softmax),
     LOOP(log_softmax_backward),
+    LOOP(log_sum_exp),
 };
 
 #undef EACH

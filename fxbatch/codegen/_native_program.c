@@ -12,6 +12,7 @@ typedef struct {
     void (*sum_rows)(float *, const float *, int64_t, int64_t, int64_t);
     void (*log_softmax)(float *, const float *, int64_t, int);
     void (*log_softmax_backward)(float *, const float *, const float *, int64_t, int);
+    void (*log_sum_exp)(float *, const float *, int64_t, int64_t, int64_t);
 } Loops;
 
 #define LEVEL "plain"
@@ -294,6 +295,19 @@ static void zero_piece(void *job, int64_t thread, int64_t threads)
             memset(out + r * stride, 0, (size_t)x->width * 4);
 }
 
+/* The largest (least: smallest) of elements that are `step` apart, the first of equal ones, and NaN before all. */
+static int64_t extreme(const float *a, int64_t step, int64_t count, int least)
+{
+    int64_t found = 0;
+    float best = a[0];
+    for (int64_t i = 1; i < count && best == best; i++)
+        if (least ? !(a[i * step] >= best) : !(a[i * step] <= best)) {
+            found = i;
+            best = a[i * step];
+        }
+    return found;
+}
+
 /* What is neither pointwise nor a product; 1 where an index is out of range. */
 static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threads)
 {
@@ -331,17 +345,36 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
             loops->log_softmax_backward(out + r * so, a + r * sa, (const float *)at[2] + r * sb, width, (int)x->flag);
         return 0;
     case PICK:
-    case PUT_ADD:
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < width; j++) {
-                int64_t i = index[r * sb + j];
-                if ((uint64_t)i >= (uint64_t)most)
+                if ((uint64_t)index[r * sb + j] >= (uint64_t)most)
                     return 1;
-                if (x->code == PICK)
-                    out[r * so + j] = a[r * sa + i];
-                else
-                    out[r * so + i] += c[r * sc + j];
+                out[r * so + j] = a[r * sa + index[r * sb + j]];
             }
+        return 0;
+    case PUT:
+        for (int64_t r = 0, column = x->flag / 2; r < rows; r++)
+            for (int64_t j = 0; j < width; j++) {
+                if ((uint64_t)index[r * sb + j] >= (uint64_t)(most / column))
+                    return 1;
+                float *to = out + r * so + index[r * sb + j] * column + j % column;
+                *to = x->flag & 1 ? c[r * sc + j] : *to + c[r * sc + j];
+            }
+        return 0;
+    case EXTREME:
+    case PLACE_OF_EXTREME:
+        for (int64_t r = 0, step = x->in[0].inner; r < rows; r++)
+            for (int64_t j = 0; j < width; j++) {
+                int64_t place = extreme(a + r * sa + j, step, most, (int)x->flag);
+                if (x->code == EXTREME)
+                    out[r * so + j] = a[r * sa + j + place * step];
+                else
+                    ((int64_t *)at[0])[r * so + j] = place;
+            }
+        return 0;
+    case LOG_SUM_EXP:
+        for (int64_t r = 0; r < rows; r++)
+            loops->log_sum_exp(out + r * so, a + r * sa, x->in[0].inner, most, width);
         return 0;
     case TABLE_GRADIENT:
         job.items = most;

@@ -43,6 +43,9 @@ def pointwise(node: fx.Node) -> Pointwise | None:
     target, args, kwargs = node.target, node.args, node.kwargs
     if is_cast(node):
         return cast(dtype(node.args[0]), dtype(node), node.args[0])
+    if target in (aten.lt.Scalar, aten.lt.Tensor) and dtype(args[0]) is _I64:
+        whole = isinstance(args[1], int) or (isinstance(args[1], fx.Node) and dtype(args[1]) is _I64)
+        return Pointwise("lt_i64", args) if whole else None
     if target in _CALLS:
         call = Pointwise(_CALLS[target], args)
         return call if not kwargs and len(args) == len(call.dtypes()) - 1 else None
@@ -50,8 +53,9 @@ def pointwise(node: fx.Node) -> Pointwise | None:
         return cast(dtype(node), dtype(node), args[0])
     if target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
         scale = float(_rest(node, 2, "alpha", 1))
-        return Pointwise("add", args[:2], scale if target in (aten.add.Tensor, aten.add.Scalar) else -scale)
-    if target is aten.rsub.Scalar:
+        name = "add_i64" if dtype(node) is _I64 and scale in (1.0, -1.0) else "add"
+        return Pointwise(name, args[:2], scale if target in (aten.add.Tensor, aten.add.Scalar) else -scale)
+    if target in (aten.rsub.Scalar, aten.rsub.Tensor):
         return Pointwise("add", (args[1], args[0]), -float(_rest(node, 2, "alpha", 1)))
     if target in (aten.addcmul.default, aten.addcdiv.default):
         name = "addcmul" if target is aten.addcmul.default else "addcdiv"
@@ -68,6 +72,8 @@ def _chosen(node: fx.Node, target: Callable[..., Any] | str) -> Pointwise | None
         return Pointwise("where_f32" if dtype(node) is _F32 else "where_i64", args[:3])
     if target in (aten.ne.Scalar, aten.ne.Tensor, aten.eq.Scalar, aten.eq.Tensor):
         name = "ne" if target in (aten.ne.Scalar, aten.ne.Tensor) else "eq"
+        if dtype(args[0]) is _F32:
+            return Pointwise(f"{name}_f32", args[:2])
         whole = isinstance(args[1], (fx.Node, int))
         return Pointwise(f"{name}_i64", args[:2]) if whole else None
     return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,18 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
+from fxbatch.codegen.native_operands import (
+    ONE,
+    around,
+    as_matrix,
+    as_rows,
+    dtype_name,
+    even_rows,
+    narrow,
+    need,
+    of_type,
+    same_rows,
+)  # fmt: skip
 from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.shapes import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
@@ -42,7 +55,6 @@ from fxbatch.codegen.simplify import constant_value
 aten = torch.ops.aten
 INPUT, OUTPUT, FIXED, OWN, LOCAL = range(5)
 MOST_BASES = 192
-ONE: Size = (0, 1)
 UNUSED = (-1, 0, 0, 0)  # an operand that there is not
 OPERANDS, GROUP = slice(4, 20), 24  # where an instruction has these
 SHORT = 16  # elements of a dimension that is added up one addition after another
@@ -136,7 +148,7 @@ class Lowering:
     def base(self, dims: Shape, dtype: torch.dtype, kind: int) -> int:
         """A new piece of memory for a contiguous tensor."""
         if dtype not in (torch.float32, torch.int64, torch.bool):
-            raise NotNative(f"numbers of type {_name(dtype)}")
+            raise NotNative(f"numbers of type {dtype_name(dtype)}")
         (a, b), width = rows_and_width(dims)
         if a < 0 or b < 0 or a + b == 0 or width == 0:
             raise NotNative("a tensor without elements")
@@ -259,8 +271,8 @@ class Lowering:
 
     def _node(self, node: fx.Node) -> None:
         if not is_tensor(node):
-            if isinstance(node.meta["values"][0], int):
-                return  # sizes, which are known
+            if isinstance(node.meta["values"][0], int) or node.target in _EXTREMES:
+                return  # sizes, which are known; pairs, of which each is written by itself
             raise NotNative(f"{node.target}")
         if _number(node) is not None:
             return
@@ -303,7 +315,7 @@ class Lowering:
         operands = [as_number(self.span(x), kind) for x, kind in zip(call.operands, kinds[1:], strict=True)]
         for span, kind in zip((out, *operands), kinds, strict=True):
             if span.dtype != kind:
-                raise NotNative(f"{call.name} of {_name(span.dtype)}")
+                raise NotNative(f"{call.name} of {dtype_name(span.dtype)}")
         self.loops(out, operands, call.name, call.number)
 
     def loops(self, out: Span, operands: list[Span], name: str, number: float) -> None:
@@ -334,15 +346,11 @@ class Lowering:
 
     def floats(self, node: Any) -> Span:
         """Where a node of float32 is, which is no number."""
-        return _is(self.span(node), torch.float32)
+        return of_type(self.span(node), torch.float32)
 
     def integers(self, node: Any) -> Span:
         """Where a node of int64 is, which is no number."""
-        return _is(self.span(node), torch.int64)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return of_type(self.span(node), torch.int64)
 
 
 def as_number(span: Span, kind: torch.dtype) -> Span:
@@ -363,13 +371,6 @@ def _number(node: fx.Node) -> float | None:
     if node.op == "call_function" and node.target is aten.scalar_tensor.default:
         return float(node.args[0])
     return constant_value(node)
-
-
-def narrow(span: Span, dim: int, start: int, size: int) -> Span:
-    """Part of a span along one dimension."""
-    dims = (*span.shape[:dim], (0, size), *span.shape[dim + 1 :])
-    strides = tuple(0 if n == (0, 1) else s for n, s in zip(dims, span.strides, strict=True))
-    return Span(span.base, span.offset + start * span.strides[dim], dims, strides, span.dtype)
 
 
 def group_pointwise(code: np.ndarray) -> None:
@@ -412,81 +413,23 @@ def localise(bases: np.ndarray, code: np.ndarray, sizes: Sequence[int]) -> None:
 # -- calls that aren't pointwise: each adds an instruction, or raises NotNative
 
 
-def _need(good: bool, what: str) -> None:
-    if not good:
-        raise NotNative(what)
-
-
-def _is(span: Span, dtype: torch.dtype) -> Span:
-    _need(span.base >= 0 and span.dtype == dtype, f"{_name(span.dtype)} or a number there")
-    return span
-
-
-def _rows(span: Span) -> tuple[Size, list[int]]:
-    """A span whose last dimension is contiguous as (rows, operand): one row per element of the others."""
-    _need(bool(span.shape), "no dimension")
-    width = span.shape[-1]
-    _need(width[0] == 0 and (span.strides[-1] == 1 or width == ONE), "rows that aren't contiguous")
-    rows, stride = _even(span.shape[:-1], span.strides[:-1])
-    return rows, [span.base, span.offset, stride, 1]
-
-
-def _same_rows(*spans: Span) -> list[Any]:
-    """The rows that all of these have, and each of these as an operand."""
-    rows, operands = zip(*map(_rows, spans), strict=True)
-    _need(len(set(rows)) == 1, "other rows")
-    return [rows[0], *operands]
-
-
-def _even(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
-    """Some dimensions as one: (n, 2) as 2n rows, where they are evenly spaced."""
-    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != ONE]
-    if not dims:
-        return ONE, 0
-    rows, stride = dims[-1]
-    for size, step in reversed(dims[:-1]):
-        _need(rows[0] == 0 and step == stride * rows[1], "rows of more than two dimensions")
-        rows = (size[0] * rows[1], size[1] * rows[1])
-    return rows, stride
-
-
-def _matrix(span: Span) -> list[int]:
-    """A matrix as an operand of a product: contiguous along one of its dimensions."""
-    _is(span, torch.float32)
-    _need(len(span.shape) == 2, "a product of no matrices")
-    (rows, columns), (stride, inner) = span.shape, span.strides
-    if columns == ONE and rows == ONE:
-        return [span.base, span.offset, 1, 1]
-    if columns == ONE:
-        _need(stride > 0, "a matrix with other strides")
-        return [span.base, span.offset, stride, 1]
-    if rows == ONE:
-        return [span.base, span.offset, 0, 1] if inner == 1 else [span.base, span.offset, 1, inner]
-    good = (inner == 1 and _covers(stride, columns)) or (stride == 1 and _covers(inner, rows))
-    _need(good, "a matrix with other strides")
-    return [span.base, span.offset, stride, inner]
-
-
-def _covers(stride: int, size: Size) -> bool:
-    """Whether lines that are `stride` apart don't overlap; of lines as long as n there is one number each."""
-    return stride >= size[1] if size[0] == 0 else False
-
-
 def product(lowering: Lowering, node: fx.Node) -> None:
     """mm(a, b) and addmm(c, a, b)."""
     args = list(node.args)
     out = lowering.target(node)
     added = node.target is aten.addmm.default
     if added:
-        _need(not node.kwargs and len(args) == 3, "a product with factors")
+        need(not node.kwargs and len(args) == 3, "a product with factors")
         lowering.copy(out, lowering.span(args.pop(0)))
     a, b = (_in_memory(lowering, lowering.span(x)) for x in args)
-    _is(out, torch.float32)
+    of_type(out, torch.float32)
     (rows, columns), depth = out.shape, a.shape[1]
-    _need(columns[0] == 0, "as many columns as rows")
-    _need(columns == ONE or out.strides[1] == 1, "a result that isn't contiguous")
+    need(columns[0] == 0, "as many columns as rows")
+    need(columns == ONE or out.strides[1] == 1, "a result that isn't contiguous")
     adds = added or (lowering.adding and node in lowering.place)
-    lowering.add("PRODUCT", rows, columns[1], out.lines, _matrix(a), _matrix(b), depth=depth, flag=int(adds))
+    lowering.add(
+        "PRODUCT", rows, columns[1], out.lines, as_matrix(a), as_matrix(b), depth=depth, flag=int(adds)
+    )
 
 
 def _in_memory(lowering: Lowering, span: Span) -> Span:
@@ -502,10 +445,10 @@ def lookup(lowering: Lowering, node: fx.Node) -> None:
     """index_select(table, 0, index)."""
     table, index = lowering.floats(node.args[0]), lowering.integers(node.args[2])
     first = node.args[1] == 0 and len(table.shape) == 2 and len(index.shape) == 1
-    _need(first, "another dimension than the first")
+    need(first, "another dimension than the first")
     size, width = table.shape
-    _need(size[0] == 0 and (width == ONE or table.strides[1] == 1), "a table with other strides")
-    rows, place = _rows(lowering.target(node))
+    need(size[0] == 0 and (width == ONE or table.strides[1] == 1), "a table with other strides")
+    rows, place = as_rows(lowering.target(node))
     lowering.add("LOOKUP", rows, width[1], place, table.lines, index.lines, depth=size)
 
 
@@ -516,7 +459,7 @@ def _position(dim: Any, dims: Shape) -> int:
 def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     """sum over the rows, over the last dimension, over a short one, or over some of one element (then a copy)."""
     source, out = lowering.span(node.args[0]), lowering.target(node)
-    _need(not node.kwargs.get("dtype"), "a sum in another type")
+    need(not node.kwargs.get("dtype"), "a sum in another type")
     dims = source.shape
     given = list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
     over = [d for d in sorted({_position(d, dims) for d in given}) if dims[d] != ONE]
@@ -531,20 +474,20 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
             raise NotNative("a sum of that type")
         lowering.loops(squeezed, [reduced], found.name, 0.0)
         return
-    _is(source, torch.float32)
+    of_type(source, torch.float32)
     if over == list(range(len(over))) and len(over) < len(dims):
-        summed, step = _even(dims[: len(over)], source.strides[: len(over)])
+        summed, step = even_rows(dims[: len(over)], source.strides[: len(over)])
         for rows, width, (to, place) in walk(reduced.shape, [squeezed, reduced]):
-            _need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
+            need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
             lowering.add("SUM_ROWS", summed, width, (out.base, to[0], 0, 1), (source.base, place[0], step, 1))
         return
     if len(over) == 1 and over[0] < len(dims) - 1 and dims[over[0]][1] <= SHORT:
         _sum_short(lowering, squeezed, reduced, source.strides[over[0]], dims[over[0]][1])
         return
-    _need(over == [len(dims) - 1], "a sum over other dimensions")
-    rows, place_in = _rows(source)
-    same, stride = _even(squeezed.shape, squeezed.strides)
-    _need(same == rows, "a sum over other dimensions")
+    need(over == [len(dims) - 1], "a sum over other dimensions")
+    rows, place_in = as_rows(source)
+    same, stride = even_rows(squeezed.shape, squeezed.strides)
+    need(same == rows, "a sum over other dimensions")
     lowering.add("SUM_LAST", rows, dims[-1][1], (out.base, out.offset, stride, 1), place_in)
 
 
@@ -561,7 +504,7 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     dims = shape(node.args[0])
     given: Any = node.args[1] if len(node.args) > 1 else None
     over = {_position(d, dims) for d in (given or range(len(dims)))}
-    _need(all(dims[d][0] == 0 for d in over), "a mean over rows")
+    need(all(dims[d][0] == 0 for d in over), "a mean over rows")
     sum_dimensions(lowering, node)
     out = lowering.target(node)
     count = Span(-1, 0, (), (), torch.float32, float(math.prod(dims[d][1] for d in over)))
@@ -571,7 +514,7 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
 def _dense(out: Span, count: int) -> tuple[int, ...]:
     """The strides of a result without its dimensions of one element."""
     strides = tuple(s for s, n in zip(out.strides, out.shape, strict=True) if n != ONE)
-    _need(len(strides) == count, "a sum with a result of another shape")
+    need(len(strides) == count, "a sum with a result of another shape")
     return strides
 
 
@@ -579,8 +522,8 @@ def softmax(lowering: Lowering, node: fx.Node) -> None:
     """log_softmax and softmax along the last dimension."""
     source = lowering.floats(node.args[0])
     last = _position(node.args[1], source.shape) == len(source.shape) - 1
-    _need(last and not node.args[2], "another dimension")
-    rows, *operands = _same_rows(lowering.target(node), source)
+    need(last and not node.args[2], "another dimension")
+    rows, *operands = same_rows(lowering.target(node), source)
     logarithm = node.target is aten._log_softmax.default
     lowering.add("LOG_SOFTMAX", rows, source.shape[-1][1], *operands, flag=int(logarithm))
 
@@ -588,8 +531,8 @@ def softmax(lowering: Lowering, node: fx.Node) -> None:
 def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
     """The gradients of log_softmax and softmax along the last dimension."""
     grad, result = map(lowering.floats, node.args[:2])
-    _need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
-    rows, *operands = _same_rows(lowering.target(node), grad, result)
+    need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
+    rows, *operands = same_rows(lowering.target(node), grad, result)
     logarithm = node.target is aten._log_softmax_backward_data.default
     lowering.add("LOG_SOFTMAX_BACKWARD", rows, grad.shape[-1][1], *operands, flag=int(logarithm))
 
@@ -597,29 +540,106 @@ def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
 def pick(lowering: Lowering, node: fx.Node) -> None:
     """gather(x, 1, index)."""
     source, index = lowering.floats(node.args[0]), lowering.integers(node.args[2])
-    _need(len(source.shape) == 2 and _position(node.args[1], source.shape) == 1, "another dimension")
-    rows, *operands = _same_rows(lowering.target(node), source, index)
+    need(len(source.shape) == 2 and _position(node.args[1], source.shape) == 1, "another dimension")
+    rows, *operands = same_rows(lowering.target(node), source, index)
     lowering.add("PICK", rows, index.shape[1][1], *operands, depth=source.shape[1])
 
 
 def put(lowering: Lowering, node: fx.Node) -> None:
-    """scatter_add(x, 1, index, source)."""
-    index, source, out = lowering.integers(node.args[2]), lowering.floats(node.args[3]), lowering.target(node)
-    _need(len(out.shape) == 2 and _position(node.args[1], out.shape) == 1, "another dimension")
-    lowering.copy(out, lowering.span(node.args[0]))
-    rows, to, b, c = _same_rows(out, index, source)
-    _need(index.shape == source.shape, "other rows")
-    lowering.add("PUT_ADD", rows, index.shape[1][1], to, UNUSED, b, c, depth=out.shape[1])
+    """scatter_add(x, dim, index, source), and scatter of numbers that take the places of others."""
+    x, dim, index_node, source_node = node.args
+    need(not node.kwargs and isinstance(source_node, fx.Node), "numbers that are put with others")
+    index, source, out = lowering.integers(index_node), lowering.floats(source_node), lowering.target(node)
+    at = _position(dim, out.shape)
+    need(index.shape == source.shape, "other rows")
+    need((*index.shape[:at], *index.shape[at + 1 :]) == (*out.shape[:at], *out.shape[at + 1 :]), "other rows")
+    lowering.copy(out, lowering.span(x))
+    parts = [around(span, at) for span in (out, index, source)]
+    rows, column = parts[0].rows, parts[0].width
+    need(all(p.step == column or p.count == 1 for p in parts), "columns that lie apart")
+    to, b, c = (p.place for p in parts)
+    depth, flag = (0, parts[0].count * column), 2 * column + int(node.target is aten.scatter.src)
+    lowering.add("PUT", rows, parts[1].count * column, to, UNUSED, b, c, depth=depth, flag=flag)
+
+
+def _reduce(lowering: Lowering, name: str, source: Span, dim: Any, out: Span, *, flag: int = 0) -> None:
+    """One instruction that takes a dimension to one element."""
+    at = _position(dim, source.shape)
+    found = around(source, at)
+    kept = out.shape if len(out.shape) == len(source.shape) else (*out.shape[:at], ONE, *out.shape[at:])
+    strides = out.strides if kept is out.shape else (*out.strides[:at], 0, *out.strides[at:])
+    to = around(replace(out, shape=kept, strides=strides), at)
+    need(to.count == 1 and (to.rows, to.width) == (found.rows, found.width), "a result of another shape")
+    place = [*found.place[:3], found.step]
+    lowering.add(name, found.rows, found.width, to.place, place, depth=(0, found.count), flag=flag)
+
+
+def extreme(lowering: Lowering, node: fx.Node) -> None:
+    """amax, amin, argmax, argmin over one dimension, and either result of max and min over one."""
+    made: Any = node
+    place: bool = node.target in (aten.argmax.default, aten.argmin.default)
+    if node.target is operator.getitem:
+        made, place = node.args[0], bool(node.args[1] == 1)
+        need(made.target in _EXTREMES, "one of several results")
+    over = made.args[1] if len(made.args) > 1 else None
+    dims = over if isinstance(over, (list, tuple)) else [over]
+    source = lowering.floats(made.args[0])
+    need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")
+    least = made.target in (aten.amin.default, aten.argmin.default, aten.min.dim)
+    name = "PLACE_OF_EXTREME" if place else "EXTREME"
+    _reduce(lowering, name, source, dims[0], lowering.target(node), flag=int(least))
+
+
+def log_sum_exp(lowering: Lowering, node: fx.Node) -> None:
+    """logsumexp over one dimension."""
+    over: Any = node.args[1]
+    dims = over if isinstance(over, (list, tuple)) else [over]
+    source = lowering.floats(node.args[0])
+    need(len(dims) == 1 and bool(source.shape), "several dimensions")
+    _reduce(lowering, "LOG_SUM_EXP", source, dims[0], lowering.target(node))
+
+
+def stack(lowering: Lowering, node: fx.Node) -> None:
+    """stack(tensors, dim): each is copied to its place."""
+    tensors: Any = node.args[0]
+    out = lowering.target(node)
+    dim = _position(node.args[1] if len(node.args) > 1 else 0, out.shape)
+    for i, x in enumerate(tensors):
+        offset = out.offset + i * out.strides[dim]
+        shape, strides = (
+            (*out.shape[:dim], *out.shape[dim + 1 :]),
+            (*out.strides[:dim], *out.strides[dim + 1 :]),
+        )
+        lowering.copy(Span(out.base, offset, shape, strides, out.dtype), lowering.span(x))
+
+
+def squared_error(lowering: Lowering, node: fx.Node) -> None:
+    """mse_loss of every element by itself: (a - b) (a - b)."""
+    a, b, *reduction = node.args
+    need(reduction == [0] and not node.kwargs, "a mean")
+    out = lowering.target(node)
+    lowering.loops(out, [lowering.floats(a), lowering.floats(b)], "add", -1.0)
+    lowering.loops(out, [out, out], "mul", 0.0)
+
+
+def squared_error_backward(lowering: Lowering, node: fx.Node) -> None:
+    """Its gradient: 2 (a - b) gradient."""
+    gradient, a, b, *reduction = node.args
+    need(reduction == [0] and not node.kwargs, "a mean")
+    out, two = lowering.target(node), Span(-1, 0, (), (), torch.float32, 2.0)
+    lowering.loops(out, [lowering.floats(a), lowering.floats(b)], "add", -1.0)
+    lowering.loops(out, [out, two], "mul", 0.0)
+    lowering.loops(out, [out, lowering.span(gradient)], "mul", 0.0)
 
 
 def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     """embedding_dense_backward(gradient, index, rows, padding, by frequency)."""
     grad, index = lowering.floats(node.args[0]), lowering.integers(node.args[1])
     size, padding, by_frequency = node.args[2:]
-    _need(not by_frequency and isinstance(size, int), "gradients by frequency")
-    rows, place = _rows(grad)
+    need(not by_frequency and isinstance(size, int), "gradients by frequency")
+    rows, place = as_rows(grad)
     found = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
-    _need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
+    need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
     at = (index.base, index.offset, found[0][1] if found else 0, 1)
     assert isinstance(padding, int) and isinstance(size, int)
     out = lowering.target(node).lines
@@ -639,6 +659,17 @@ ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
     aten._softmax_backward_data.default: softmax_backward,
     aten.gather.default: pick,
     aten.scatter_add.default: put,
+    aten.scatter.src: put,
+    aten.amax.default: extreme,
+    aten.amin.default: extreme,
+    aten.argmax.default: extreme,
+    aten.argmin.default: extreme,
+    operator.getitem: extreme,
+    aten.logsumexp.default: log_sum_exp,
+    aten.stack.default: stack,
+    aten.mse_loss.default: squared_error,
+    aten.mse_loss_backward.default: squared_error_backward,
     aten.embedding_dense_backward.default: table_gradient,
 }
+_EXTREMES = (aten.max.dim, aten.min.dim)
 _SUMS = (aten.mm.default, aten.sum.dim_IntList, aten.sum.default)

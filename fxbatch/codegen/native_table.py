@@ -64,10 +64,14 @@ LOOPS = (
     Loop("bool_to_f32", "a[i] != 0", "f b"),
     Loop("ne_i64", "a[i] != b[i]", "b ii"),
     Loop("eq_i64", "a[i] == b[i]", "b ii"),
+    Loop("ne_f32", "a[i] != b[i]", "b ff"),
+    Loop("eq_f32", "a[i] == b[i]", "b ff"),
     Loop("gt_f32", "a[i] > b[i]", "b ff", ("gt.Scalar", "gt.Tensor")),
     Loop("ge_f32", "a[i] >= b[i]", "b ff", ("ge.Scalar", "ge.Tensor")),
     Loop("lt_f32", "a[i] < b[i]", "b ff", ("lt.Scalar", "lt.Tensor")),
     Loop("le_f32", "a[i] <= b[i]", "b ff", ("le.Scalar", "le.Tensor")),
+    Loop("lt_i64", "a[i] < b[i]", "b ii"),
+    Loop("add_i64", "a[i] + (int64_t)k * b[i]", "i ii"),
     Loop("copy_i64", "a[i]", "i i"),
     Loop("copy_bool", "a[i]", "b b"),
 )
@@ -79,8 +83,11 @@ ROWS = (
     Rows("LOG_SOFTMAX", "f f", cost=8),
     Rows("LOG_SOFTMAX_BACKWARD", "f ff", cost=8),
     Rows("PICK", "f fi"),
-    Rows("PUT_ADD", "f -if"),
+    Rows("PUT", "f -if"),
     Rows("TABLE_GRADIENT", "f fi"),
+    Rows("EXTREME", "f f"),
+    Rows("PLACE_OF_EXTREME", "i f"),
+    Rows("LOG_SUM_EXP", "f f", cost=8),
 )
 assert len(LOOPS) <= FIRST_ROWS
 
