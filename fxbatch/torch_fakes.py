@@ -14,18 +14,42 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._decomp import decomposition_table, meta_table
+from torch._subclasses.fake_impls import (
+    _is_tensor_constructor,
+    _like_tensor_constructors,
+    dispatch_to_op_implementations_dict,
+    has_meta,
+    op_implementations_checks,
+)
+from torch._subclasses.fake_tensor import (
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    torch_decomp_decompositions,
+)
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["FakeMode", "before_dynamo", "import_for_fakes", "put_dynamo_off", "stop_putting_off"]
+__all__ = [
+    "FakeMode",
+    "before_dynamo",
+    "import_for_fakes",
+    "no_symbols",
+    "put_dynamo_off",
+    "stop_putting_off",
+]
 
+aten = torch.ops.aten
 NAME, CONFIG = "torch._dynamo", "torch._dynamo.config"
 _lock = threading.RLock()
 _given: list[Any] = []  # functions that were told that they are disabled
@@ -151,12 +175,252 @@ def _is_plain(t: torch.Tensor) -> bool:
     )
 
 
+# -- Fixed sizes only. torch's own dispatch, and the meta kernels that it has in Python, ask sympy and `symbolic_shapes`
+#    at each call whether a size is a symbol (0.4 s to import), and calling such a kernel with a fake tensor makes
+#    torch's C++ import `torch.distributed.tensor`. Where sympy is not imported there are no symbols.
+
+_SYMBOLS = ("sympy", "torch.utils._sympy.functions", "torch.fx.experimental.symbolic_shapes")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return list(a) == list(b) if isinstance(a, (tuple, list)) else a == b
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {  # what is said of sizes that are numbers
+    **dict.fromkeys(
+        ("guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"), bool
+    ),
+    **dict.fromkeys(("expect_true", "guard_bool"), lambda x, *_: bool(x)),
+    **dict.fromkeys(("guarding_hint_or_throw", "guard_int", "size_hint", "hint_int"), lambda x, *_: x),
+    **dict.fromkeys(("has_free_symbols", "has_free_unbacked_symbols", "is_nested_int"), lambda x: False),
+    **dict.fromkeys(("has_hint", "has_guarding_hint"), lambda x: True),
+    "free_unbacked_symbols": lambda x: set(),
+    "sym_and": lambda *x: all(x),
+    "sym_or": lambda *x: any(x),
+    "sym_eq": _equal,
+}
+
+
+class _Nothing(type):
+    def __instancecheck__(cls, x: Any) -> bool:
+        return False
+
+
+class _NoSymbol(metaclass=_Nothing):
+    """A class of symbols: nothing is one."""
+
+
+class _NoSymbols(ModuleType):
+    """Stands for one of _SYMBOLS while a function runs on meta tensors; asked for anything else, it imports them."""
+
+    Basic = Max = _NoSymbol
+
+    def __getattr__(self, name: str) -> Any:
+        answer = _ANSWERS.get(name) if self.__name__ == _SYMBOLS[2] else None
+        if answer is None:
+            if name.startswith("__") and (name != "__path__" or self.__name__ != _SYMBOLS[0]):
+                raise AttributeError(name)
+            _take_out()
+            return getattr(importlib.import_module(self.__name__), name)
+
+        def ask(*args: Any) -> Any:
+            if _SYMBOLS[0] in sys.modules and not isinstance(sys.modules[_SYMBOLS[0]], _NoSymbols):
+                return getattr(importlib.import_module(self.__name__), name)(*args)
+            return answer(*args)
+
+        self.__dict__[name] = ask
+        return ask
+
+
+_STAND_INS = {name: _NoSymbols(name) for name in _SYMBOLS}
+
+
+def _take_out() -> None:
+    for name, made in _STAND_INS.items():
+        if sys.modules.get(name) is made:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def no_symbols() -> Iterator[None]:
+    """While torch's own code runs on meta tensors: the stand-ins are in place, unless one of the modules is imported or
+    there is another thread, which could ask for them."""
+    if any(name in sys.modules for name in _SYMBOLS) or threading.active_count() > 1:
+        yield
+        return
+    sys.modules.update(_STAND_INS)
+    try:
+        yield
+    finally:
+        _take_out()
+
+
+# Functions that have a rule of their own, which for fixed sizes on one device says what the meta kernel does.
+_AS_OTHERS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor, aten.embedding.default,
+        aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+        aten.index_put.default, aten._unsafe_index_put.default, aten.copy_.default, aten.index_put_.default,
+    }
+)  # fmt: skip
+
+
+@functools.cache
+def _way(func: Any) -> Any:
+    """How a function runs on fakes of fixed sizes: "meta", "made" (a constructor), "lift" by its meta kernel, what it
+    is composed of, "rule" as torch's rule for it says, "torch" by the whole of torch's dispatch."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+        return "torch"
+    if func.namespace == "prims":
+        return getattr(func, "prim_meta_impl", "torch")
+    own = torch._library.simple_registry.singleton.find(func.name()).fake_impl.kernel
+    if own is not None or any(x.is_out for x in func._schema.arguments) or _asks_device(meta_table.get(func)):
+        return "torch"
+    if func in FakeTensorMode.lift_fns:
+        return "lift"
+    if func not in meta_table and not FakeTensorMode.cpp_meta_supports_symint(FakeMode, func):  # type: ignore[arg-type]
+        if func in decomposition_table and torch_decomp_decompositions(func):
+            return decomposition_table[func]
+        if func._can_decompose():
+            return func.decompose
+    if func is aten.native_layer_norm.default:
+        return decomposition_table[func]
+    if _is_tensor_constructor(func) or func in _like_tensor_constructors:
+        return "made"
+    if func is aten._local_scalar_dense.default or func is aten.nonzero.default:
+        return "rule"
+    if func not in _AS_OTHERS and any(check(func) for check, _ in op_implementations_checks):
+        return "torch"
+    return "meta" if has_meta(func) else "torch"
+
+
+def _asks_device(kernel: Any, deep: int = 3) -> bool:
+    """Whether a meta kernel in Python, or what it calls of its module, asks where a fake tensor is."""
+    kernel = inspect.unwrap(kernel) if callable(kernel) else kernel
+    code = getattr(kernel, "__code__", None)
+    if code is None or kernel.__module__ != "torch._meta_registrations":
+        return False
+    if {"device_hint", "fake_device"} & {*code.co_names}:
+        return True
+    return deep > 0 and any(_asks_device(kernel.__globals__.get(x), deep - 1) for x in code.co_names)
+
+
+class _Unusual(Exception):
+    """Something that torch's own dispatch is for."""
+
+
+class _Call:
+    """The arguments of a function, with plain meta tensors in place of fakes."""
+
+    def __init__(self, mode: FakeTensorMode, written: bool) -> None:
+        self.mode, self.written = mode, written
+        self.fakes: list[FakeTensor] = []
+        self.forms: list[torch.Tensor] = []
+
+    def plain(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if self.mode.allow_non_fake_inputs and not self.written and _is_plain(x):
+                x = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
+            if type(x) is not FakeTensor or x.fake_mode is not self.mode or not _is_plain_form(x):
+                raise _Unusual
+            form = torch.empty(0, dtype=x.dtype, device="meta")
+            form.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+            self.fakes.append(x)
+            self.forms.append(form)
+            return form
+        if isinstance(x, (list, tuple)):
+            return type(x)([self.plain(y) for y in x])
+        return x
+
+    def device(self) -> torch.device:
+        """Where all of the fakes are."""
+        devices = {x.fake_device for x in self.fakes}
+        if len(devices) != 1 or all(x.constant is not None for x in self.fakes):
+            raise _Unusual
+        return devices.pop()
+
+    def fake(self, x: Any, device: torch.device) -> Any:
+        """A result as a fake."""
+        if isinstance(x, FakeTensor) and x.fake_mode is self.mode:
+            return x
+        if isinstance(x, torch.Tensor):
+            for form, fake in zip(self.forms, self.fakes, strict=True):
+                if x is form:
+                    return fake
+            if type(x) is not torch.Tensor or not x.is_meta:
+                raise _Unusual
+            return FakeTensor(self.mode, x, device)
+        return type(x)([self.fake(y, device) for y in x]) if isinstance(x, (list, tuple)) else x
+
+
+def _is_plain_form(x: FakeTensor) -> bool:
+    return x.layout is torch.strided and not (x.is_complex() or x.is_quantized or x.is_nested)
+
+
 class FakeMode(FakeTensorMode):
     """torch's mode, of fixed sizes."""
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self.fake_tensor_converter = _Converter(copy_data=False, export=False)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's does, without what it has for symbols."""
+        handler = _DISPATCH_META_HANDLERS.get(func)
+        if handler is not None:
+            return handler(args)
+        way = _way(func)
+        if way != "torch":
+            with no_symbols(), contextlib.suppress(_Unusual, NotImplementedError):
+                return self._run(func, way, args, kwargs or {})
+        _take_out()
+        return super().dispatch(func, types, args, kwargs)
+
+    def _run(self, func: Any, way: Any, args: Any, kwargs: Any) -> Any:
+        if callable(way):
+            with self:
+                return way(*args, **kwargs)
+        if way == "lift" and type(args[0]) is torch.Tensor:  # what torch.tensor() gives
+            found = func(args[0])
+            constant = self.may_turn_const(found)
+            return self.fake_tensor_converter.from_real_tensor(self, found if constant else args[0], constant)
+        call = _Call(self, func._schema.is_mutable)
+        with no_dispatch():
+            plain, named = call.plain(args), {k: call.plain(x) for k, x in kwargs.items()}
+            if func is aten.index.Tensor and any(
+                i is not None and i.dtype in (torch.bool, torch.uint8) for i in plain[1]
+            ):
+                raise _Unusual
+        given = named.get("device")
+        if way == "made":
+            device = (
+                torch.device(given)
+                if given is not None
+                else call.device()
+                if call.fakes
+                else torch.device("cpu")
+            )
+            named["device"] = torch.device("meta")
+        elif given is not None:
+            raise _Unusual
+        else:
+            device = call.device()
+        if way == "rule":
+            return dispatch_to_op_implementations_dict(self, func, *args, **kwargs)
+        if call.written and any(x.constant is not None for x in call.fakes):
+            raise _Unusual
+        if torch.Tag.inplace_view in func.tags:  # it changes the fakes themselves
+            with in_kernel_invocation_manager(self):
+                return func(*args, **kwargs)
+        with in_kernel_invocation_manager(self):
+            made = func(*plain, **named)
+        for form, fake in zip(call.forms, call.fakes, strict=True):
+            if (
+                form.shape != fake.shape
+            ):  # as kernels say it; those of meta tensors give the result more memory
+                shapes = f"{list(fake.shape)} doesn't match the broadcast shape {list(form.shape)}"
+                raise RuntimeError(f"output with shape {shapes}")
+        return call.fake(made, device)
 
 
 @functools.cache

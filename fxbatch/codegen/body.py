@@ -23,8 +23,8 @@ from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.simplify import eliminate_dead
 from fxbatch.codegen.tape import Result, as_graph, record, run, writes
 from fxbatch.ir import Layout, Signature, TensorType
-from fxbatch.torch_fakes import FakeMode
-from fxbatch.torch_private import QuietDispatchMode, native_kernels
+from fxbatch.torch_fakes import FakeMode, no_symbols
+from fxbatch.torch_private import QuietDispatchMode, native_kernels, run_backward
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -68,7 +68,8 @@ class IndexByTensor(TorchFunctionMode):
                 return aten.index.Tensor(
                     args[0], [x if isinstance(x, torch.Tensor) else None for x in indices]
                 )
-        return func(*args, **(kwargs or {}))
+        with no_symbols():  # functionalization runs meta kernels as well
+            return func(*args, **(kwargs or {}))
 
 
 def _is_position(index: Any) -> bool:
@@ -267,5 +268,5 @@ def gradients_of(
     if not wanted or not pairs:
         return [None] * len(operands)
     ends, given = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ends, wanted, given, allow_unused=True))
+    found = iter(run_backward(ends, given, False, False, tuple(wanted), True, accumulate_grad=False))
     return [next(found) if x.requires_grad else None for x in operands]

@@ -10,7 +10,8 @@ taken is row-wise `[n, ...]`, so that rows of many steps can be put one after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,13 @@ from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref
 from fxbatch.codegen.shapes import bytes_per_row, row_type
 from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorType
-from fxbatch.on_demand import networkx
 
 aten = torch.ops.aten
-_KEPT_ANYWAY = 0.25  # of the cost of an intermediate: inputs and outputs are in arenas already
-_PIECES_COST = 1.01
+_KEPT_ANYWAY, _ANEW = (
+    1,
+    4,
+)  # what a byte costs: inputs and outputs are in arenas already, intermediates are not
+_INFINITE = 1 << 100
 _CHEAP = (
     aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten._to_copy.default, aten.detach.default, aten.alias.default, aten.unbind.int, aten.view.dtype,
@@ -125,12 +128,9 @@ def cut(
     unless_rows: Again = lambda x: again(x) or (_again_unless_random(x) and row_type(x) is None)  # noqa: E731
     wider = (again, unless_rows, _again_unless_random)
     for allowed in wider:
-        flow = _flow(order, ends, sources, kept, allowed)
-        try:
-            _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
-        except networkx.NetworkXUnbounded:
-            continue
-        return [x for x in order if (x, 0) in reachable and (x, 1) not in reachable]
+        behind = minimum_cut(_flow(order, ends, sources, kept, allowed), "source", "sink")
+        if behind is not None:
+            return [x for x in order if (x, 0) not in behind and (x, 1) in behind]
     raise NotBatchable("gradients need tensors that are not row-wise")
 
 
@@ -140,21 +140,70 @@ def _flow(
     sources: dict[fx.Node, None],
     kept: dict[fx.Node, None],
     again: Again,
-) -> networkx.DiGraph:
+) -> Flow:
     """Each node is an edge whose capacity is what keeping it costs; what must be kept hangs on the source."""
-    flow = networkx.DiGraph()
-    flow.add_node("source")
-    inside = dict.fromkeys(order)
+    flow: Flow = {"source": {}, "sink": {}, **{(node, end): {} for node in order for end in (0, 1)}}
     for node in order:
-        flow.add_edge((node, 0), (node, 1), capacity=_capacity(node, kept))
+        flow[node, 0][node, 1] = _capacity(node, kept)
         for source in node.all_input_nodes:
-            if source in inside:
-                flow.add_edge((source, 1), (node, 0), capacity=float("inf"))
+            if (source, 1) in flow:
+                flow[source, 1][node, 0] = _INFINITE
         if node in sources or node.op == "placeholder" or not again(node):
-            flow.add_edge("source", (node, 0), capacity=float("inf"))
+            flow["source"][node, 0] = _INFINITE
     for node in ends:
-        flow.add_edge((node, 1), "sink", capacity=float("inf"))
+        flow[node, 1]["sink"] = _INFINITE
     return flow
+
+
+Flow = dict[Hashable, dict[Hashable, int]]  # what may flow from one to the other
+
+
+def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] | None:
+    """What lies behind the minimum cut nearest to the sink; None where nothing bounds the flow (Dinic's algorithm)."""
+    left = {a: dict(ends) for a, ends in flow.items()}
+    for a, ends in flow.items():
+        for b in ends:
+            left[b].setdefault(a, 0)
+    while True:
+        level = _levels(left, source)
+        if sink not in level:
+            break
+        untried = {a: list(ends) for a, ends in left.items()}
+        path = [source]
+        while path:
+            if path[-1] == sink:
+                edges = list(pairwise(path))
+                pushed = min(left[a][b] for a, b in edges)
+                if pushed > _INFINITE // 2:
+                    return None
+                for a, b in edges:
+                    left[a][b] -= pushed
+                    left[b][a] += pushed
+                del path[1 + next(i for i, (a, b) in enumerate(edges) if not left[a][b]) :]
+            elif untried[path[-1]]:
+                a, b = path[-1], untried[path[-1]][-1]
+                if left[a][b] and level.get(b) == level[a] + 1:
+                    path.append(b)
+                else:
+                    untried[a].pop()
+            else:
+                path.pop()
+                if path:
+                    untried[path[-1]].pop()
+    back: Flow = {a: {b: left[b][a] for b in ends} for a, ends in left.items()}
+    return set(_levels(back, sink))
+
+
+def _levels(left: Flow, start: Hashable) -> dict[Hashable, int]:
+    """How far each is that something can still flow to."""
+    level = {start: 0}
+    reached = [start]
+    for a in reached:
+        for b, capacity in left[a].items():
+            if capacity and b not in level:
+                level[b] = level[a] + 1
+                reached.append(b)
+    return level
 
 
 def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> dict[fx.Node, None]:
@@ -172,13 +221,12 @@ def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> 
     return {node: None for node, yes in found.items() if yes}
 
 
-def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> float:
+def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> int:
     if row_type(node) is None:
-        return float("inf")
-    cost = float(bytes_per_row(node))
-    if node.target in (aten.slice.Tensor, aten.select.int):
-        cost *= _PIECES_COST  # keeping all pieces of a tensor means copying each: rather the tensor itself
-    return cost * _KEPT_ANYWAY if node in kept else cost
+        return _INFINITE
+    cost = bytes_per_row(node) * (_KEPT_ANYWAY if node in kept else _ANEW)
+    # keeping all pieces of a tensor means copying each: rather the tensor itself
+    return cost * 100 + cost * (node.target in (aten.slice.Tensor, aten.select.int))
 
 
 def _assemble(

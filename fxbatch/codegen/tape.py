@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.torch_fakes import no_symbols
 from fxbatch.torch_private import FakeTensor, QuietDispatchMode, without_autograd
 
 aten = torch.ops.aten
@@ -92,11 +93,12 @@ def record(
 def run(tape: Tape, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Make the calls of a tape on other tensors."""
     values: dict[int, Any] = dict(enumerate(tensors))
-    for i, call in enumerate(tape.calls[len(tensors) :], len(tensors)):
-        if call.target == "constant":
-            values[i] = call.value
-        else:
-            values[i] = call.target(*_map(values, call.args), **_map(values, call.kwargs))
+    with no_symbols():
+        for i, call in enumerate(tape.calls[len(tensors) :], len(tensors)):
+            if call.target == "constant":
+                values[i] = call.value
+            else:
+                values[i] = call.target(*_map(values, call.args), **_map(values, call.kwargs))
     return list(_map(values, tape.results))
 
 

@@ -39,8 +39,7 @@ STEP_GRAD, PYTHON_STEP_GRAD, UNBATCHED_CALL_GRAD = 19.0, 67.0, 50.0
 # A phase, and an instance that waits in one; what backward adds.
 PHASE, WAIT = 120.0, 6.5
 PHASE_GRAD = 120.0
-# The graphs of one operation; importing what fake tensors need (sympy, torch.distributed.tensor), and what symbols for
-# sizes need besides (torch._dynamo), once a process.
+# The graphs of one operation; importing what symbols for sizes need (sympy; torch._dynamo), once a process.
 BUILD, IMPORTING, IMPORTING_DYNAMO = 80_000.0, 400_000.0, 450_000.0
 
 # Batching is chosen where it is estimated to take at most this share of the loop's time.

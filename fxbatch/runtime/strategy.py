@@ -63,10 +63,10 @@ How = Literal["batched", "packed", "loop"]
 
 def importing(how: How) -> float:
     """What importing costs that building needs, 0 where it was imported."""
-    fakes = 0.0 if "torch.fx.experimental.symbolic_shapes" in sys.modules else IMPORTING
-    if how != "packed" or "torch._dynamo" in sys.modules:
-        return fakes
-    return fakes + IMPORTING_DYNAMO
+    if how != "packed":
+        return 0.0
+    symbols = 0.0 if "torch.fx.experimental.symbolic_shapes" in sys.modules else IMPORTING
+    return symbols + (0.0 if "torch._dynamo" in sys.modules else IMPORTING_DYNAMO)
 
 
 def _import_cost(how: How, saved: float) -> float:
