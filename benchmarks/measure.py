@@ -108,8 +108,29 @@ def measure(
     went before (a check that ran everybody once); a round that would not end within it is not begun, but
     FEWEST_ROUNDS are timed all the same unless they take longer than all of it, and one always is.
     on_error: told who raised what, who then takes no further part; None raises.
-    The garbage collector is run before each run, and not during it.
+    The garbage collector is run before each run, and not during it. What was there before the first run it leaves
+    alone: looking at all of that each time would push a contender's code and data out of the caches, as nothing does
+    between the steps of a training.
     """
+    gc.collect()
+    gc.freeze()
+    try:
+        return _measure(contenders, repeats, warmup, device, slow, budget, spent, on_run, on_error)
+    finally:
+        gc.unfreeze()
+
+
+def _measure(
+    contenders: Sequence[Contender],
+    repeats: int,
+    warmup: int,
+    device: torch.device,
+    slow: Sequence[str],
+    budget: float,
+    spent: float,
+    on_run: Callable[[str], None],
+    on_error: Callable[[str, Exception], None] | None,
+) -> tuple[dict[str, Entry], list[Ratio]]:
     begin = time.perf_counter() - spent
     samples = {c.name: _Samples() for c in contenders}
     raised: dict[str, None] = {}

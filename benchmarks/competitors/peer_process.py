@@ -102,6 +102,8 @@ def serve(connection: Connection, name: str, make: Make, threads: int, *argument
     try:
         work = make(adapter, *arguments)
         connection.send((True, None))
+        gc.collect()
+        gc.freeze()  # as in `measure`
         while True:
             what, kind, number = connection.recv()
             connection.send((True, work.outcome(kind) if what == "outcome" else _timed(work, kind, number)))

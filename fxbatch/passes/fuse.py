@@ -32,11 +32,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
+from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature, SignatureColumns
 from fxbatch.on_demand import networkx as nx
 from fxbatch.passes.components import components
 from fxbatch.passes.select import reorder, select_calls
-from fxbatch.passes.signature_graph import source_calls
+from fxbatch.passes.signature_graph import called, source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
 MUTUAL = 4
@@ -494,10 +494,12 @@ class Fuser:
         self.capacity = capacity
         self.families: OrderedDict[tuple[int, ...], _Learned] = OrderedDict()
         self.made: OrderedDict[Hashable, Signature] = OrderedDict()
+        # By the columns of a program's signatures, and which of them are called: those with a body.
+        self.members: dict[tuple[SignatureColumns, bytes], tuple[Signature, ...]] = {}
 
     def __call__(self, program: Program) -> Program:
         """The program with fused calls; the same object when nothing is fused."""
-        if len(program) < 2:
+        if len(program.sig) < 2:
             return program
         family = self._family(program)
         if not family.blocks:
@@ -527,15 +529,18 @@ class Fuser:
         return found
 
     def _family(self, program: Program) -> _Learned:
-        present = np.bincount(program.sig).nonzero()[0]  # a survey would be of calls that may still go
-        members = tuple(
-            program.signatures[s]
-            for s in present.tolist()
-            if program.signatures[s].operation.kind not in CONSTANT_KINDS
-        )
+        present = program.columns, called(program)
+        members = self.members.get(present)
+        if members is None:
+            if len(self.members) >= self.capacity:
+                self.members.clear()
+            members = self.members[present] = tuple(
+                [s for s, n in zip(program.signatures, present[1], strict=True)
+                 if n and s.operation.kind not in CONSTANT_KINDS]
+            )  # fmt: skip
         key = tuple(map(id, members))  # the entry holds the signatures, so their ids stay theirs
         found = self.families.get(key)
-        if found is not None and len(program) < 4 * found.calls:
+        if found is not None and len(program.sig) < 4 * found.calls:
             self.families.move_to_end(key)
             return found
         stream = Stream(program)

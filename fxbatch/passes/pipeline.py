@@ -51,12 +51,17 @@ class Pipeline:
                 raise OptionError(f"unknown pass {name!r}; known are {', '.join(known)}")
         self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
         self.verify = verify
-        self.records: tuple[PassRecord, ...] = ()
+        self._did: list[tuple[str, int, int, float]] = []
+
+    @property
+    def records(self) -> tuple[PassRecord, ...]:
+        """What each pass did to the last program."""
+        return tuple(PassRecord(*did) for did in self._did)
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes; an exception gets a note that names the pass."""
-        records = []
-        calls, clock = len(program), time.perf_counter()
+        did = []
+        calls, clock = len(program.sig), time.perf_counter()
         for name, rewrite in self.passes.items():
             before, start = calls, clock
             try:
@@ -67,8 +72,8 @@ class Pipeline:
                 error.add_note(f"in pass {name}, on a program of {before} calls")
                 raise
             if rewritten is not program:
-                program, calls = rewritten, len(rewritten)
+                program, calls = rewritten, len(rewritten.sig)
             clock = time.perf_counter()
-            records.append(PassRecord(name, before, calls, clock - start))
-        self.records = tuple(records)
+            did.append((name, before, calls, clock - start))
+        self._did = did
         return program

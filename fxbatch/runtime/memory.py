@@ -367,6 +367,19 @@ class Memory(Pieces):
             self._host[array] = found.numpy() if plain else None
         return self._host[array]
 
+    def copied(self, type_id: int, first: int, rows: int) -> torch.Tensor:
+        """A copy of values of a type that lie together, without a kernel of ATen where C can read them."""
+        array = self._arena[type_id]
+        kind, (pointer, room, _) = self.kinds[array], self.places[array].tolist()
+        start, size = first * kind.nbytes, rows * kind.nbytes
+        if pointer and size and 0 <= start <= room - size:
+            made = torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
+            place = address(made, size)
+            if place is not None:
+                ctypes.memmove(place, pointer + start, size)
+                return made
+        return self.tensor(array).narrow(0, first, rows).clone()
+
     def arena_of(self, kind: TensorType) -> torch.Tensor:
         return self.arena(self.type_ids[kind])
 

@@ -255,8 +255,6 @@ class PackedCalls:
 
         held: what packed calls of this minibatch gave, by value; it grows.
         """
-        if not self.families and not held:
-            return program
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}

@@ -111,9 +111,10 @@ class Run:
 
     def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
-        if self.table is None or self.table.packed is None or not len(program):
+        packed = None if self.table is None else self.table.packed
+        if packed is None or not packed.families or not len(program):
             return program
-        found: Program = self.table.packed.resolve(self.table, program, self.packed_values, grad=self.grad)
+        found: Program = packed.resolve(self.table, program, self.packed_values, grad=self.grad)
         return found
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
@@ -225,8 +226,11 @@ class Run:
     def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
         types = self.memory.types_of(program)[program.columns.output_types]
         values = len(plan.row_of_value)
-        type_of = self._types.room(self.value_type[: program.known], values)
-        needed = self._needs.room(self.value_needs[: program.known], values)
+        if program.known:
+            type_of = self._types.room(self.value_type[: program.known], values)
+            needed = self._needs.room(self.value_needs[: program.known], values)
+        else:
+            type_of, needed = np.empty(values, dtype=np.int64), np.empty(values, dtype=bool)
         spread_outputs(program, types, needs.outputs, type_of, needed)
         self.value_row, self.value_type, self.value_needs = (
             plan.row_of_value,
@@ -238,14 +242,15 @@ class Run:
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A new tensor [len(values), *shape] of values of one type."""
-        kinds = self.value_type[values]
-        assert len(values) and (kinds == kinds[0]).all(), "values of one tensor type"
-        arena = self.memory.arena(int(kinds[0]))
-        rows = self.value_row[values]
+        kinds, rows = self.value_type.take(values), self.value_row.take(values)
+        assert len(kinds), "values of one tensor type"
+        kind, first = kinds.item(0), rows.item(0)
         if len(rows) == 1:
-            return arena.narrow(0, int(rows[0]), 1).clone()
+            return self.memory.copied(kind, first, 1)
+        assert (kinds == kind).all(), "values of one tensor type"
         if (rows[1:] - rows[:-1] == 1).all():
-            return arena[int(rows[0]) : int(rows[0]) + len(rows)].clone()
+            return self.memory.copied(kind, first, len(rows))
+        arena = self.memory.arena(kind)
         return torch.index_select(arena, 0, to_device(rows, arena.device))
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:

@@ -31,9 +31,9 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     The same object where it has none, or where they wait for one another too often.
     """
     table = run.table
-    if table is None or table.packed is None or not len(program):
+    packed: PackedCalls | None = None if table is None else table.packed
+    if table is None or packed is None or not packed.families or not len(program):
         return program
-    packed: PackedCalls = table.packed
     program = run.resolved(program)
     waits = _packed_calls(packed, program)
     if program.known or not waits.any() or _stacks_too_often(packed, program):

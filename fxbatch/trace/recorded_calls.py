@@ -585,7 +585,8 @@ class RecordedCalls(Columns):
         hold the recorder as it holds them, so that their memory is free at once and not at the next collection
         of garbage."""
         program = self.pending_program(outputs)
-        self.phases.keep_leaves(self.constants)
+        if any(entry.signature.outputs[0].differentiable for entry in self.constant_entries.values()):
+            self.phases.keep_leaves(self.constants)
         self.constants, self.numbers = {}, {}
         self.phases.constants.clear()
         return program
