@@ -75,6 +75,7 @@ class SignatureColumns:
     output_types: np.ndarray  # int32 [all outputs]: index into `types`
     constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
     random: np.ndarray  # bool [signatures]
+    numbers: np.ndarray  # int64 [types]: 0, 1, ...
     graphs: dict[bytes, Any] = field(
         default_factory=dict, repr=False
     )  # passes/signature_graph.py keeps them here
@@ -90,7 +91,18 @@ def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     flat = np.array([ids[t] for s in signatures for t in s.outputs], dtype=np.int32)
     constant = np.array([s.operation.kind in CONSTANT_KINDS for s in signatures], dtype=bool)
     random = np.array([s.operation.random for s in signatures], dtype=bool)
-    return SignatureColumns(types, ids, arity, width, offsets(arity), offsets(width), flat, constant, random)
+    return SignatureColumns(
+        types,
+        ids,
+        arity,
+        width,
+        offsets(arity),
+        offsets(width),
+        flat,
+        constant,
+        random,
+        np.arange(len(types)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ In: OperationGraphs and their kernels. Out: a NativeStep a kernel, or the reason
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,18 @@ class NativeStep:
         return self._fixed_outputs or [
             (tuple(a * n + b for a, b in dims), dtype) for dims, dtype in self.forms
         ]
+
+    @functools.cached_property
+    def _fixed_bytes(self) -> tuple[int, ...]:
+        return _bytes_of(self._fixed_outputs)
+
+    def output_bytes(self, n: int) -> tuple[int, ...]:
+        """The bytes of each result for n rows."""
+        return self._fixed_bytes or _bytes_of(self.outputs(n))
+
+
+def _bytes_of(outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
 
 
 def make_step(

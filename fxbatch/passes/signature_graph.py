@@ -95,11 +95,7 @@ class Survey:
     before: np.ndarray  # int32 [calls]: calls of its signature before it on a path of such calls alone
     longest: np.ndarray  # int64 [signatures]: calls on the longest such path
     graph: SignatureGraph
-
-    @functools.cached_property
-    def present(self) -> bytes:
-        """A byte a signature: whether it is called."""
-        return (self.counts > 0).tobytes()
+    present: bytes  # a byte a signature: whether it is called
 
 
 def called(program: Program) -> bytes:
@@ -159,7 +155,8 @@ def _survey(program: Program) -> Survey:
         program.sig, program.inputs, c.first_slot, c.first_output, program.known, outs if dense else 0,
         seen, before, found[0], found[1],
     )  # fmt: skip
-    return Survey(found[0], before, found[1], _graph(c, seen.nonzero()[0] if dense else _find_pairs(program)))
+    graph = _graph(c, seen.nonzero()[0] if dense else _find_pairs(program))
+    return Survey(found[0], before, found[1], graph, (found[0] > 0).tobytes())
 
 
 def _walk(

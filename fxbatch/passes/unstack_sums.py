@@ -41,15 +41,18 @@ class _Kinds:
     stacks: np.ndarray
     sums: np.ndarray  # 1: a sum, 2: a mean
     modes: np.ndarray
+    any: bool  # whether there are both
 
 
 @kept_by_signatures(256)
 def _kinds(signatures: tuple[Signature, ...]) -> _Kinds:
     modes = list(dict.fromkeys(s.modes for s in signatures))
+    stacks, sums = [is_stack(s) for s in signatures], [_reduction(s) for s in signatures]
     return _Kinds(
-        np.array([is_stack(s) for s in signatures], dtype=bool),
-        np.array([_reduction(s) for s in signatures], dtype=np.int64),
+        np.array(stacks, dtype=bool),
+        np.array(sums, dtype=np.int64),
         np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
+        any(stacks) and any(sums),
     )
 
 
@@ -63,7 +66,7 @@ class Unstacker:
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
         kinds = _kinds(program.signatures)
-        if not kinds.stacks.any() or not kinds.sums.any():
+        if not kinds.any:
             return program
         calls = np.flatnonzero(kinds.sums[program.sig])
         value = program.inputs[program.input_offsets[calls]]

@@ -80,10 +80,7 @@ def differentiable_inputs(run: Run) -> list[torch.Tensor]:
     """The tensors that gradients of a run go to: shared operands and constants that require them."""
     found: dict[int, torch.Tensor] = {}
     if run.grad:
-        for tensors in run.memory.shared.values():
-            for t in tensors:
-                if t.requires_grad:
-                    found.setdefault(id(t), t)
+        found = {id(t): t for t in run.operands.values() if t.requires_grad}
         for phase in run.phases:
             for s in phase.program.constants:
                 for t in differentiable_constants(phase.program, s):

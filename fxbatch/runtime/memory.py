@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.codegen.native import Span, address
+from fxbatch.codegen.native import address
 from fxbatch.ir import Plan, Program, Signature, SignatureColumns, TensorType
 from fxbatch.passes.plan import ArrayTable, place_arrays, rows_of_arrays
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -47,7 +47,9 @@ class Pool:
 
     def __init__(self, *, least: int = 64 << 20) -> None:
         self.least = least
-        self._free: list[torch.Tensor] = []  # in the order in which they came back
+        self._free: list[
+            tuple[int, torch.device, torch.Tensor]
+        ] = []  # lines of each, in the order in which they came back
         self._bytes = 0  # of all in `_free`
         self._taken = 0  # bytes taken since the last minibatch began
         self._usual = 0  # the most that a minibatch took, less a quarter a minibatch
@@ -71,11 +73,12 @@ class Pool:
             self._sort_in()
             for most in (2 * lines + 64, 8 * lines + 64):
                 for i in range(len(self._free) - 1, -1, -1):  # the last one given is warm in the cache
-                    if lines <= len(self._free[i]) <= most and self._free[i].device == device:
+                    has, where, found = self._free[i]
+                    if lines <= has <= most and where == device:
                         self.reused += 1
-                        found = self._free.pop(i)
-                        self._bytes -= found.nbytes
-                        self._taken += found.nbytes
+                        del self._free[i]
+                        self._bytes -= has * LINE
+                        self._taken += has * LINE
                         return found
             self.allocated += 1
             capacity = max(lines + lines // 4, 1)
@@ -98,11 +101,12 @@ class Pool:
         """Put what came back where it is taken from; the caller has the lock."""
         while self._given:
             piece = self._given.popleft()
-            self._free.append(piece)
-            self._bytes += piece.nbytes
+            lines = piece.shape[0]
+            self._free.append((lines, piece.device, piece))
+            self._bytes += lines * LINE
         most = max(self.least, max(self._usual, self._taken) * 5 // 4)
         while self._free and (self._bytes > most or len(self._free) > _FREE):
-            self._bytes -= self._free.pop(0).nbytes
+            self._bytes -= self._free.pop(0)[0] * LINE
 
     def clear(self) -> None:
         """Forget all free pieces."""
@@ -303,11 +307,6 @@ class Pieces:
             typed = self._typed[key] = whole if kind.dtype == torch.float32 else whole.view(kind.dtype)
         return typed.as_strided((rows, *kind.shape), strides(kind.shape), offset // kind.dtype.itemsize)
 
-    def span(self, array: int) -> Span | None:
-        """Pointer and bytes of an array; None where C can't read it."""
-        pointer, size, _ = self.places[array].tolist()
-        return (pointer, size) if pointer else None
-
     def release(self) -> None:
         """Give the memory back; no array can be read any more."""
         pieces, self._pieces = self._pieces, []
@@ -350,8 +349,13 @@ class Memory(Pieces):
         """int64 [program.types]: the number of each type in this run."""
         found = self._types.get(program.columns)
         if found is None:
-            ids = [self.type_ids.setdefault(t, len(self.type_ids)) for t in program.types]
-            found = self._types[program.columns] = np.array(ids, dtype=np.int64)
+            columns = program.columns
+            if self.type_ids:
+                ids = [self.type_ids.setdefault(t, len(self.type_ids)) for t in columns.types]
+                found = np.array(ids, dtype=np.int64)
+            else:
+                self.type_ids, found = dict(columns.type_ids), columns.numbers
+            self._types[columns] = found
         return found
 
     def arena(self, type_id: int) -> torch.Tensor:
@@ -516,9 +520,13 @@ class Memory(Pieces):
         """The rows of a saved tensor."""
         return self.tensor(self._first[compiled] + len(compiled.kept_groups) + index)
 
-    def place(self, compiled: CompiledOperation, own: int) -> Span | None:
-        """Pointer and bytes of one of an operation's arrays, kept groups first; None where C can't read it."""
-        return self.span(self._first[compiled] + own)
+    def places_of(self, compiled: CompiledOperation) -> list[list[int]]:
+        """Pointer (0 where C can't read it), bytes and whether it is part of an arena, of each array of an operation,
+        kept groups first."""
+        first = self._first[compiled]
+        stop = first + len(compiled.kept_groups) + len(compiled.saved_types)
+        found: list[list[int]] = self.places[first:stop].tolist()
+        return found
 
     def release(self) -> None:
         super().release()
@@ -585,10 +593,6 @@ class GradientRows(Pieces):
         """Pointers and bytes of those rows, pointer 0 where C can't read them; none where they were not asked for."""
         first = self._first.get(compiled)
         return _NO_PLACES if first is None else self.places[first : first + len(compiled.extra_types)]
-
-    def extra_place(self, compiled: CompiledOperation, index: int) -> Span | None:
-        """Pointer and bytes of one of them; None where C can't read it."""
-        return self.span(self._first[compiled] + index)
 
 
 class GradientMemory:

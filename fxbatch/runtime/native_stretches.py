@@ -10,7 +10,6 @@ Pointers are fetched anew for each phase and backward pass, and their tensors he
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Span, extension, put_place
+from fxbatch.codegen.native import extension, put_place
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.runtime.memory import GradientMemory, GradientRows, Memory
 from fxbatch.runtime.phase import Phase
@@ -137,39 +136,36 @@ class NativeKernels:
         self,
         step: NativeStep,
         n: int,
-        inputs: Sequence[Span],
+        inputs: Sequence[int],
         shared: Sequence[torch.Tensor],
         of: Sequence[int],
     ) -> list[torch.Tensor] | None:
         """Its results, to be written, empty where it adds to those of another; None where it can't read what it is
-        given. inputs: pointers and bytes of contiguous rows, which the caller holds until `run`; of: the positions of
-        the shared operands that the results belong to."""
+        given. inputs: pointer and bytes of contiguous rows, one after another, which the caller holds until `run`; of:
+        the positions of the shared operands that the results belong to."""
         if not 0 < n <= _ROWS:
             return None
         fixed = step.prepared(shared, self._workspace)
         if fixed is None:
             return None
-        operands = [id(shared[i]) for i in of]
-        adds = step.adding is not None and bool(operands) and all(x in self._sums for x in operands)
+        operands = [] if step.adding is None else [id(shared[i]) for i in of]
+        adds = bool(operands) and all(map(self._sums.__contains__, operands))
         if adds:
             results = [self._sums[x] for x in operands]
         else:
             results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
-        table = array("q", itertools.chain.from_iterable(inputs))
-        first = len(inputs)
-        made = first + len(shared)
-        after = made + len(results)
-        table.frombytes(bytes(16 * (after + len(fixed) - first)))
-        if not (
-            extension.put_places(table, 2, first, shared, step.shared_bytes)
-            and extension.put_places(table, 2, made, results, None)
-        ):
+        table = array("q", inputs)
+        first, given = len(inputs) // 2, len(shared) + len(results)
+        after = first + given
+        table.frombytes(bytes(16 * (given + len(fixed))))
+        sizes = (*step.shared_bytes, *step.output_bytes(n))
+        if not extension.put_places(table, 2, first, (*shared, *results), sizes):
             return None
         for k, tensor in enumerate(fixed):
             if not put_place(table, 2, after + k, tensor):
                 return None
         self._table += table
-        if step.adding is not None and not adds:
+        if operands and not adds:
             self._sums.update(zip(operands, results, strict=True))
         self.steps.append(step)
         self._programs.append(step.adding if adds else step.program)

@@ -18,7 +18,7 @@ import torch
 
 from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import Span, address
+from fxbatch.codegen.native import address
 from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.native_stretches import NativeKernels
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -59,18 +59,27 @@ class Left:
             return self.rows.extra(compiled)[ref.index] if kept is None else kept[ref.index]
         return self.memory.saved(compiled, ref.index)[:n]
 
-    def place(self, compiled: CompiledOperation, ref: Ref, held: list[torch.Tensor]) -> Span | None:
-        """Pointer and bytes of the same; None where they aren't together on the CPU. held: until C has read them."""
-        if ref.kind == "extra" and compiled not in self.kept:
-            return self.rows.extra_place(compiled, ref.index)
-        if ref.kind in ("group", "saved"):
-            kept = compiled.kept_groups
-            own = kept.index(ref.index) if ref.kind == "group" else len(kept) + ref.index
-            return self.memory.place(compiled, own)
-        rows = self.all_rows(compiled, ref)
-        held.append(rows)
-        start = address(rows, rows.nbytes) if rows.is_contiguous() else None
-        return None if start is None else (start, rows.nbytes)
+    def places(self, compiled: CompiledOperation, held: list[torch.Tensor]) -> list[int] | None:
+        """Pointers and bytes of all rows that the gradients of an operation's parameters read; None where some aren't
+        together on the CPU. held: until C has read them."""
+        own, kept = self.memory.places_of(compiled), compiled.kept_groups
+        extra = [] if compiled in self.kept else self.rows.extra_places(compiled).tolist()
+        found: list[int] = []
+        for ref in compiled.parameter_inputs:
+            if ref.kind == "extra" and extra:
+                place = extra[ref.index]
+            elif ref.kind == "group":
+                place = own[kept.index(ref.index)]
+            elif ref.kind == "saved":
+                place = own[len(kept) + ref.index]
+            else:
+                rows = self.all_rows(compiled, ref)
+                held.append(rows)
+                place = (address(rows, rows.nbytes) if rows.is_contiguous() else None, rows.nbytes)
+            if not place[0]:
+                return None
+            found += place[:2]
+        return found
 
 
 def parameter_gradients(
@@ -103,10 +112,8 @@ def _add_native(
     step = compiled.native_parameters
     if step is None:
         return None
-    places = [left.place(compiled, ref, kernels.held) for ref in compiled.parameter_inputs]
-    if None in places:
+    places = left.places(compiled, kernels.held)
+    if places is None:
         return None
     n, shared = left.memory.calls[compiled], left.memory.shared[compiled.signature]
-    return kernels.add(
-        step, n, [place for place in places if place is not None], shared, compiled.grad_shared
-    )
+    return kernels.add(step, n, places, shared, compiled.grad_shared)

@@ -143,10 +143,11 @@ class Planner:
     def family(self, program: Program, grad: bool) -> Family:
         """What this program has in common with those met before."""
         found = survey(program)
-        counts = found.counts.tolist()
-        key = (program.signatures, found.graph, tuple([n > 0 for n in counts]), grad)
         return self.structures.get(
-            "family", key, lambda: Family(program, counts, grad=grad), HELD * len(counts)
+            "family",
+            (found.graph, found.present, grad),  # a graph is of one tuple of signatures
+            lambda: Family(program, found.counts.tolist(), grad=grad),
+            HELD * len(program.signatures),
         )
 
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:

@@ -43,6 +43,7 @@ class Results:
         self.specs: list[TreeSpec | Structure | None] = []
         self.leaves: list[list[Any]] = []
         self.objects: dict[int, list[Value]] = {}
+        self._values: np.ndarray | None = None
         self.opaque = False  # whether there are objects whose attributes may be tensors
         for result in results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
@@ -81,10 +82,12 @@ class Results:
     @property
     def values(self) -> np.ndarray:
         """Distinct ids of all values that have to be computed, in order of first appearance."""
-        found = [x.id for x in self.all_values()]
-        if self.left is not None:
-            found += [x.id for x in self.left.values]
-        return np.array(list(dict.fromkeys(found)), dtype=np.int64)
+        if self._values is None:
+            found = [x.id for x in self.all_values()]
+            if self.left is not None:
+                found += [x.id for x in self.left.values]
+            self._values = np.array(list(dict.fromkeys(found)), dtype=np.int64)
+        return self._values
 
     def made_alike(self) -> Results:
         """The same results as leaves of one structure, or a ResultError.

@@ -76,7 +76,7 @@ class Run:
         self._rows, self._types = GrowingArray(np.int64), GrowingArray(np.int64)
         self._needs = GrowingArray(np.bool_)
         self.launches = 0
-        self._operands: Operands = {}  # what shared operands are in this run
+        self.operands: Operands = {}  # what shared operands are in this run
         self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
@@ -186,7 +186,7 @@ class Run:
         known = None if self.lasting else self._families.get(key)
         if known is None:
             family = self.planner.family(program, self.grad)
-            tensors = family.resolve(self._operands)
+            tensors = family.resolve(self.operands)
             self.memory.shared.update(family.shared(tensors))
             known = self._families[key] = family, family.templates(tensors)
         return known

@@ -16,7 +16,6 @@ program of it needs is a Template; which tensors they are, and where, is asked a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -38,6 +37,7 @@ T = TypeVar("T")
 Operands = dict[tuple[int, str], torch.Tensor]  # by SharedOperand.key
 
 HELD = 8 << 10  # bytes that a signature or an operation counts, since it is kept alive
+_STRIDED = torch.strided
 _TEMPLATES = 64  # of a family: which constants and early values carry gradients
 
 
@@ -58,8 +58,9 @@ class StructureCache:
         found = self._entries.get(whole)
         if found is not None:
             self.hits[kind] += 1
-            with contextlib.suppress(KeyError):  # another thread may have dropped it
-                self._entries.move_to_end(whole)
+            with self._lock:
+                if whole in self._entries:  # another thread may have dropped it
+                    self._entries.move_to_end(whole)
             return cast(T, found[0])
         self.misses[kind] += 1
         made = make()
@@ -176,43 +177,43 @@ class Family:
                     places[operand.key] = len(operands)
                     operands.append(operand)
             self.places.append(tuple(places[operand.key] for operand in mine))
-        self.operands = [(operand.key, operand) for operand in operands]
+        self.keys = [operand.key for operand in operands]
+        self.operands = operands
+        self.called = [
+            (s, mine) for s, mine, n in zip(program.signatures, self.places, self.present, strict=True) if n
+        ]
         # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
         self._current: tuple[Any, dict[Hashable, FamilyTemplate]] = (None, {})
 
     def resolve(self, known: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
-        found = []
-        for key, operand in self.operands:
-            tensor = known.get(key)
-            if tensor is None:
-                tensor = known[key] = operand.resolve()
-            found.append(tensor)
-        return found
+        if known:
+            found = [known.get(key) for key in self.keys]
+            tensors = [
+                operand.resolve() if t is None else t for t, operand in zip(found, self.operands, strict=True)
+            ]
+        else:
+            tensors = [operand.resolve() for operand in self.operands]
+        known.update(zip(self.keys, tensors, strict=True))
+        return tensors
 
     def shared(self, tensors: Sequence[torch.Tensor]) -> dict[Signature, list[torch.Tensor]]:
         """The shared operands of each signature that is called."""
-        return {
-            signature: [tensors[i] for i in places]
-            for signature, places, called in zip(self.signatures, self.places, self.present, strict=True)
-            if called
-        }
+        return {signature: [tensors[i] for i in places] for signature, places in self.called}
 
     def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, FamilyTemplate]:
         """The templates for operands of these types, to be looked up in and added to."""
-        types = [_type_of(t) for t in tensors]
+        types = [
+            (t.requires_grad, t.shape, t.stride(), t.dtype, t.device, is_plain(t))
+            if t.layout is _STRIDED
+            else (t.requires_grad, t.shape, t.layout, t.dtype, t.device)
+            for t in tensors
+        ]  # all that operations depend on, but for what is in them and where they are
         before, found = self._current
         if before != types or len(found) > _TEMPLATES:
             found = {}
             self._current = (types, found)
         return found
-
-
-def _type_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """All of a shared operand that operations depend on, but for its contents and where it is."""
-    if t.layout is not torch.strided:
-        return t.requires_grad, t.shape, t.layout, t.dtype, t.device
-    return t.requires_grad, t.shape, t.stride(), t.dtype, t.device, is_plain(t)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,11 +50,6 @@ class NoCallTable:
 def new_call_table() -> Any:
     """An empty table of calls that were met before, see _fast_columns.h."""
     return _fast.CallTable() if ExtensionSwitch.on else NoCallTable()
-
-
-def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
-    """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
-    return next((x for x, t, version in tensors if version is not None and t._version != version), None)
 
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension

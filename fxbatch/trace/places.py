@@ -18,7 +18,7 @@ import collections
 import operator
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ try:
     import cython
 except ImportError:
     from fxbatch.uncompiled import cython
+
+Owner = TypeVar("Owner")
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
@@ -180,6 +182,14 @@ def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
         p = cython.cast(tuple, item)
         if (far or not p[6]) and not as_it_was(p[0], p[1], p[2], p[3]):
             return item
+    return None
+
+
+def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
+    """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
+    for owner, tensor, version in tensors:
+        if version is not None and tensor._version != version:
+            return owner
     return None
 
 

@@ -23,12 +23,12 @@ from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Temp
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
-from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column, written_to
+from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column
 from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
-from fxbatch.trace.places import first_changed
+from fxbatch.trace.places import first_changed, written_to
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line

@@ -11,7 +11,7 @@ import torch
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace.columns import written_to
+from fxbatch.trace.places import written_to
 from fxbatch.trace.state import ThreadModes
 from fxbatch.trace.user_line import line_of, user_line, user_place
 from tests.trace.oracle import recorded
