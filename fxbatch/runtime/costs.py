@@ -164,3 +164,9 @@ def batched_cost(counts: Counts) -> float:
         + UNBATCHED_CALL_GRAD * counts.unbatched
         + PHASE_GRAD * (counts.phases - 1)
     )
+
+
+def trial_cost(counts: Counts, operations: int) -> float:
+    """A minibatch that is recorded with nothing built: its calls run one by one."""
+    call = UNBATCHED_CALL + (UNBATCHED_CALL_GRAD if counts.grad else 0.0)
+    return batched_cost(counts) + NEW_SIGNATURE * operations + call * counts.calls

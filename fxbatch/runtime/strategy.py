@@ -8,8 +8,10 @@
 The first minibatch runs a few instances as undecorated, counting calls (runtime/scouting.py). Where batching is
 estimated to pay, the rest is batched, and so is what follows, each judged by what the last ones were made of. Where it
 does not, minibatches run the undecorated forward; a few instances are counted again in minibatches 2, 4, 8, 16 and so
-on, so that sizes that come again, or that grow, are noticed. Graphs are built from a credit, a share of the loop's
-estimated time, so that building never takes long beside the work that it is for.
+on, so that sizes that come again, or that grow, are noticed. What scouts say of a recording is a guess: where it leaves
+room for doubt, one of the first ten minibatches is batched as a trial, with nothing built, and its counts decide.
+Graphs are built from a credit, a share of the loop's estimated time, so that building never takes long beside the work
+that it is for.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from fxbatch.runtime.costs import (
     loop_cost,
     packed_cost,
     packing_cost,
+    trial_cost,
     work_cost,
 )
 from fxbatch.runtime.scouting import Seen
@@ -46,6 +49,9 @@ LENT_TO_IMPORTS = (
 LATER_CREDIT = 0.25  # and of each later one
 SETTLED = 10  # batched minibatches that are all judged; then one in SELDOM
 SELDOM = 16
+# One of the first minibatches is recorded on trial where scouts estimate batching at up to DOUBT times the loop, and
+# the trial costs at most so many minibatches of the loop.
+DOUBT, TRIALS_UNTIL, TRIAL = 2.2, 10, 12.0
 AGAIN = 50  # minibatches by the loop until one that was batched, and did not pay, may be tried anew
 LONGEST = 128  # minibatches between two counts
 MOST_SIZES = 256  # numbers of instances that a verdict is kept for
@@ -109,6 +115,7 @@ class _Mode:
         self.next_scouts = 1
         self.measured: dict[int, Counts] = {}  # by size class: the last batched one
         self.batched: dict[int, int] = {}  # how many were
+        self.tried = False  # whether a minibatch was batched on trial
         self.again_at = 0
         self.again_after = AGAIN
         self.credit = 0.0  # microseconds
@@ -136,6 +143,7 @@ class Strategy:
         self._built: OrderedDict[Signature, None] = OrderedDict()
         self._lock = threading.Lock()
         self.building: _Mode | None = None  # whose credit pays for graphs; None: nothing is put off
+        self.trial = False  # whether the minibatch that runs is one: all graphs are put off
         self.warned = False
 
     # -- choices ------------------------------------------------------------------------------------
@@ -159,10 +167,29 @@ class Strategy:
                 if how != "loop":
                     return Choice(self._take(mode, instances, how))
             if mode.minibatches < mode.next_scouts:
+                if self._is_in_doubt(mode, instances):
+                    mode.tried = self.trial = True
+                    self.building = mode
+                    return Choice("batched")
                 self._be_quiet(mode, instances, packs)
                 return Choice(self._take(mode, instances, "loop"))
             mode.next_scouts += min(mode.minibatches, LONGEST)
             return Choice("loop", min(SCOUTS, (instances + 1) // 2))
+
+    def _is_in_doubt(self, mode: _Mode, instances: int) -> bool:
+        """Whether to batch this minibatch on trial; it is paid for then."""
+        if mode.tried or mode.measured or not mode.grad or not 1 < mode.minibatches <= TRIALS_UNTIL:
+            return False  # without gradients the guess is a good one, and a trial is dear
+        found = self._verdict(mode, instances)
+        if not WORTH_IT * found.loop < found.batched <= DOUBT * found.loop:
+            return False
+        if 10 * found.counts.unbatched > found.counts.calls:  # sizes of its own
+            return False
+        cost = trial_cost(found.counts, mode.seen.operations)
+        if cost > TRIAL * found.loop or cost + importing("batched") > mode.credit:
+            return False
+        mode.credit -= cost + importing("batched")
+        return True
 
     def _be_quiet(self, mode: _Mode, instances: int, packs: bool) -> None:
         """Note until when nothing but credit can change: the next count of scouts, or when graphs are earned."""
@@ -251,7 +278,7 @@ class Strategy:
             mode.packed += 1
         else:
             mode.credit -= imports
-            self.building = mode
+            self.building, self.trial = mode, False
         return how
 
     def _earn(self, mode: _Mode, instances: int, share: float) -> None:
@@ -326,6 +353,9 @@ class Strategy:
                 return
             if n == 1:
                 counts = replace(counts, new=0, long_calls=0)  # the first one meets everything anew
+            if self.trial:  # once built
+                self.trial = False
+                counts = replace(counts, steps=counts.steps + counts.late_steps, late_steps=0)
             mode.measured[size] = counts
             mode.verdicts.clear()
             if self._best(mode, instances, False) == "loop" and not mode.again_at:
@@ -355,7 +385,7 @@ class Strategy:
             for s in sorted(new, key=lambda s: (-counts[s], s)):
                 if mode is None:
                     self._built[signatures[s]] = None
-                elif mode.credit >= BUILD:
+                elif mode.credit >= BUILD and not self.trial:
                     mode.credit -= BUILD
                     self._built[signatures[s]] = None
                 else:

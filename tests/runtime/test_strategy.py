@@ -104,6 +104,8 @@ CHOICES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     **dict.fromkeys(ROWS, (LOOP, LOOP)),
     "adaptive computation time": ((0, 0), LOOP),
     "pointer network": ((0, 0), LOOP),
+    "tree decoder": ((9, 0), LOOP),  # one on trial
+    "floats that differ": ((9, 0), LOOP),
     "greedy autoencoder": ((8, 0), LOOP),  # tried, and not worth it once counted
     "scatter graph network": (PACKED, PACKED),
     "MPNN with edge_index": (PACKED, PACKED),
@@ -139,6 +141,8 @@ def test_builds_launches_and_fallbacks_of_each_row(name: str, grad: bool, batche
     if not batches:
         assert not built
         assert not len(engine.table.signatures), "nothing was recorded"
+    elif loops == 9:
+        assert not built and batches == [row.instances], "on trial"
     else:
         assert batches[0] in (row.instances - SCOUTS, row.instances)
         assert batches[1:] == [row.instances] * (rounds - loops - packed - 1)
@@ -180,6 +184,38 @@ def test_what_does_not_pay_runs_the_loop(batches: list[int]) -> None:
     for _ in range(5):
         f(lengths(16))
     assert not batches
+
+
+def test_a_minibatch_in_doubt_is_recorded_on_trial_and_counts_decide(batches: list[int]) -> None:
+    """Scouts take a number of plain data for one that batching waits for; a recording knows better."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.zeros(32)
+            for row in x:
+                h = torch.tanh(self.up(row) + h) if row.sum() > 0 else torch.relu(self.down(row)) - h
+            return h
+
+    model = Branches()
+    f = decorated(model)
+    engine = engine_of(f, model)
+    launched = []
+    for round in range(12):
+        torch.manual_seed(round)
+        rows = [torch.randn(4 + (5 * i + 10) % 16, 32) for i in range(32)]
+        result = f(rows)
+        expected = torch.stack([model.forward(x) for x in rows])
+        torch.testing.assert_close(result, expected)
+        result.sum().backward()
+        launched.append(sum(x.graphs is not None for x in engine.operations._entries.values()))
+    first = launched.index(max(launched))
+    assert batches == [32] * len(batches) and len(batches) >= 6
+    assert 0 < first < 10 and launched[:first] == [0] * first  # nothing is built for the trial
+    assert engine.strategy is not None and 12 - engine.strategy.looped(grad=True) == len(batches)
 
 
 def test_adaptive_false_and_options_that_say_how_always_batch(batches: list[int]) -> None:
