@@ -63,7 +63,7 @@ _POINTWISE = POINTWISE_COMPOSITES | {
     "aten::clone", "aten::alias", "aten::_to_copy", "aten::full_like", "aten::zeros_like", "aten::ones_like",
     "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
     "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::hardswish",
-    "aten::_prelu_kernel", "aten::rsub", "aten::floor_divide", "aten::complex", "aten::polar",
+    "aten::_prelu_kernel", "aten::leaky_relu", "aten::rsub", "aten::floor_divide", "aten::complex", "aten::polar",
 }  # fmt: skip
 
 

@@ -176,6 +176,8 @@ _REDUCED = {
     "norm": "y.norm()",
     "median": "y.median()",
 }
+if torch.__version__ < "2.12":  # aminmax has no derivative
+    _REDUCED["aminmax()[1]"] = "y.detach().aminmax()[1] + y"
 
 LINES = """
 # operators and numbers
