@@ -589,7 +589,7 @@ def autobatch(
             "depth", "fold" (depth, as Fold carries values along), "none" (one call a step).
         deduplicate: equal calls on equal inputs are one call, across instances. "auto": where a minibatch has
             many calls and enough of them are equal.
-        fuse: whether calls that always occur together become one operation.
+        fuse: whether calls that always occur together become one operation, where an eighth of all calls would go.
 
     How it runs:
         backward: "compiled" (graphs of each operation's gradients, made once), or "autograd" (torch's own:

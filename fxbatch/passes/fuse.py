@@ -44,6 +44,8 @@ CHEAP = 8
 # Longest run, in calls; and how much of a program is looked at.
 LONGEST = 128
 SAMPLE = 30000
+# The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py).
+LEAST_SHARE = 0.125
 
 
 class Stream:
@@ -223,7 +225,7 @@ class Match:
 def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
     """The blocks of a program, longest first, each with the groups it is cut into.
 
-        blocks = learn_blocks(program, Stream(program))             # once a family of programs
+        blocks = learn_blocks(program, Stream(program))             # once a family; none where few calls would go
         matches = find_matches(program, Stream(program), blocks)    # for every program of the family
 
     A block is cut where a recurrence enters and leaves it, and into connected pieces; each piece is a group.
@@ -245,7 +247,11 @@ def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
     for number, match in enumerate(matches):
         if len(match.calls):
             match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
-    return [m.block for m in matches if m.block.groups]
+    gone = sum(
+        len(m.calls) * (len(m.block.signatures) - len(m.block.groups)) for m in matches if m.block.groups
+    )
+    pays = gone >= LEAST_SHARE * len(stream.calls)
+    return [m.block for m in matches if m.block.groups and pays]
 
 
 def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -64,6 +64,17 @@ def test_what_does_not_wait_for_the_recurrence_stays_outside_it() -> None:
     assert len(batch_by_lookahead(fused)) == 2 + 1 + 9 + 1  # constants, words, cells, tags
 
 
+def test_where_few_calls_would_go_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass runs for each minibatch: an eighth of the calls must go."""
+    program = Functions().tagger([3, 9, 5, 7, 2, 8])
+    left = len(Fuser()(program)) / len(program)
+    for share, pays in ((0.9 * (1 - left), True), (1.0, False)):
+        monkeypatch.setattr(find_blocks, "LEAST_SHARE", share)
+        fuser = Fuser()
+        assert (fuser(program) is not program) is pays
+        assert all(bool(family.blocks) is pays for family in fuser.families.values())
+
+
 def test_gradients_stay() -> None:
     functions = Functions()
     program = functions.tree_lstm(trees(8), True)
