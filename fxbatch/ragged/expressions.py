@@ -8,8 +8,9 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import sympy
@@ -23,8 +24,23 @@ class UnknownExpressionError(Exception):
 def expression(size: Any) -> Any:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return without_exact_quotients(sympy.sympify(size.node.expr))
+        found = without_exact_quotients(sympy.sympify(size.node.expr))
+        numbers = _NUMBERS.get(size.node.shape_env)
+        return found.xreplace(numbers) if numbers else found
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
+
+
+_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = (
+    WeakKeyDictionary()
+)  # by shape environment: what guards say
+
+
+def know_numbers(environment: Any, guards: Iterable[Any]) -> None:
+    """Expressions that guards say are a number (s0 // 2 == 1) are that number wherever they are met: torch itself reads
+    one or the other, and a dimension would be the instance's own in one value and fixed in the next."""
+    equal = [g.args for g in guards if isinstance(g, sympy.Eq)]
+    pairs = [(a, b) if depends(a) else (b, a) for a, b in equal]
+    _NUMBERS[environment] = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -268,6 +268,21 @@ class Lengths:
         first = np.broadcast_to(self.starts + start, (self.n,))
         return self._to(first[sizes.segments] + sizes.positions * step)
 
+    def again(self, out: Lengths) -> torch.Tensor:
+        """int64 [out.total]: the rows of each instance, from the first again after the last, as many as `out` says."""
+        size = np.maximum(self.sizes, 1)[out.segments]
+        return self._to(self.starts[out.segments] + out.positions % size)
+
+    def binned(self, rows: torch.Tensor, bins: int, how: str, fill: Any = 0) -> torch.Tensor:
+        """[total, ...] => [n, bins, ...]: "mean" or "max" of the rows of each of so many parts, as even as can be."""
+        edges = np.arange(bins + 1)[None] * self.none_empty().sizes[:, None]
+        begin, end = edges[:, :-1] // bins, -(-edges[:, 1:] // bins)
+        parts = Lengths((end - begin).reshape(-1), self.device)
+        first = (self.starts[:, None] + begin).reshape(-1)
+        given = rows.index_select(0, self._to(first[parts.segments] + parts.positions))
+        made = parts.divided(parts.sum(given), 1) if how == "mean" else parts.pad(given, fill).max(1)[0]
+        return made.reshape(self.n, bins, *rows.shape[1:])
+
     @functools.cached_property
     def reversed(self) -> torch.Tensor:
         """int64 [total]: the rows of each instance from its last to its first."""

@@ -101,6 +101,7 @@ class Lowered:
     alone: list[tuple[str, str]]  # operators that run instance by instance, and why
     layouts: dict[str, str]  # by node of the graph: of what it gives
     reasons: dict[str, str]  # by node: why it runs instance by instance
+    random: bool  # whether it draws numbers
 
 
 class Emitter:
@@ -115,6 +116,7 @@ class Emitter:
         self.columns_of: dict[Any, str] = {}
         self.alone: list[tuple[str, str]] = []
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
+        self.random = False  # whether an operator has drawn numbers
         self.draws = (
             False  # whether the operator that is written draws numbers: twice the same is not the same then
         )
@@ -408,6 +410,7 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None]
         raise NoPackedForm(f"{node.target} asks for the memory of a tensor")
     before = len(e.lines), len(e.written)
     e.draws = _draws(node.target)
+    e.random |= e.draws and not keeps_all(e, node)
     rule = rule_of(node.target)
     try:
         if rule is None:
@@ -427,6 +430,13 @@ def _draws(target: torch._ops.OpOverload) -> bool:
     """Whether an operator may draw random numbers."""
     names = [target._schema.name, *[a.name for a in target._schema.arguments]]
     return torch.Tag.nondeterministic_seeded in target.tags or any("dropout" in name for name in names)
+
+
+def keeps_all(e: Emitter, node: fx.Node) -> bool:
+    """Whether dropout has nothing to do."""
+    a = e.bound(node)
+    probability = a.get("dropout_p", a.get("p", a.get("dropout")))
+    return a.get("train") is False or (type(probability) in (int, float) and probability == 0)
 
 
 _NAME = re.compile(r"\b[iv]\d+\b")
@@ -463,4 +473,4 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
     layouts = {node.name: value.layout for node, value in e.env.items() if isinstance(value, Packed)}
-    return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons)
+    return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons, e.random)

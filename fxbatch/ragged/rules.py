@@ -24,6 +24,7 @@ from fxbatch.ragged.lower import (
     NoRule,
     Packed,
     Rule,
+    keeps_all,
     own_dimensions,
     shape_of,
 )
@@ -64,6 +65,7 @@ _POINTWISE = POINTWISE_COMPOSITES | {
     "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
     "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::hardswish",
     "aten::_prelu_kernel", "aten::leaky_relu", "aten::rsub", "aten::floor_divide", "aten::complex", "aten::polar",
+    "aten::__and__", "aten::__or__", "aten::__xor__", "aten::__lshift__", "aten::__rshift__",
 }  # fmt: skip
 
 
@@ -75,8 +77,8 @@ def rule_of(target: Any) -> Rule:
 
     def apply(e: Emitter, node: fx.Node) -> Any:
         values = tensors_of(e, node)
-        random = draws(target) and not _keeps_all(e, node)
-        if all(v.layout == WHOLE for v in values) and not random and _fixed(node) and values:
+        random = draws(target) and not keeps_all(e, node)
+        if all(v.layout == WHOLE for v in values) and not random and _fixed(node):
             return whole(e, node)
         if own is not None:
             try:
@@ -101,13 +103,6 @@ def rule_of(target: Any) -> Rule:
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers: for each instance its own."""
     return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
-
-
-def _keeps_all(e: Emitter, node: fx.Node) -> bool:
-    """Whether dropout has nothing to do."""
-    a = e.bound(node)
-    probability = a.get("dropout_p", a.get("p"))
-    return a.get("train") is False or (type(probability) in (int, float) and probability == 0)
 
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
@@ -290,7 +285,7 @@ _ALONG = (
     "softmax", "log_softmax", "_softmax", "_log_softmax", "sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum",
     "cumprod", "logsumexp", "sort", "argsort", "topk", "argmax", "argmin", "norm", "linalg_vector_norm", "var", "std",
     "all", "any", "flip", "roll", "median", "logcumsumexp", "cummax", "cummin", "aminmax", "nansum", "count_nonzero",
-    "kthvalue", "mode", "glu", "var_mean", "std_mean", "unfold",
+    "kthvalue", "mode", "glu", "var_mean", "std_mean", "unfold", "_fft_r2c", "_fft_c2c", "_fft_c2r",
 )  # fmt: skip
 _DIMS_ARGUMENT = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
 
@@ -374,12 +369,14 @@ def _count(x: Packed, dims: list[int]) -> int:
 
 
 def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Any:
-    """Over one or both of two own sizes: padding is `fill`, and reduces to nothing."""
+    """Over one or both of two own sizes: padding is `fill`, and reduces to nothing. how: a method, or a call of what is
+    reduced and its dimensions."""
     name = x.name
     for i, a in enumerate(x.axes):
         if a in dims:
             name = e.line(f"{e.lengths(x.shape[a])}.hide({name}, {i + 1}, {fill})")
-    name = e.line(f"{name}.{how}({tuple(x.place(d) for d in dims)})")
+    call = how if "{" in how else f"{{}}.{how}({{}})"
+    name = e.line(call.format(name, tuple(x.place(d) for d in dims)))
     left = [a for a in x.axes if a not in dims]
     if not left:
         return _kept(e, node, name)
@@ -609,21 +606,21 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
 
 @over("norm", "linalg_vector_norm")
 def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """Zeros add nothing to a norm."""
     arguments = e.bound(node)
     order = arguments.get("p", arguments.get("ord"))
-    if x.layout not in (PACKED, PADDED) or order not in (None, 2, 2.0) or arguments.get("dtype") is not None:
+    order = 2 if order is None else order
+    if x.layout not in (PACKED, PADDED) or not 0 < order < float("inf") or arguments.get("dtype") is not None:
         raise NoRule("this norm over rows")
     if x.layout == PADDED:
-        if len(dims) != x.rank:
-            raise NoRule("a norm over one of two sizes of its own")
-        return _kept(e, node, f"torch.linalg.vector_norm({e.without_padding(x)}.flatten(1), 2, 1)")
+        return _masked_reduction(e, node, x, dims, "0", f"torch.linalg.vector_norm({{}}, {order}, {{}})")
     others = [x.place(d) for d in dims if d not in x.axes]
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
     if others and len(others) != x.rank - 1:
         raise NoRule("this norm over rows and some columns")
     padded = f"{size}.pad({name})" + (".flatten(1)" if others else "")
-    return _kept(e, node, f"torch.linalg.vector_norm({padded}, 2, 1)")
+    return _kept(e, node, f"torch.linalg.vector_norm({padded}, {order}, 1)")
 
 
 _register_along()

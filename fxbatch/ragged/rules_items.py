@@ -32,6 +32,16 @@ _ITEMWISE = ITEMWISE_COMPOSITES | {
     )
 }  # fmt: skip
 
+_OF_MATRICES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_linalg_solve_ex", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_qr", "linalg_cholesky_ex",
+        "_linalg_eigh", "_linalg_svd", "linalg_solve_triangular", "triangular_solve", "cholesky_solve",
+        "linalg_lu_factor_ex", "linalg_lu", "linalg_lu_solve", "linalg_householder_product", "linalg_matrix_exp",
+        "cholesky_inverse", "linalg_pinv", "linalg_eig",
+    )
+)  # fmt: skip
+
 
 def results_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node gives, as they were traced."""
@@ -43,7 +53,7 @@ def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
     """Whether each item along the first dimension, which alone differs between instances, is worked on by itself."""
     target: Any = node.target
     name = target._schema.name
-    if name not in _ITEMWISE:
+    if name not in _ITEMWISE and (name not in _OF_MATRICES or any(v.rank < 3 for v in values if v.axes)):
         return False
     a = e.bound(node)
     if a.get("training") or (a.get("use_input_stats") and a.get("running_mean") is not None):

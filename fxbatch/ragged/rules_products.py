@@ -139,6 +139,9 @@ def _attention(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
     val = node.meta["val"]
+    if _of_items(q, k, v, mask):
+        a.update({name: Code(x.name) for name, x in a.items() if isinstance(x, Packed)})
+        return e.made(e.call(node.target, a), val)
     keep = {x.rank - 2 for x in (q, k, v)}
     for x in (q, k, v):
         if any(d not in (x.rank - 2,) for d in x.axes) or x.rank != q.rank:
@@ -158,6 +161,17 @@ def _attention(e: Emitter, node: fx.Node) -> Any:
         f"z.attention({', '.join(names)}, {q_size}, {k_size}, {given}, {dropout}, {causal}, {scale})"
     )
     return e.gathered(e.line(f"{name}.reshape(n, {_outer(val, name)})"), val)
+
+
+def _of_items(q: Packed, k: Packed, v: Packed, mask: Packed | None) -> bool:
+    """Whether each of an instance's items attends within itself, as the characters of words do: a batch of more."""
+    if any(
+        x.layout != PACKED or x.axes != (0,) or x.shape[0] != q.shape[0] or x.rank != 4 for x in (q, k, v)
+    ):
+        return False
+    if mask is None or mask.layout == WHOLE:
+        return mask is None or mask.rank < 4
+    return mask.layout == PACKED and mask.axes == (0,) and mask.rank == 4
 
 
 def _outer(val: torch.Tensor, name: str) -> str:

@@ -138,6 +138,23 @@ def _max_pool(e: Emitter, node: fx.Node) -> Any:
     return (e.made(f"z.windows({given}).max(1)[0]", val[0]), None)
 
 
+@rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
+def _adaptive_pool(e: Emitter, node: fx.Node) -> Any:
+    """Means or maxima of so many parts of the rows: an image of height 1, as those of one dimension are made."""
+    a, val = e.bound(node), node.meta["val"]
+    x, (height, bins) = e.to_dense(a["self"]), a["output_size"]
+    time = x.rank - 1
+    mean = isinstance(val, torch.Tensor)
+    if x.axes != (time,) or x.shape[time - 1] != 1 or height != 1 or depends(bins):
+        raise NoRule("pooling of this kind")
+    if not mean and any(len(user.users) for user in node.users if user.args[1] != 0):
+        raise NoRule("the places of what is pooled")
+    size = e.lengths(x.shape[time])
+    how = "'mean'" if mean else f"'max', z.fill({e.const(x.dtype)}, 'max')"
+    name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
+    return e.made(name, val) if mean else (e.made(name, val[0]), None)
+
+
 for _name in NAMES:
     RULES[f"fxbatch_ragged::{_name}"] = _recurrent
 

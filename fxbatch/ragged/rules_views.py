@@ -217,13 +217,32 @@ def _select(e: Emitter, node: fx.Node) -> Any:
     x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
     val = node.meta["val"]
     if d not in x.axes:
-        if x.layout == WHOLE or depends(i):
+        if depends(i):
+            return _row_of_own_place(e, x, d, i, val)
+        if x.layout == WHOLE:
             raise NoRule("a place of its own")
         return e.made(f"{x.name}.select({x.place(d)}, {i})", val)
+    size = e.lengths(x.shape[d])
+    if x.layout == PADDED:
+        (other,) = [a for a in x.axes if a != d]
+        one = f"z.part({x.name}, {x.place(d)}, {_start(e, i, size)}, {e.lengths(1)}, 1, {size}.longest)"
+        return e.made(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
     if x.layout != PACKED:
         raise NoRule("a row of two sizes of its own")
-    size = e.lengths(x.shape[d])
     return e.made(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
+
+
+def _row_of_own_place(e: Emitter, x: Packed, d: int, i: Any, val: Any) -> Packed:
+    """Of a dimension that is as long in all instances one place, another one in each: `table[len(x)]`."""
+    place = _start(e, i, e.lengths(int(x.shape[d])))
+    index = e.line(f"z.tensor({place}, torch.int64)")
+    if x.layout == WHOLE:
+        name = e.line(f"{x.name}.index_select({d}, {index})")
+        return e.made(f"{name}.movedim({d}, 0)" if d else name, val)
+    if x.layout != DENSE:
+        raise NoRule("a place of its own")
+    name = e.line(f"{x.name}.movedim({d + 1}, 1)" if d else x.name)
+    return e.made(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
 
 
 def _start(e: Emitter, i: Any, size: str) -> str:
@@ -546,22 +565,46 @@ def _diagonal(e: Emitter, node: fx.Node) -> Any:
 
 @rule("repeat")
 def _repeat(e: Emitter, node: fx.Node) -> Any:
-    """Copies along dimensions that are the same for all instances."""
+    """Copies; along the rows, all rows of an instance one time after another."""
     a = e.bound(node)
-    x, times = a["self"], a["repeats"]
+    x, times, val = a["self"], a["repeats"], node.meta["val"]
     lead = len(times) - x.rank
-    if (
-        x.layout not in (DENSE, PACKED)
-        or any(depends(t) for t in times)
-        or any(times[lead + d] != 1 for d in x.axes)
-    ):
+    if x.layout not in (DENSE, PACKED) or any(depends(t) for t in times):
         raise NoRule("copies of its own size")
-    val = node.meta["val"]
     name = x.name
+    if x.axes and times[lead + x.axes[0]] != 1:
+        out = e.lengths(shape_of(val)[lead + x.axes[0]])
+        name = e.line(f"{name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.again({out}))")
     for _ in range(lead):
         name = e.line(f"{name}.unsqueeze(1)")
     counts = [1, *times[:lead], *[times[lead + d] for d in x.rest]]
     return e.made(f"{name}.repeat({', '.join(map(str, counts))})", val)
+
+
+@rule("view_as_real", "view_as_complex")
+def _complex(e: Emitter, node: fx.Node) -> Any:
+    """A last dimension of two numbers, or none."""
+    x = e.to_dense(e.bound(node)["self"])
+    return e.made(e.call(node.target, {"self": x}), node.meta["val"])
+
+
+@rule("diagonal_scatter")
+def _diagonal_scatter(e: Emitter, node: fx.Node) -> Any:
+    """`x.fill_diagonal_(0)` of `[T, T]` as a function."""
+    a = e.bound(node)
+    x, y = a["self"], a["src"]
+    whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
+    if (
+        not whole
+        or a["offset"]
+        or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}
+        or y.layout not in (PACKED, WHOLE)
+    ):
+        raise NoRule("this diagonal")
+    size = e.lengths(x.shape[0])
+    source = y.name if y.layout == WHOLE else f"{size}.pad({y.name}).unsqueeze(2)"
+    eye = f"torch.eye({size}.longest, dtype=torch.bool, device={x.name}.device)"
+    return e.made(f"torch.where({eye}, {source}, {x.name})", node.meta["val"])
 
 
 @rule("tril", "triu")

@@ -28,7 +28,13 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.body import IndexByTensor
-from fxbatch.ragged.expressions import UnknownExpressionError, columns_function, depends, expression
+from fxbatch.ragged.expressions import (
+    UnknownExpressionError,
+    columns_function,
+    depends,
+    expression,
+    know_numbers,
+)
 from fxbatch.ragged.recurrent import recurrent_as_nodes
 from fxbatch.torch_private import FakeTensor, composite_operators, trace_with_sizes, tree_flatten, tree_leaves
 from fxbatch.trace.operations import one_hot_within
@@ -185,6 +191,7 @@ def _trace(
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = made
+    know_numbers(env, (g.expr for g in env.guards))
     _without_whole_slices(module.graph)
     _without_writes(module.graph)
     module.graph.eliminate_dead_code(
@@ -209,6 +216,10 @@ class WithoutPlainSizes(TorchFunctionMode):
             func = functools.partial(_bincount, func)
         elif func is F.one_hot:  # the plain one asks for the largest class
             func = one_hot_within
+        elif func is torch.Tensor.fill_diagonal_:
+            func = functools.partial(_fill_diagonal, func)
+        elif func is torch.Tensor.__getitem__ and _counts(args[1]):
+            func = _row_of_own_place
         return func(*args, **(kwargs or {}))
 
 
@@ -229,6 +240,29 @@ class _Refused(WithoutPlainSizes):
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _fill_diagonal(plain: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+    """The diagonal of a matrix as a view, which asks for no strides as plain numbers."""
+    if x.dim() != 2 or wrap or not isinstance(x, FakeTensor):
+        return plain(x, value, wrap)
+    x.diagonal().fill_(value)
+    return x
+
+
+def _counts(index: Any) -> bool:
+    """Whether an index is a number of sizes, or has one among numbers and whole dimensions: `x[len(x) // 2]`."""
+    parts = index if type(index) is tuple else (index,)
+    kinds = [torch.SymInt, int, slice]
+    known = all(type(i) in kinds and (type(i) is not slice or i == slice(None)) for i in parts)
+    return known and any(type(i) is torch.SymInt for i in parts)
+
+
+def _row_of_own_place(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """x[index], where plain indexing asks for the number."""
+    for d, i in reversed(list(enumerate(index if type(index) is tuple else (index,)))):
+        x = x if isinstance(i, slice) else x.select(d, i)
+    return x
 
 
 def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any = 0) -> Any:
@@ -347,13 +381,16 @@ def _without_writes(graph: fx.Graph) -> None:
 
 def _promotes(write: fx.Node) -> bool:
     """Whether the operator that does not write may give another type than the tensor that is written to has."""
-    found = [x.meta["val"] for x in write.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    indices = write.args[1] if write.target is torch.ops.aten.index_put_.default else []
+    given = [x for x in write.all_input_nodes if x not in indices]
+    found = [x.meta["val"] for x in given if isinstance(x.meta.get("val"), torch.Tensor)]
     return any(torch.promote_types(found[0].dtype, t.dtype) != found[0].dtype for t in found[1:])
 
 
 _PARTS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal.default: torch.ops.aten.diagonal_scatter.default,
 }
 
 

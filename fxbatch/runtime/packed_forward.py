@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.codegen.body import IndexByTensor
 from fxbatch.errors import BatchCoupledError, FxbatchError
 from fxbatch.mistakes import report
 from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
+from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
@@ -285,7 +287,7 @@ class PackedForward:
                 body.trackers = trackers(self.root)
             shared = [s.resolve() for s in examined.shared]
             types = [TensorType.of(t) for t in tensors]
-            with WithoutPlainSizes():
+            with WithoutPlainSizes(), IndexByTensor():
                 outcome, effects = examined.reads.run(
                     functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())
                 )
@@ -304,6 +306,12 @@ class PackedForward:
         function = PackedFunction.of(body, example_of(tensors[:first]), dynamic, operands)
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
+        if body.trackers is None:
+            sizes = columns.sizes(dynamic)
+            by_size = np.argsort(sum(sizes), kind="stable")
+            fitting = by_size[function.graph.fitting(sizes)[by_size]].tolist()
+            chosen = {fitting[0], fitting[len(fitting) // 2], fitting[-1]} if fitting else {example}
+            check_against_body(function, [[c[i] for i in sorted(chosen)] for c in columns.tensors], operands)
         return Variant(function, body.spec, examined.names, body.trackers)
 
     # -- running --------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ def test_sums_over_the_neighbours_of_many_nodes_are_additions() -> None:
 
 
 def test_the_nodes_of_a_tree_are_a_memory() -> None:
+    torch.manual_seed(1)
+
     class Memory(Cells):
         def encode(self, tree: Any, found: list[torch.Tensor]) -> torch.Tensor:
             if isinstance(tree, int):
