@@ -362,9 +362,11 @@ class PackedFunction:
         count = len(self.lowered.lengths)
         lengths = [Lengths.of(x, n, device) for x in found[:count]]
         z = Minibatch(n, lengths, found[count:], device)
-        inputs = [
-            self.packed(i, column, dims, sizes, device)
-            for i, (column, dims) in enumerate(zip(columns, self.dynamic, strict=True))
+        inputs = [  # what nobody reads may be anything
+            self.packed(i, column, dims, sizes, device) if node.users else column[0]
+            for i, (node, column, dims) in enumerate(
+                zip(self.graph.inputs, columns, self.dynamic, strict=False)
+            )
         ]
         return self.function(z, [*inputs, *shared]), z
 

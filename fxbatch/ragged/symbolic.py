@@ -367,8 +367,7 @@ def _without_writes(graph: fx.Graph) -> None:
         base = parts[0].args[0] if parts else target
         if base.op == "placeholder" or (not parts and _shares_memory(target)):
             raise NoPackedForm(f"it writes to a tensor that others share, by {node.target}")
-        packet = getattr(torch.ops.aten, name.removeprefix("aten::")[:-1], None)
-        plain = getattr(packet, schema.overload_name or "default", None)
+        plain = _without_write(schema)
         if plain is None or (name != "aten::copy_" and _promotes(node)):
             raise NoPackedForm(f"it writes to a tensor by {node.target}")
         later = _after(graph, node)
@@ -377,6 +376,17 @@ def _without_writes(graph: fx.Graph) -> None:
         for user in list(base.users):
             if user in later:
                 user.replace_input_with(base, whole)
+
+
+def _without_write(schema: Any) -> Any:
+    """The operator that gives what one writes: of the same types, since `pow_.Scalar` is `pow.Tensor_Scalar`."""
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
+    types = [str(a.type) for a in schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if [str(a.type) for a in found._schema.arguments] == types:
+            return found
+    return None
 
 
 def _promotes(write: fx.Node) -> bool:

@@ -5,7 +5,9 @@ In: an argument. Out: the same with an `Opened`, which is a node of a pytree, in
     found = opened(graph, None)      # Opened(Graph, ("x", "edge_index"), [tensor, tensor])
     closed(found)                    # another Graph with these attributes
 
-An attribute that no code names is left out (`names`): it may differ between instances, and hold anything.
+An attribute that no code names is left out (`names`): it may differ between instances, and hold anything. Of an object
+that is made from a dictionary and gives one (`torch_geometric.data.Data`) every tensor counts, since the library's own
+code may read it, and what else no code names is `UNREAD` in its copy.
 """
 
 from __future__ import annotations
@@ -32,20 +34,46 @@ class Opened:
     kind: type
     names: tuple[str, ...]
     values: Sequence[Any]
+    unread: tuple[str, ...] = ()
+
+
+class _Unread:
+    """Stands for what no code names, in a copy of an object: an error where it is read after all."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise TypeError("it reads an attribute that its code does not name")
+
+    __bool__ = __len__ = __iter__ = __str__ = __repr__ = __eq__ = __hash__ = __int__ = __float__ = (
+        __index__
+    ) = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __contains__ = __call__ = __getattr__ = _refuse
+
+
+UNREAD = _Unread()
 
 
 def _made_of(values: Iterable[Any], context: Any) -> Opened:
-    return Opened(context[0], context[1], list(values))
+    kind, names, unread = context
+    return Opened(kind, names, list(values), unread)
 
 
-register_node(Opened, lambda x: (list(x.values), (x.kind, x.names)), _made_of)
+register_node(Opened, lambda x: (list(x.values), (x.kind, x.names, x.unread)), _made_of)
 
 
 def is_data_class(kind: type) -> bool:
-    """Whether objects of a class are what their attributes hold: a user's class that does not build on C."""
+    """Whether objects of a class are what their attributes hold: a user's class that does not build on C, or one that
+    is made of a dictionary."""
     if kind not in _SLOTS:
-        _SLOTS[kind] = _slots(kind) if kind is types.SimpleNamespace or _holds_all(kind) else None
+        known = kind is types.SimpleNamespace or is_made_of_dictionary(kind) or _holds_all(kind)
+        _SLOTS[kind] = _slots(kind) if known else None
     return _SLOTS[kind] is not None
+
+
+def is_made_of_dictionary(kind: type) -> bool:
+    """Whether a class is torch_geometric's `Data`, or builds on it."""
+    found = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
+    return bool(found) and found[-1].__module__.partition(".")[0] == "torch_geometric"
 
 
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...] | None] = WeakKeyDictionary()  # None: of no such class
@@ -68,9 +96,23 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def attributes_of(x: Any) -> dict[str, Any]:
     """What an object of such a class holds."""
+    if is_made_of_dictionary(type(x)):
+        return dict(x.to_dict())
     held = getattr(x, "__dict__", {})
     slots = _SLOTS[type(x)]
     return held if not slots else {**held, **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
+
+
+def named(x: Any, names: Container[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The attributes of an object that count, and the names of those that don't but are there."""
+    held = attributes_of(x)
+    if not is_made_of_dictionary(type(x)):
+        return {n: v for n, v in held.items() if names is None or n in names}, ()
+    count = {
+        n: v is not UNREAD and (names is None or n in names or v is None or type(v) is torch.Tensor)
+        for n, v in held.items()
+    }
+    return {n: v for n, v in held.items() if count[n]}, tuple(n for n in held if not count[n])
 
 
 def opened(x: Any, names: Container[str] | None, depth: int = 0) -> Any:
@@ -86,13 +128,16 @@ def opened(x: Any, names: Container[str] | None, depth: int = 0) -> Any:
         return kind._make([opened(y, names, depth) for y in x])
     if depth >= MOST_DEEP or not is_data_class(kind):
         return x
-    held = {n: v for n, v in attributes_of(x).items() if names is None or n in names}
-    return Opened(kind, tuple(held), [opened(v, names, depth + 1) for v in held.values()])
+    held, unread = named(x, names)
+    return Opened(kind, tuple(held), [opened(v, names, depth + 1) for v in held.values()], unread)
 
 
 def closed(x: Any) -> Any:
     """The objects that were opened, made anew."""
     kind = type(x)
+    if kind is Opened and is_made_of_dictionary(x.kind):
+        values = {n: closed(v) for n, v in zip(x.names, x.values, strict=True)}
+        return x.kind.from_dict(values | dict.fromkeys(x.unread, UNREAD))
     if kind is Opened:
         made = types.SimpleNamespace() if x.kind is types.SimpleNamespace else object.__new__(x.kind)
         slots = _SLOTS[x.kind] or ()

@@ -50,6 +50,7 @@ class CallFamily:
     reason: str = ""
     calls: int = 0
     steps: int = 0
+    checked: bool = False  # whether the function was compared with the calls one by one
     stacks: bool = False  # `torch.stack` of rows, another number of them in each call
 
 
@@ -270,7 +271,8 @@ class PackedCalls:
     def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
         found: CallFamily | None = signature.sizes
-        return self.first.get(signature) if found is None and self.first else found
+        found = self.first.get(signature) if found is None and self.first else found
+        return None if found is None or found.reason else found
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         program = work.program
@@ -302,12 +304,29 @@ class PackedCalls:
         columns = list(zip(*[work.inputs_of(c) for c in calls], strict=True))
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
+            if not family.checked and not self._agrees(family, columns, shared):
+                return
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
             parts = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
         for i, c in enumerate(calls):
             first = int(program.first_value[c])
             for k, column in enumerate(parts):
                 work.give(c, first + k, column[i])
+
+    def _agrees(
+        self, family: CallFamily, columns: Sequence[Sequence[torch.Tensor]], shared: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the function gives what calls one by one do; where it does not, they run as any other."""
+        from fxbatch.ragged.check import check_against_body
+
+        assert family.function is not None
+        family.checked = True
+        try:
+            check_against_body(family.function, columns, shared)
+        except Exception as error:  # noqa: BLE001 - what is the user's own mistake is raised where the call runs
+            report(error, "a packed call", verify=self.verify)
+            family.reason = f"{type(error).__name__}: {error}"
+        return not family.reason
 
 
 class _Resolution:

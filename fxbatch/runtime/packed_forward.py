@@ -31,7 +31,7 @@ from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
-from fxbatch.runtime.argument_objects import Opened, attributes_of, classes_of, closed, opened
+from fxbatch.runtime.argument_objects import Opened, classes_of, closed, named, opened
 from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
@@ -307,11 +307,8 @@ class PackedForward:
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         if body.trackers is None:
-            sizes = columns.sizes(dynamic)
-            by_size = np.argsort(sum(sizes), kind="stable")
-            fitting = by_size[function.graph.fitting(sizes)[by_size]].tolist()
-            chosen = {fitting[0], fitting[len(fitting) // 2], fitting[-1]} if fitting else {example}
-            check_against_body(function, [[c[i] for i in sorted(chosen)] for c in columns.tensors], operands)
+            fitting = np.flatnonzero(function.graph.fitting(columns.sizes(dynamic))).tolist() or [example]
+            check_against_body(function, [[c[i] for i in fitting] for c in columns.tensors], operands)
         return Variant(function, body.spec, examined.names, body.trackers)
 
     # -- running --------------------------------------------------------------------------------------
@@ -531,10 +528,10 @@ def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> 
     for args, kwargs in instances:
         if len(args) != 2 or kwargs or type(args[1]) is not first.kind:
             return None
-        held = attributes_of(args[1])
-        if tuple([n for n in held if names is None or n in names]) != first.names:
+        held, unread = named(args[1], names)
+        if tuple(held) != first.names or unread != first.unread:
             return None
-        rows.append([held[n] for n in first.names])
+        rows.append(list(held.values()))
     leaves, spec = tree_flatten(((first,), {}))
     return _alike([list(c) for c in zip(*rows, strict=True)], (_TENSOR,) * len(leaves), spec)
 

@@ -84,6 +84,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "typing_extensions", "sympy", "mpmath", "jinja2", "markupsafe", "filelock", "fsspec", "triton", "optree",
     "opt_einsum", "setuptools", "yaml", "coverage", "pytest", "_pytest", "pluggy", "xdist", "execnet", "pytest_timeout",
     "hypothesis",
+    "torch_geometric",  # its `Data` objects are arguments, its layers are modules
 }  # fmt: skip
 _LIBRARIES -= {"__main__", "test", "this"}
 VALUES = (

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import fxbatch
+import fxbatch.ragged.lengths
 import fxbatch.ragged.symbolic
+from fxbatch.errors import InternalWarning
 from fxbatch.runtime.packed_calls import CallFamily
+from tests.oracle import check_equal
 
 
 class Sentence:
@@ -228,3 +231,13 @@ def test_code_that_asks_about_gradients_is_not_packed() -> None:
             expected = model(batch)
         torch.testing.assert_close(model(batch), expected)
     assert "Asking" not in str([f.signature.name for f in families(model)])
+
+
+def test_a_wrong_rule_is_found_before_a_packed_call_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fxbatch.ragged.lengths.Lengths.unpad
+    monkeypatch.setattr(fxbatch.ragged.lengths.Lengths, "unpad", lambda self, x: plain(self, x) * 2)
+    model = Parser()
+    with pytest.warns(InternalWarning, match="differs from the loop"):
+        for sizes in (FIRST, (7, 4, 6)):
+            check_equal(model, [Sentence(n) for n in sizes])
+    assert [f.reason.partition(":")[0] for f in families(model)].count("AssertionError") == 1

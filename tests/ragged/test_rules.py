@@ -468,11 +468,14 @@ KEPT: dict[str, Callable[..., Any]] = {
     "diagonal twice": lambda x: (x @ x.t()).fill_diagonal_(2.0).fill_diagonal_(0.5).sum(0),
     "spectra": lambda x: torch.view_as_real(torch.fft.rfft(x)).sum((0, 2)) + torch.fft.ifft(x).real[0, :4],
     "parts": lambda x: F.adaptive_avg_pool1d(x.t()[None], 4) + F.adaptive_max_pool1d(x.t()[None], 4),
-    "matrices": lambda x: torch.linalg.inv(x.view(-1, 2, 3)[..., :2] + 9 * torch.eye(2, dtype=x.dtype)).sum(0),
+    "matrices": lambda x: torch.linalg.inv(x.view(-1, 2, 3)[..., :2] + 9 * torch.eye(2, dtype=x.dtype)).sum(
+        0
+    ),
     "determinants": lambda x: torch.linalg.det(x.view(-1, 2, 3)[..., :2] + torch.eye(2, dtype=x.dtype)),
     "row of scores": lambda x: (x @ x.t())[len(x) // 2] + (x @ x.t())[:, len(x) - 2],
     "place in a fixed row": lambda x: x[0][len(x) - 1] + x.sum(0)[len(x) // 2],
     "attention of items": lambda x: F.scaled_dot_product_attention(*[x.view(-1, 1, 2, 3)] * 3).sum((0, 1)),
+    "written powers": lambda x: (x.abs() + 1).pow_(-0.5).sum(0),
     "bits": lambda x: (x[:, 0] > 0) & (x[:, 1] > 0) | (x[:, 2] > 1),
     "levels": lambda x: (x[:, :1] - torch.linspace(0, 1, 6, dtype=x.dtype)).exp().sum(0),
 }
