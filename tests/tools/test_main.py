@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +14,6 @@ from fxbatch_cli.main import build_parser, main
 from fxbatch.errors import DataError, MissingDataError, OptionError, TraceError
 
 Captured = pytest.CaptureFixture[str]
-
-
-def fxbatch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fxbatch", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=120,
-        check=False,
-    )
 
 
 def test_version(capsys: Captured) -> None:
@@ -171,19 +159,32 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    found = fxbatch("dmeo")
+    command = [sys.executable, "-m", "fxbatch", "dmeo"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.splitlines()[0] == "fxbatch: no command 'dmeo'"
 
 
-def test_colour_on_demand_only() -> None:
-    assert "\x1b[" not in fxbatch("dmeo").stderr
-    assert "\x1b[" in fxbatch("dmeo", FORCE_COLOR="1", TERM="xterm").stderr
-    assert "\x1b[31" not in fxbatch("dmeo", FORCE_COLOR="1", TERM="xterm", NO_COLOR="1").stderr
+@pytest.mark.parametrize(
+    ("environment", "red"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
+    ids=str,
+)
+def test_colour_on_demand_only(
+    environment: dict[str, str], red: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    assert main(["dmeo"]) == 2
+    found = capsys.readouterr().err
+    assert ("\x1b[31" in found or "\x1b[1;31" in found) is red and (bool(environment) or "\x1b[" not in found)
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m fxbatch completion bash | head -n 1; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m fxbatch_cli.main completion bash | head -n 1; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     lines = found.stdout.splitlines()
     assert lines[0].startswith("# bash completion")
