@@ -161,11 +161,11 @@ def test_nothing_leaks() -> None:
     gc.collect()
     counts = [sys.getrefcount(x) for x in watched]
     tracemalloc.start()
-    run(80)
+    run(40)
     gc.collect()
     first = tracemalloc.get_traced_memory()[0]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(80)
+    run(40)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - first
     tracemalloc.stop()
