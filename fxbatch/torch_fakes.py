@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import sys
@@ -44,6 +45,7 @@ __all__ = [
     "FakeMode",
     "before_dynamo",
     "import_for_fakes",
+    "no_collections",
     "no_symbols",
     "put_dynamo_off",
     "stop_putting_off",
@@ -421,6 +423,18 @@ class FakeMode(FakeTensorMode):
                 shapes = f"{list(fake.shape)} doesn't match the broadcast shape {list(form.shape)}"
                 raise RuntimeError(f"output with shape {shapes}")
         return call.fake(made, device)
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """While graphs are made: at so many new objects a collection would look at all of torch's, for 0.07 s."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.cache

@@ -53,6 +53,9 @@ from torch._subclasses.fake_tensor import (
 # Checked against 2.11.0 and 2.13.0: torch.autograd.grad without its look at shapes, which imports sympy.
 from torch.autograd.graph import _engine_run_backward as run_backward
 
+# Checked against 2.11.0 and 2.13.0: a GraphModule whose code is made when it is asked for.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+
 # Checked against 2.11.0 and 2.13.0: where the source of each GraphModule is kept, for tracebacks.
 from torch.fx.graph_module import _loader
 
@@ -544,7 +547,7 @@ set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
 __all__ = [
-    "run_backward",
+    "run_backward", "LazyGraphModule",
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",

@@ -32,6 +32,7 @@ from fxbatch.ir import Layout, Signature
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import (
     FakeTensor,
+    LazyGraphModule,
     elementwise_under_vmap,
     has_vmap_rule,
     no_vmap_fallback,
@@ -231,7 +232,7 @@ def _unify(
     graph.output(tuple(results))
     first_gradient = groups + len(shared)
     return Joint(
-        fx.GraphModule(root, graph),
+        LazyGraphModule(root, graph),
         tuple(places[:groups]),
         tuple(places[groups:first_gradient]),
         tuple(places[first_gradient:]),

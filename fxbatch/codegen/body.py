@@ -24,7 +24,7 @@ from fxbatch.codegen.simplify import eliminate_dead
 from fxbatch.codegen.tape import Result, as_graph, record, run, writes
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.torch_fakes import FakeMode, no_symbols
-from fxbatch.torch_private import QuietDispatchMode, native_kernels, run_backward
+from fxbatch.torch_private import LazyGraphModule, QuietDispatchMode, native_kernels, run_backward
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -182,7 +182,7 @@ def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> 
             known[node] = _whole(graph, node, whole[members], signature.inputs[olds.index(members[0])].shape)
         else:
             known[node] = graph.node_copy(node, lambda x: known[x])
-    module = fx.GraphModule(body, graph)
+    module = LazyGraphModule(body, graph)
     graph.eliminate_dead_code()
     return module
 

@@ -35,7 +35,7 @@ from fxbatch.codegen.simplify import clean, is_random, mark_kept_detaches
 from fxbatch.ir import Layout, Signature
 from fxbatch.mistakes import ours, report
 from fxbatch.torch_fakes import FakeMode
-from fxbatch.torch_private import forget_traces
+from fxbatch.torch_private import LazyGraphModule, forget_traces
 
 __all__ = ["OperationGraphs", "Ref", "Unbatched", "UnbatchedKernel", "build_operation"]
 
@@ -124,7 +124,7 @@ def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, 
         clean(graph)
         rewrite(graph)
         graph.lint()
-        return fx.GraphModule(module, graph, name)
+        return LazyGraphModule(module, graph, name)
 
     if parts.parameters is not None:
         clean(parts.parameters)

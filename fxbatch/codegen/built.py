@@ -39,6 +39,7 @@ from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
 from fxbatch.ir import Layout, Signature, TensorType
 from fxbatch.signature import tensor_type
 from fxbatch.torch_fakes import FakeMode
+from fxbatch.torch_private import FakeTensor, LazyGraphModule
 
 Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 
@@ -244,7 +245,7 @@ class _Reader:
                 node.meta["keep"] = True
             made.append(node)
         graph.lint()
-        return fx.GraphModule({}, graph, name)
+        return LazyGraphModule({}, graph, name)
 
     def read(self, x: Any, made: list[fx.Node]) -> Any:
         if not isinstance(x, dict):
@@ -271,10 +272,11 @@ class _Reader:
 
     def tensor(self, form: list[Any]) -> torch.Tensor:
         shape, strides, dtype, device, layout = form
-        with self.mode:
-            if layout:
+        if layout:
+            with self.mode:
                 return torch.zeros(shape, dtype=_WORDS[dtype], device=device).to_sparse()
-            return torch.empty_strided(shape, strides, dtype=_WORDS[dtype], device=device)
+        of_meta = torch.empty_strided(shape, strides, dtype=_WORDS[dtype], device="meta")
+        return FakeTensor(self.mode, of_meta, torch.device(device))
 
 
 # The folder

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxbatch.torch_fakes import no_symbols
-from fxbatch.torch_private import FakeTensor, QuietDispatchMode, without_autograd
+from fxbatch.torch_private import FakeTensor, LazyGraphModule, QuietDispatchMode, without_autograd
 
 aten = torch.ops.aten
 _device = torch.ops.prim.device.default  # asked for three times a call
@@ -118,7 +118,7 @@ def as_graph(tape: Tape) -> fx.GraphModule:
         nodes[i].meta["val"] = call.value
     graph.output(_map(nodes, tape.results))
     graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph)
+    return LazyGraphModule(root, graph)
 
 
 def _map(values: dict[int, Any], tree: Any) -> Any:

@@ -27,6 +27,7 @@ from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_s
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorType
 from fxbatch.runtime.postponed import REASON
+from fxbatch.torch_fakes import no_collections
 from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.torch_patches import patched, patching
 
@@ -209,7 +210,7 @@ class OperationCache:
             )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
-        with without_saved_tensor_hooks():
+        with without_saved_tensor_hooks(), no_collections():
             made = compile_operation(signature, needs, shared, **options)
         self._entries[key] = made
         while len(self._entries) > self.size:

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.ir import Slot, Template, TensorType
-from fxbatch.torch_fakes import FakeMode
+from fxbatch.torch_fakes import FakeMode, no_collections
 from fxbatch.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -124,7 +124,7 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
-    with without_saved_tensor_hooks():
+    with without_saved_tensor_hooks(), no_collections():
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
         except RuntimeError as error:
