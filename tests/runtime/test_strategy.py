@@ -431,6 +431,9 @@ def test_results_gradients_random_numbers_and_state_are_the_loops(
     kind: Any, data: list[Any], out: str
 ) -> None:
     torch.manual_seed(3)
+    data = [
+        torch.randn(x.shape) if isinstance(x, torch.Tensor) else [torch.randn(4) for _ in x] for x in data
+    ]
     one, other = kind(), kind()
     other.load_state_dict(one.state_dict())
     f = decorated(one, out=out)
@@ -455,7 +458,7 @@ def test_results_gradients_random_numbers_and_state_are_the_loops(
         assert a.grad is not None and b.grad is not None
         if kind is Sizes:
             assert torch.equal(a.grad, b.grad)
-        torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6 * float(b.grad.abs().max()))
 
 
 def test_values_and_gradients_of_a_minibatch_of_which_some_ran_in_the_loop(batches: list[int]) -> None:
