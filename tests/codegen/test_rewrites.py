@@ -152,6 +152,12 @@ def overlapping_slices(d: Draft) -> Any:
     return d.call(aten.add.Tensor, left, right)
 
 
+def slices_of_one_row(d: Draft) -> Any:
+    left = d.call(aten.cat.default, [d.w("g", 1, 3), d.w("h", 1, 3)], 1)
+    right = d.call(aten.cat.default, [d.x("i", 3), d.x("j", 3)], 1)
+    return d.call(aten.add.Tensor, left, right)
+
+
 def cast_and_back(d: Draft) -> Any:
     wide = d.call(aten._to_copy.default, d.x("x", 3, dtype=torch.bfloat16), dtype=torch.float32)
     return d.call(aten._to_copy.default, wide, dtype=torch.bfloat16)
@@ -339,6 +345,7 @@ UNCHANGED: list[tuple[Rewrite, Build]] = [
     ("batched_products", rows_last_by_themselves),
     ("gates", gates_apart),
     ("gates", crossed_slices),
+    ("slices", slices_of_one_row),
     (clean, cast_away_and_back),
     (clean, product_and_bias),
 ]

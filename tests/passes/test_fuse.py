@@ -75,6 +75,15 @@ def test_where_few_calls_would_go_nothing_is_looked_for(monkeypatch: pytest.Monk
         assert all(bool(family.blocks) is pays for family in fuser.families.values())
 
 
+def test_the_first_instances_of_a_large_program_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = Functions()
+    program = functions.tagger([9, 5, 7, 8, 6, 4])
+    whole = names(Fuser()(program))
+    monkeypatch.setattr(find_blocks, "SAMPLE", 200)
+    assert len(Stream(program).calls) > 400
+    assert names(Fuser()(program)) == whole
+
+
 def test_gradients_stay() -> None:
     functions = Functions()
     program = functions.tree_lstm(trees(8), True)
