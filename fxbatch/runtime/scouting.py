@@ -31,7 +31,7 @@ RECORDED, OPERATIONS, STEPS, MODULE_STEPS = 0.5, 0.5, 0.8, 0.35
 # Of the calls outside torch's modules, those that are recorded in Python: of numbers, of the instance's own tensors.
 LONG = 0.05
 ROWS, STACKS = 8, 3  # of a stack that may be packed; how many an instance has at most
-_STACK = torch.ops.aten.stack.default
+_STACK, _SELECT = torch.ops.aten.stack.default, torch.ops.aten.select.int
 _ASK = torch.ops.aten._local_scalar_dense.default
 _BY_MASK = (
     torch.ops.aten.index.Tensor,
@@ -236,13 +236,16 @@ class _Watch(QuietDispatchMode):
             for t in (a if isinstance(a, (list, tuple)) else (a,))
             if isinstance(t, torch.Tensor)
         ]
+        is_recorded = any(id(t) in self._recorded or (t.dim() > 0 and t.is_floating_point()) for t in tensors)
+        if func is _ASK and not is_recorded:  # numbers of the instance's own tensors are there
+            self.operators += 1
+            return out
         begins = place != self._place or func is self._first
         if begins:
             self._place, self._first, self._depth = place, func, 0
             self._mine.clear()
             self._in_module = frame.f_globals.get("__name__", "").startswith("torch.nn.")
             self.modules += self._in_module
-        is_recorded = any(id(t) in self._recorded or (t.dim() > 0 and t.is_floating_point()) for t in tensors)
         if func.is_view:
             self.views += 1
         else:
@@ -263,7 +266,10 @@ class _Watch(QuietDispatchMode):
             self.recorded += 1
             self._pending += 1
             self.stacks += func is _STACK and len(tensors) >= ROWS
-            key = (func, self._in_module, *[t.shape for t in tensors])
+            shapes = [t.shape for t in tensors]
+            if func is _SELECT and len(args) == 3 and args[1] == 0:  # a row, of however many
+                shapes = [torch.Size((0, *t.shape[1:])) for t in tensors]
+            key = (func, self._in_module, *shapes)
             count, depths = self.kinds.get(key, (0, set()))
             depths.add(self._depth)
             self.kinds[key] = (count + 1, depths)

@@ -433,10 +433,14 @@ class Strategy:
                 need = (found.building - self._means(mode, "batched", found.loop - found.batched)) / max(
                     1.0, LATER_CREDIT * loop
                 )
-                return (
-                    f"the plain loop: {both}, but about {found.building / BUILD:.0f} operations have to be built "
-                    f"first, which about {max(1, round(need))} more minibatches earn"
-                )
+                missing = round(found.building / BUILD)
+                imports = _import_cost("batched", found.loop - found.batched)
+                what = (
+                    f"about {missing} operation{'s have' if missing > 1 else ' has'} to be built first" if missing
+                    else "what building imports has to be paid for first" if imports
+                    else "what was built before has to be paid for first"
+                )  # fmt: skip
+                return f"the plain loop: {both}, but {what}, which about {max(1, round(need))} more minibatches earn"
             why = [f"{_steps(counts)} steps for {counts.calls} calls"]
             if counts.phases > 1:
                 why.append(f"{counts.phases} phases")

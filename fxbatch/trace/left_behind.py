@@ -204,8 +204,19 @@ def _known(recorder: RecordedCalls, results: Sequence[Any]) -> tuple[dict[int, V
         found.update(new)
         views += linked
         aliases = [a for a in map(alias_of, linked) if a is not None]
-        ahead = _of(recorder, [x for a in aliases for x in (a.source, *tree_leaves(a.call or ()))])
+        ahead = _of(recorder, [x for a in aliases for x in (a.source, *_leaves_of_call(a.call))])
     return found, _made_again(views)
+
+
+def _leaves_of_call(call: Any) -> Sequence[Any]:
+    """The leaves of a view's call, most of which are rows: (function, (value, index), {})."""
+    if call is None:
+        return ()
+    _, args, kwargs = call
+    if not kwargs and all(type(x) is Value or type(x) is int for x in args):
+        found: Sequence[Any] = args
+        return found
+    return tree_leaves(call)
 
 
 def _of(recorder: RecordedCalls, leaves: Iterable[Any]) -> list[Value]:
