@@ -7,6 +7,7 @@ input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import torch
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.errors import TraceError
 from fxbatch.ir import Layout, Signature
+from fxbatch.torch_private import run_backward
 
 Tensors = list[torch.Tensor]
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
@@ -49,25 +51,31 @@ class UnbatchedKernel:
         input_needs: Sequence[bool],
         shared_needs: Sequence[bool],
         n: int | None = None,
+        outs: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Tensors, Tape | None]:
-        """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given."""
+        """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given.
+
+        `outs`: memory that the outputs are written to. The groups' is the operation's to write to.
+        """
         if n is None:
             n = len(groups[0])
         grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
         try:
-            return self._run(groups, shared, input_needs, shared_needs, n, grad)
+            tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
+            return self._stack(tape, outs), tape if grad else None
         except RuntimeError as error:
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
         # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
         input_needs = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
-        return self._run(groups, shared, input_needs, shared_needs, n, grad)
+        tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
+        return self._stack(tape, outs), tape if grad else None
 
     def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:
         """Whether the operation lets its input i require a gradient."""
         needs = [k == i for k in range(len(groups))]
         try:
-            self._run([x[:1] for x in groups], shared, needs, [False] * len(shared), 1, True)
+            self._run([x[:1].clone() for x in groups], shared, needs, [False] * len(shared), 1, True)
         except RuntimeError as error:
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
@@ -82,15 +90,13 @@ class UnbatchedKernel:
         shared_needs: Sequence[bool],
         n: int,
         grad: bool,
-    ) -> tuple[Tensors, Tape | None]:
+    ) -> Tape:
         tape = Tape(rows=n)
         if grad:
             tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
         weights = tape.shared if grad else list(shared)
-        modes = self.signature.modes
         with (
-            entered_modes(modes, devices_of(self.signature)),
-            torch.set_grad_enabled(grad),
+            entered_modes(self.signature.modes, self._devices, grad),
             self.signature.prepared(weights) as body,
         ):
             columns = [x.unbind(0) for x in groups]
@@ -99,15 +105,25 @@ class UnbatchedKernel:
                 if grad:
                     inputs = [_leaf(x, need) for x, need in zip(inputs, input_needs, strict=True)]
                     tape.inputs.append(inputs)
-                # copies, so that an operation that writes to its inputs reaches neither arenas nor leaves
-                tape.outputs.append(body([x.clone() for x in inputs]))
-        return self._stack(tape), tape if grad else None
+                # copies, so that an operation may write to them, and finds them at the start of their memory
+                tape.outputs.append(body([x.clone() for x in inputs] if grad or n > 1 else inputs))
+        return tape
 
-    def _stack(self, tape: Tape) -> Tensors:
+    @functools.cached_property
+    def _devices(self) -> list[str]:
+        return devices_of(self.signature)
+
+    def _stack(self, tape: Tape, outs: Sequence[torch.Tensor] | None) -> Tensors:
         if not tape.outputs:
             return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in self.signature.outputs]
         self._check_types(tape)
-        return [torch.stack([x.detach() for x in column]) for column in zip(*tape.outputs, strict=True)]
+        columns = zip(*tape.outputs, strict=True)
+        if outs is None:
+            return [torch.stack([x.detach() for x in column]) for column in columns]
+        return [
+            torch.stack([x.detach() for x in column], out=out)
+            for column, out in zip(columns, outs, strict=True)
+        ]
 
     def _check_types(self, tape: Tape) -> None:
         """What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives."""
@@ -132,7 +148,13 @@ class UnbatchedKernel:
                     starts.append(grad[row].clone())  # memory of its own: as_strided counts from its start
         leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
         wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
-        found = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True) if ends and wanted else ())
+        if ends and wanted:
+            given = tuple(starts)
+            found = iter(
+                run_backward(tuple(ends), given, False, False, tuple(wanted), True, accumulate_grad=False)
+            )
+        else:
+            found = iter(())
         by_row = [[next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs]
         shared = [next(found, None) if x.requires_grad else None for x in tape.shared]
         columns = [

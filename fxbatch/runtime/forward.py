@@ -121,10 +121,8 @@ def _run_call_by_call(
     assert compiled.unbatched is not None
     n = int(phase.plan.step_rows[step])
     inputs = [source_rows(source, n).clone() for source in sources]
-    results, tape = compiled.unbatched.forward(
-        inputs, shared, input_needs=compiled.needs[0], shared_needs=compiled.needs[1], n=n
+    _, tape = compiled.unbatched.forward(
+        inputs, shared, input_needs=compiled.needs[0], shared_needs=compiled.needs[1], n=n, outs=outs
     )
-    for out, result in zip(outs, results, strict=True):
-        out.copy_(result)
     if compiled.needs_gradient:
         phase.tapes[step] = tape

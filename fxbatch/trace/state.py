@@ -162,11 +162,14 @@ class RecordedUnder(NamedTuple):
 
 
 @contextlib.contextmanager
-def entered_modes(modes: Modes, devices: Sequence[str]) -> Iterator[None]:
-    """Grad, autocast and default dtype as they were when something was recorded, which uses these types of devices."""
+def entered_modes(modes: Modes, devices: Sequence[str], grad: bool | None = None) -> Iterator[None]:
+    """Grad (or what is given for it), autocast and default dtype as they were when something was recorded, which uses
+    these types of devices."""
     before = torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(modes.grad))
+    with torch.set_grad_enabled(modes.grad if grad is None else grad), contextlib.ExitStack() as stack:
+        if not modes.autocast and not any_autocast() and before is modes.default_dtype:
+            yield
+            return
         wanted = dict(modes.autocast)
         for device in dict.fromkeys([*devices, *wanted]):
             if device in wanted:
