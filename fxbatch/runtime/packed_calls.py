@@ -180,8 +180,8 @@ class PackedCalls:
         if len(family.members) < MEMBERS:
             family.members.append(entry)
             family.keys.append(key)
-        if entry.aliases or not arguments.values:
-            family.reason = "its result shares memory with its input"
+        if not arguments.values:
+            family.reason = "no value in it"
 
     def _family(
         self,
