@@ -241,3 +241,25 @@ def test_a_wrong_rule_is_found_before_a_packed_call_is_used(monkeypatch: pytest.
         for sizes in (FIRST, (7, 4, 6)):
             check_equal(model, [Sentence(n) for n in sizes])
     assert [f.reason.partition(":")[0] for f in families(model)].count("AssertionError") == 1
+
+
+class Views(Parser):
+    """Views between packed calls, and writes through some."""
+
+    @fxbatch.autobatch
+    def forward(self, s: Sentence) -> torch.Tensor:
+        h = self.encoder(self.embed(s.words))
+        weight = torch.softmax(h @ self.out.weight[0], 0)
+        g = (h + weight.unsqueeze(1) * h).t().transpose(0, 1)
+        k = h.clone()
+        k.unsqueeze(1).mul_(2)
+        k[0] = 0
+        return self.out(self.compose(g + k.flip(0), s, 0))
+
+
+def test_views_of_packed_values_are_packed() -> None:
+    model = Views()
+    for sizes in ((3, 5, 2, 7), (4, 1, 9, 6, 3), (11, 12, 1), (5, 5, 2)):
+        check_equal(model, [Sentence(n) for n in sizes])
+    ran = {f.signature.name: f.calls for f in families(model) if f.signature}
+    assert all(ran[name] for name in ("unsqueeze", "mul", "t", "transpose")), ran
