@@ -41,12 +41,14 @@ from fxbatch.codegen.native_operands import (
     around,
     as_matrix,
     as_rows,
+    dense,
     dtype_name,
     even_rows,
     narrow,
     need,
     of_type,
     same_rows,
+    turned,
 )  # fmt: skip
 from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.shapes import dtype as dtype_of
@@ -464,7 +466,7 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     given = list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
     over = [d for d in sorted({_position(d, dims) for d in given}) if dims[d] != ONE]
     left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
-    squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), _dense(out, len(left)), out.dtype)
+    squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), dense(out, len(left)), out.dtype)
     reduced = Span(
         source.base, source.offset, tuple(dims[d] for d in left), tuple(source.strides[d] for d in left), source.dtype
     )  # fmt: skip
@@ -511,11 +513,32 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     lowering.loops(out, [out, count], "div", 0.0)
 
 
-def _dense(out: Span, count: int) -> tuple[int, ...]:
-    """The strides of a result without its dimensions of one element."""
-    strides = tuple(s for s, n in zip(out.strides, out.shape, strict=True) if n != ONE)
-    need(len(strides) == count, "a sum with a result of another shape")
-    return strides
+def batched_product(lowering: Lowering, node: fx.Node) -> None:
+    """bmm of which one side is a vector a row, or a column times a line: multiplied, then added up."""
+    a, b = map(lowering.floats, node.args)
+    out, (rows, lines, terms), columns = lowering.target(node), a.shape, b.shape[2]
+    if terms == ONE:
+        lowering.loops(out, [a, b], "mul", 0.0)
+        return
+    need(lines == ONE or columns == ONE, "a product of matrices a row")
+    matrix, vector = (a, b) if columns == ONE else (turned(b), turned(a))
+    size = matrix.shape[1]
+    if matrix.strides[2] == 1 or size == ONE:
+        whole = (rows, size, terms)
+        made = contiguous(lowering.base(whole, torch.float32, OWN), whole, torch.float32)
+        lowering.loops(made, [matrix, turned(vector)], "mul", 0.0)
+        over, place = as_rows(made)
+        to, stride = even_rows(out.shape, out.strides)
+        need(to == over, "a product with other strides")
+        lowering.add("SUM_LAST", over, terms[1], (out.base, out.offset, stride, 1), place)
+        return
+    need(terms[1] <= SHORT, "a long product of lines that lie apart")
+    whole = (rows, terms, size)
+    made = contiguous(lowering.base(whole, torch.float32, OWN), whole, torch.float32)
+    lowering.loops(made, [turned(matrix), vector], "mul", 0.0)
+    first = replace(made, shape=(rows, size), strides=(made.strides[0], made.strides[2]))
+    flat = replace(out, shape=(rows, size), strides=(out.strides[0], out.strides[1 if columns == ONE else 2]))
+    _sum_short(lowering, flat, first, made.strides[1], terms[1])
 
 
 def softmax(lowering: Lowering, node: fx.Node) -> None:
@@ -649,6 +672,7 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
 ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
     aten.mm.default: product,
     aten.addmm.default: product,
+    aten.bmm.default: batched_product,
     aten.index_select.default: lookup,
     aten.sum.dim_IntList: sum_dimensions,
     aten.sum.default: sum_dimensions,

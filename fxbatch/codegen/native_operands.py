@@ -7,7 +7,7 @@ In: a Span. Out: (base, offset, stride, inner), or NotNative with what the instr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,3 +110,18 @@ def narrow(span: Span, dim: int, start: int, size: int) -> Span:
     dims = (*span.shape[:dim], (0, size), *span.shape[dim + 1 :])
     strides = tuple(0 if n == (0, 1) else s for n, s in zip(dims, span.strides, strict=True))
     return Span(span.base, span.offset + start * span.strides[dim], dims, strides, span.dtype)
+
+
+def turned(span: Span) -> Span:
+    """Matrices with lines and columns exchanged."""
+    rows, lines, columns = span.shape
+    return replace(
+        span, shape=(rows, columns, lines), strides=(span.strides[0], span.strides[2], span.strides[1])
+    )
+
+
+def dense(out: Span, count: int) -> tuple[int, ...]:
+    """The strides of a result without its dimensions of one element."""
+    strides = tuple(s for s, n in zip(out.strides, out.shape, strict=True) if n != ONE)
+    need(len(strides) == count, "a sum with a result of another shape")
+    return strides

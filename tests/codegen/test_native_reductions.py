@@ -13,6 +13,7 @@ from torch import fx, nn
 
 import fxbatch
 from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_lower import make_program
 from fxbatch.codegen.shapes import add_call
 from tests.codegen.test_native import ROWS, check, graph_of, normal, program_of, run_native
 from tests.oracle import check_equal
@@ -104,6 +105,31 @@ def test_stacks_errors_and_comparisons() -> None:
     whole = lambda n: torch.randint(-4, 5, (n,))  # noqa: E731
     odd = lambda n: odd_numbers(n, 5)  # noqa: E731
     check(graph_of(make, *forms), normal(5), normal(5), whole, odd, odd)
+
+
+@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize(
+    ("a", "b"),
+    (((6, 20), (20, 1)), ((6, 5), (5, 1)), ((1, 5), (5, 7)), ((6, 1), (1, 4)), ((1, 9), (9, 1)), ((1, 1), (1, 1))),
+)  # fmt: skip
+def test_products_of_a_vector_a_row(a: tuple[int, int], b: tuple[int, int], turned: bool) -> None:
+    def make(g: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        if turned:
+            x, y = (add_call(g, aten.permute.default, (z, [0, 2, 1])) for z in (x, y))
+        return [add_call(g, aten.bmm.default, (x, y))]
+
+    if turned:
+        a, b = a[::-1], b[::-1]
+    module = graph_of(make, (*a, torch.float32), (*b, torch.float32))
+    if turned and min(*a, *b) == 1 and max(a) * max(b) > 300:  # a long sum of what lies apart
+        assert isinstance(make_program(module, ()), str)
+        return
+    for n in ROWS:
+        x, y = torch.randn(n, *a), torch.randn(n, *b)
+        found = run_native(module, n, [x, y])
+        assert found is not None
+        exact = torch.bmm(*(z.double().transpose(1, 2) if turned else z.double() for z in (x, y)))
+        torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reduction_that_would_leave_its_memory_is_refused() -> None:
