@@ -569,7 +569,8 @@ def _repeat(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x, times, val = a["self"], a["repeats"], node.meta["val"]
     lead = len(times) - x.rank
-    if x.layout not in (DENSE, PACKED) or any(depends(t) for t in times):
+    none = x.axes and times[lead + x.axes[0]] == 0
+    if x.layout not in (DENSE, PACKED) or any(depends(t) for t in times) or none:
         raise NoRule("copies of its own size")
     name = x.name
     if x.axes and times[lead + x.axes[0]] != 1:

@@ -462,6 +462,7 @@ KEPT: dict[str, Callable[..., Any]] = {
     "std of equal rows": lambda x: (x * 0).std(0, correction=0),
     "no dimension flipped": lambda x: x.flip(()),
     "repeated in both": lambda x: x.repeat(3, 2) + x.repeat(2, 3, 2)[1],
+    "repeated never": lambda x: (x.repeat(0, 2).sum(0), x.repeat(2, 0, 1).sum(1), x.sum(0)),
     "norms of scores": lambda x: (x @ x.t()).norm(dim=1) + torch.linalg.vector_norm(x @ x.t(), 3, 0),
     "norm of equal rows": lambda x: (x * 0).norm(dim=0) + torch.linalg.vector_norm(x, 3, 0),
     "filled diagonal": lambda x: (x @ x.t()).fill_diagonal_(2.0).logsumexp(1),
