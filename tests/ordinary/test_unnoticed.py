@@ -33,6 +33,18 @@ def test_a_result_that_is_an_instance_tensor_is_a_copy() -> None:
     assert first is not xs[0] and torch.equal(first, xs[0])
 
 
+def test_classes_are_asked_by_isinstance() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.a(x)
+        found = isinstance(h, torch.Tensor) and isinstance(self.a.weight, nn.Parameter)
+        return h, found, type(h) is torch.Tensor
+
+    made = model(forward, two(), out="list")
+    assert [(found, same) for _, found, same in made(vectors(4, 4))] == [(True, False)] * 2
+    with fxbatch.disabled():
+        assert [(found, same) for _, found, same in made(vectors(4, 4))] == [(True, True)] * 2
+
+
 def test_prints_of_instances_that_wait_are_interleaved(capsys: pytest.CaptureFixture[str]) -> None:
     def forward(self: Any, x: Any) -> Any:
         print("before")
