@@ -116,13 +116,14 @@ ONE_BY_ONE: list[tuple[Callable[..., Any], list[str]]] = [
     (mixture_of_experts.main, ["--limit", "6"]),
     (rnng.main, ["--limit", "6"]),
 ]
+FILES = [*BATCHED, *ONE_BY_ONE]
 
 
 def short_name(value: Any) -> str:
     return value.__module__.rpartition(".")[2] if callable(value) else "options"
 
 
-@pytest.mark.parametrize(("main", "options"), [*BATCHED, *ONE_BY_ONE], ids=short_name)
+@pytest.mark.parametrize(("main", "options"), FILES, ids=short_name)
 def test_training(
     data: Path, capsys: pytest.CaptureFixture[str], main: Callable[..., Any], options: list[str]
 ) -> None:
