@@ -28,8 +28,13 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
-            real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.layout is torch.strided
-            if real and x.untyped_storage().nbytes() >= 4 * ROWS * WIDTH and not _is_view(func):
+            real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and not x.is_meta
+            if (
+                real
+                and x.layout is torch.strided
+                and x.untyped_storage().nbytes() >= 4 * ROWS * WIDTH
+                and not _is_view(func)
+            ):
                 self.found.append(f"{func} {list(x.shape)}")
         return result
 
