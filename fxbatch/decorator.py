@@ -100,6 +100,7 @@ class Autobatched:
         self._in_a_class = _defined_in_a_class(fn)
         self._takes_one: dict[bool, bool] = {}  # by whether there is an owner
         self._in_columns: set[int] = set()  # how many arguments, each a minibatch, calls of a method have had
+        self._taken: set[tuple[Any, ...]] = set()  # numbers of arguments and names that the forward takes
         self._own = _Engines()
         self._lock = threading.Lock()
 
@@ -212,8 +213,12 @@ class Autobatched:
 
     def _check_arguments(self, head: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """MinibatchError where the forward does not take these arguments."""
+        given = (len(head) + len(args), *kwargs)
+        if given in self._taken:
+            return
         try:
             self.signature.bind(*head, *args, **kwargs)
+            self._taken.add(given)
         except TypeError as error:
             columns = len(args) == 1 and type(args[0]) in (list, tuple) and len(args[0]) > 1
             hint = "; a batch of columns, as DataLoader makes it, is given as *batch" if columns else ""

@@ -67,17 +67,15 @@ class AdaptiveSwitch:
 How = Literal["batched", "packed", "loop"]
 
 
-def importing(how: How) -> float:
-    """What importing costs that building needs, 0 where it was imported."""
-    if how != "packed":
-        return 0.0
+def importing() -> float:
+    """What importing costs that packing needs, 0 where it was imported."""
     symbols = 0.0 if "torch.fx.experimental.symbolic_shapes" in sys.modules else IMPORTING
     return symbols + (0.0 if "torch._dynamo" in sys.modules else IMPORTING_DYNAMO)
 
 
 def _import_cost(how: How, saved: float) -> float:
     """The same, 0 where that is what many minibatches, which save so much each, repay: a process pays it once."""
-    cost = importing(how)
+    cost = importing() if how == "packed" else 0.0
     return 0.0 if cost <= LENT_TO_IMPORTS * saved else cost
 
 
@@ -186,9 +184,9 @@ class Strategy:
         if 10 * found.counts.unbatched > found.counts.calls:  # sizes of its own
             return False
         cost = trial_cost(found.counts, mode.seen.operations)
-        if cost > TRIAL * found.loop or cost + importing("batched") > mode.credit:
+        if cost > min(TRIAL * found.loop, mode.credit):
             return False
-        mode.credit -= cost + importing("batched")
+        mode.credit -= cost
         return True
 
     def _be_quiet(self, mode: _Mode, instances: int, packs: bool) -> None:
@@ -233,7 +231,7 @@ class Strategy:
                 mode.credit -= mode.lent_to_packing
                 mode.lent, mode.lent_to_packing = False, 0.0
             if not mode.packed:  # what was not spent is paid back
-                mode.credit += min(mode.import_paid, importing("packed"))
+                mode.credit += min(mode.import_paid, importing())
                 mode.import_paid = 0.0
                 if not tried:
                     mode.packs = False
@@ -277,7 +275,6 @@ class Strategy:
                 mode.verdicts.clear()
             mode.packed += 1
         else:
-            mode.credit -= imports
             self.building, self.trial = mode, False
         return how
 
@@ -434,12 +431,11 @@ class Strategy:
                     1.0, LATER_CREDIT * loop
                 )
                 missing = round(found.building / BUILD)
-                imports = _import_cost("batched", found.loop - found.batched)
                 what = (
-                    f"about {missing} operation{'s have' if missing > 1 else ' has'} to be built first" if missing
-                    else "what building imports has to be paid for first" if imports
+                    f"about {missing} operation{'s have' if missing > 1 else ' has'} to be built first"
+                    if missing
                     else "what was built before has to be paid for first"
-                )  # fmt: skip
+                )
                 return f"the plain loop: {both}, but {what}, which about {max(1, round(need))} more minibatches earn"
             why = [f"{_steps(counts)} steps for {counts.calls} calls"]
             if counts.phases > 1:
