@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxbatch import mistakes
+from fxbatch.errors import InternalWarning
+from fxbatch.ragged.lengths import Lengths
 from tests.oracle import run, to_double
 from tests.ragged.library_style_models import CASES, LINEAR, D, K
 from tests.ragged.own_size_models import rows
@@ -72,14 +75,12 @@ def test_rows_at_places_that_are_sizes() -> None:
 
 
 def test_a_wrong_rule_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxbatch.errors import InternalWarning
-    from fxbatch.ragged.lengths import Lengths
-
     plain = Lengths.sum
     monkeypatch.setattr(Lengths, "sum", lambda self, rows: plain(self, rows) * 2)
     made = to_double(
         model(lambda self, x: self.out(torch.tanh(x).sum(0)), LINEAR(), adaptive=False, out="list")
     )
+    monkeypatch.setattr(mistakes, "_warned", set())
     with pytest.warns(InternalWarning, match="differs from the loop"):
         check_in_double(made, to_double([rows(t) for t in (4, 7, 2)]), gradients=True)
     assert not variants_of(made)

@@ -12,6 +12,7 @@ from torch import nn
 import fxbatch
 import fxbatch.ragged.lengths
 import fxbatch.ragged.symbolic
+from fxbatch import mistakes
 from fxbatch.errors import InternalWarning
 from fxbatch.runtime.packed_calls import CallFamily
 from tests.oracle import check_equal
@@ -234,6 +235,7 @@ def test_code_that_asks_about_gradients_is_not_packed() -> None:
 
 
 def test_a_wrong_rule_is_found_before_a_packed_call_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mistakes, "_warned", set())
     plain = fxbatch.ragged.lengths.Lengths.unpad
     monkeypatch.setattr(fxbatch.ragged.lengths.Lengths, "unpad", lambda self, x: plain(self, x) * 2)
     model = Parser()
