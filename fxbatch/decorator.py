@@ -244,9 +244,8 @@ class Autobatched:
             listed = list(instances)
             return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
         strategy = engine.strategy
-        once = (
-            not inside_functorch() and not saved_tensors_are_packed()
-        )  # a checkpoint runs it twice, and compares
+        # A checkpoint runs it twice, and compares.
+        once = not inside_functorch() and not saved_tensors_are_packed()
         if strategy is not None and once:
             return self._chosen(engine, strategy, instances)
         packed = engine.packed.call(self.fn, instances, self.options.out)

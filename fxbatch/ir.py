@@ -122,9 +122,8 @@ class Program:
     outputs: np.ndarray  # int64, value ids that results need (each once)
     constants: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     known: int = 0
-    early_types: np.ndarray | Callable[[], np.ndarray | None] | None = (
-        None  # of the known, or what gives them
-    )
+    # Of the known, or what gives them.
+    early_types: np.ndarray | Callable[[], np.ndarray | None] | None = None
     instances: int = 0  # how many instances the minibatch has
     # What passes find of it, once: a program is immutable.
     notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

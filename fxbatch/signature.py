@@ -216,9 +216,7 @@ class Signature:
     location: str = ""  # the user's line that first made it: "model.py:31"
     reason: str = ""  # why it can't be batched, "" if nothing is known against it
     frozen: Frozen | None = None  # of user code: its modules and what it reads, as they were
-    sizes: Any = (
-        None  # the family of calls with sizes of their own that it is one of (runtime/packed_calls.py)
-    )
+    sizes: Any = None  # its family of calls with sizes of their own (runtime/packed_calls.py)
 
     @property
     def name(self) -> str:

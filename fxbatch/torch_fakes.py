@@ -417,9 +417,7 @@ class FakeMode(FakeTensorMode):
         with in_kernel_invocation_manager(self):
             made = func(*plain, **named)
         for form, fake in zip(call.forms, call.fakes, strict=True):
-            if (
-                form.shape != fake.shape
-            ):  # as kernels say it; those of meta tensors give the result more memory
+            if form.shape != fake.shape:  # as kernels say it; meta tensors give the result more memory
                 shapes = f"{list(fake.shape)} doesn't match the broadcast shape {list(form.shape)}"
                 raise RuntimeError(f"output with shape {shapes}")
         return call.fake(made, device)

@@ -24,10 +24,7 @@ from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorType
 
 aten = torch.ops.aten
-_KEPT_ANYWAY, _ANEW = (
-    1,
-    4,
-)  # what a byte costs: inputs and outputs are in arenas already, intermediates are not
+_KEPT_ANYWAY, _ANEW = 1, 4  # what a byte costs: inputs and outputs are in arenas already
 _INFINITE = 1 << 100
 _CHEAP = (
     aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,

@@ -30,9 +30,8 @@ def expression(size: Any) -> Any:
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
 
 
-_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = (
-    WeakKeyDictionary()
-)  # by shape environment: what guards say
+# By shape environment: what guards say.
+_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def know_numbers(environment: Any, guards: Iterable[Any]) -> None:

@@ -117,9 +117,7 @@ class Emitter:
         self.alone: list[tuple[str, str]] = []
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
-        self.draws = (
-            False  # whether the operator that is written draws numbers: twice the same is not the same then
-        )
+        self.draws = False  # whether the operator that is written draws numbers: no two are the same then
         self.reasons: dict[str, str] = {}
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}

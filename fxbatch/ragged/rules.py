@@ -77,7 +77,7 @@ def rule_of(target: Any) -> Rule:
 
     def apply(e: Emitter, node: fx.Node) -> Any:
         values = tensors_of(e, node)
-        random = draws(target) and not keeps_all(e, node)
+        random = e.draws and not keeps_all(e, node)
         if all(v.layout == WHOLE for v in values) and not random and _fixed(node):
             return whole(e, node)
         if own is not None:
@@ -98,11 +98,6 @@ def rule_of(target: Any) -> Rule:
         raise NoRule("no rule for it")
 
     return apply
-
-
-def draws(target: Any) -> bool:
-    """Whether an operator draws random numbers: for each instance its own."""
-    return torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
 
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:

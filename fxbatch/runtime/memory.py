@@ -47,9 +47,8 @@ class Pool:
 
     def __init__(self, *, least: int = 64 << 20) -> None:
         self.least = least
-        self._free: list[
-            tuple[int, torch.device, torch.Tensor]
-        ] = []  # lines of each, in the order in which they came back
+        # Lines of each, where, and it, in the order in which they came back.
+        self._free: list[tuple[int, torch.device, torch.Tensor]] = []
         self._bytes = 0  # of all in `_free`
         self._taken = 0  # bytes taken since the last minibatch began
         self._usual = 0  # the most that a minibatch took, less a quarter a minibatch

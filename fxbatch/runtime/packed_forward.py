@@ -406,9 +406,8 @@ class _Body:
                 self.again.append(name)
             met.add(place)
         self.spec: TreeSpec | None = None
-        self.trackers: dict[str, torch.Tensor] | None = (
-            None  # counters of BatchNorm layers that are in training
-        )
+        # Counters of BatchNorm layers that are in training.
+        self.trackers: dict[str, torch.Tensor] | None = None
 
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
         """The forward's own result."""

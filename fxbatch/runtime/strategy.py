@@ -43,9 +43,7 @@ from fxbatch.runtime.scouting import Seen
 SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch
 FIRST_CREDIT = 50.0  # minibatches of the loop whose time may go into building at once
 LENT = 80.0  # minibatches whose estimated savings may be spent ahead, once
-LENT_TO_IMPORTS = (
-    100.0  # and that may be spent ahead on what is imported once a process: no more than a hundred cost
-)
+LENT_TO_IMPORTS = 100.0  # and on what is imported once a process
 LATER_CREDIT = 0.25  # and of each later one
 SETTLED = 10  # batched minibatches that are all judged; then one in SELDOM
 SELDOM = 16

@@ -35,23 +35,10 @@ _TELLING = frozenset(
     )
     if hasattr(where, name)
 )  # fmt: skip
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
 _IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("__setitem__", *(f"__i{x}__" for x in _OPERATORS))
+    for name in ("__setitem__", *(f"__i{x}__" for x in _OPERATORS.split()))
     if hasattr(torch.Tensor, name)
 )
 _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)

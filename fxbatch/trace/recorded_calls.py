@@ -427,9 +427,8 @@ class RecordedCalls(Columns):
         found = ModulesMet.of((*self.roots, *self.table.owners.values()), versions)
         self._know(found)
         self.lasts = self.lasts and found.places is not None
-        self.operands = (
-            found.operands if self.recalled else []
-        )  # a lazy block may outlast an optimizer's step
+        # A lazy block may outlast an optimizer's step.
+        self.operands = found.operands if self.recalled else []
         return found.owners
 
     def _know(self, modules: ModulesMet) -> None:
