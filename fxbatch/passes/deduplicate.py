@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Program
-from fxbatch.passes.select import checksum, kept_payloads
+from fxbatch.passes.select import checksum, select_calls
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.integers import PLAIN_TENSORS, IntegerColumn, read_payload
 
@@ -45,7 +45,6 @@ Ints = cython.typedef(cython.const[cython.longlong][::1])
 Shorts = cython.typedef(cython.const[cython.int][::1])
 Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
-WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 Hash = cython.typedef(cython.ulonglong)
 
@@ -80,141 +79,95 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     for s, content in contents.items():
         begin[s] = at
         at += len(content)
-    sig, inputs, instance, outputs = map(
-        np.empty_like, (program.sig, program.inputs, program.instance, program.outputs)
-    )
-    keep = np.empty(len(program), dtype=bool)
-    merger = _EqualCalls(program, begin, np.concatenate([np.empty(0, dtype=np.int64), *contents.values()]))
-    kept = merger.run(sig, inputs, instance, outputs, keep)
+    held = np.concatenate([np.empty(0, dtype=np.int64), *contents.values()])
+    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+    keep, c = np.empty(len(program), dtype=bool), program.columns
+    kept = _find_equal(
+        program.sig, c.width, c.arity, c.random, program.inputs, program.outputs, begin, held, inputs, outputs,
+        keep, program.known, program.values,
+    )  # fmt: skip
     if kept >= len(program) * (1 - least):
         return program
-    sig = sig[:kept].copy()
-    return dataclasses.replace(
-        program,
-        sig=sig,
-        inputs=inputs[: int(program.arity[sig].sum())].copy(),
-        instance=instance[:kept].copy(),
-        outputs=outputs,
-        constants=kept_payloads(program, payloads, keep),
+    return select_calls(
+        dataclasses.replace(program, inputs=inputs, outputs=outputs, constants=payloads), keep
     )
 
 
-@cython.cclass
-class _EqualCalls:
-    """One pass over the calls in recorded order: what a call reads is numbered anew before it is looked up, so that
-    what was merged earlier is equal here."""
+def _find_equal(
+    sig: Shorts,
+    width: Ints,
+    arity: Ints,
+    random: Flags,
+    given: Ints,
+    results: Ints,
+    begin: Ints,
+    contents: Ints,
+    inputs: Written,
+    outputs: Written,
+    keep: Marks,
+    known: Int,
+    values: Int,
+) -> Int:
+    """Mark the first call of equal ones, and write of what is read and of the results the values that stand for them;
+    how many calls are marked. begin: where the contents of each signature of constants begin, -1 for others.
 
-    sig: Shorts
-    instance: Shorts
-    inputs: Ints
-    outputs: Ints
-    arity: Ints
-    width: Ints
-    random: Flags
-    begin: Ints  # of each signature of constants where its contents begin, -1 for others
-    content: Ints
-    known: Int
-    calls: Int
-    mask: Int
-    new_sig: WrittenShorts
-    new_inputs: Written
-    value: Written  # of each value the one that stands for it
-    first_input: Written  # of each kept call, as the next two
-    first_value: Written
-    held: Written  # what a constant holds
-    next: Written  # of each signature its next content
-    table: Written  # open addressing: one more than a kept call's number, 0 is free
-
-    def __init__(self, program: Program, begin: np.ndarray, content: np.ndarray) -> None:
-        columns = program.columns
-        self.sig, self.instance = program.sig, program.instance
-        self.inputs, self.outputs = program.inputs, program.outputs
-        self.arity, self.width, self.random = columns.arity, columns.width, columns.random
-        self.begin, self.content, self.known, self.calls = begin, content, program.known, len(program)
-        places = 64
-        while places < 2 * self.calls:
-            places *= 2
-        self.mask = places - 1
-        self.table = np.zeros(places, dtype=np.int64)
-        n = self.calls
-        scratch: Written = np.empty(3 * n + program.values, dtype=np.int64)
-        self.first_input, self.first_value, self.held = (
-            scratch[:n],
-            scratch[n : 2 * n],
-            scratch[2 * n : 3 * n],
-        )
-        self.value = scratch[3 * n :]
-        self.next = begin.copy()
-
-    @cython.ccall
-    def run(
-        self, sig: WrittenShorts, inputs: Written, instance: WrittenShorts, outputs: Written, keep: Marks
-    ) -> Int:
-        """Write the columns of the smaller program, and which calls stay; how many those are."""
-        kept = 0
-        entry = 0
-        at = 0
-        values = self.known
-        number = self.known
-        self.new_sig, self.new_inputs = sig, inputs
-        for i in range(self.known):
-            self.value[i] = i
-        for c in range(self.calls):
-            s = self.sig[c]
-            if s < 0 or s >= self.arity.shape[0] or at + self.arity[s] > self.inputs.shape[0]:
+    One pass in recorded order: what a call reads is replaced before the call is looked up, so that what was found
+    equal earlier is equal here.
+    """
+    mask: Int = 63
+    while mask < 2 * sig.shape[0]:
+        mask = 2 * mask + 1
+    table: Written = np.zeros(mask + 1, dtype=np.int64)  # open addressing: one more than a call, 0 is free
+    scratch: Written = np.empty(3 * sig.shape[0], dtype=np.int64)
+    first_input: Written = scratch[: sig.shape[0]]  # of each call, as the next two
+    first_value: Written = scratch[sig.shape[0] : 2 * sig.shape[0]]
+    held: Written = scratch[2 * sig.shape[0] :]  # what a constant holds
+    following: Written = np.array(begin)
+    value: Written = np.arange(values)  # of each value the one that stands for it
+    kept = 0
+    at = 0
+    v = known
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if s < 0 or s >= arity.shape[0] or at + arity[s] > given.shape[0]:
+            raise IndexError(NOT_THERE)
+        first_input[c], first_value[c], held[c] = at, v, 0
+        if begin[s] >= 0:
+            if following[s] >= contents.shape[0]:
                 raise IndexError(NOT_THERE)
-            for i in range(self.arity[s]):
-                v = self.inputs[at + i]
-                if v < 0 or v >= values:
-                    raise IndexError(NOT_THERE)
-                inputs[entry + i] = self.value[v]
-            at += self.arity[s]
-            self.held[kept] = 0
-            if self.begin[s] >= 0:
-                if self.next[s] >= self.content.shape[0]:
-                    raise IndexError(NOT_THERE)
-                self.held[kept] = self.content[self.next[s]]
-                self.next[s] += 1
-            sig[kept], self.first_input[kept] = s, entry
-            found = -1 if self.random[s] else self.look_up(kept)
-            keep[c] = found < 0
-            if found < 0:
-                found = kept
-                instance[kept], self.first_value[kept] = self.instance[c], number
-                number += self.width[s]
-                entry += self.arity[s]
-                kept += 1
-            for i in range(self.width[s]):
-                self.value[values] = self.first_value[found] + i
-                values += 1
-        for i in range(self.outputs.shape[0]):
-            if not 0 <= self.outputs[i] < values:
+            held[c] = contents[following[s]]
+            following[s] += 1
+        mixed: Hash = _mix(_mix(0x243F6A88, s), held[c])
+        for i in range(at, at + arity[s]):
+            if given[i] < 0 or given[i] >= v:
                 raise IndexError(NOT_THERE)
-            outputs[i] = self.value[self.outputs[i]]
-        return kept
-
-    @cython.cfunc
-    @cython.exceptval(check=False)
-    def look_up(self, k: Int) -> Int:
-        """The kept call that call k is equal to, or -1: then it is entered."""
-        s = self.new_sig[k]
-        count = self.arity[s]
-        at = self.first_input[k]
-        mixed: Hash = _mix(_mix(0x243F6A88, s), self.held[k])
-        for i in range(count):
-            mixed = _mix(mixed, self.new_inputs[at + i])
-        place = (mixed >> 32) & self.mask
-        while self.table[place]:
-            other = self.table[place] - 1
-            if self.new_sig[other] == s and self.held[other] == self.held[k]:
-                for i in range(count):
-                    if self.new_inputs[self.first_input[other] + i] != self.new_inputs[at + i]:
-                        break
-                else:
-                    return other
-            place = (place + 1) & self.mask
-        self.table[place] = k + 1
-        return -1
+            inputs[i] = value[given[i]]
+            mixed = _mix(mixed, inputs[i])
+        found = c
+        place = (mixed >> 32) & mask
+        while table[place] and found == c and not random[s]:
+            other = table[place] - 1
+            if sig[other] == s and held[other] == held[c]:
+                i = 0
+                while i < arity[s] and inputs[first_input[other] + i] == inputs[at + i]:
+                    i += 1
+                if i == arity[s]:
+                    found = other
+            place = (place + 1) & mask
+        keep[c] = found == c
+        if found == c:
+            kept += 1
+            if not random[s]:
+                table[place] = c + 1
+        for i in range(width[s]):
+            value[v + i] = first_value[found] + i
+        at += arity[s]
+        v += width[s]
+    for i in range(results.shape[0]):
+        if results[i] < 0 or results[i] >= values:
+            raise IndexError(NOT_THERE)
+        outputs[i] = value[results[i]]
+    return kept
 
 
 @cython.cfunc
@@ -237,59 +190,21 @@ def _read(program: Program, s: int, payload: Sequence[Any]) -> Sequence[Any]:
 
 def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
     """int64 [payload]: equal for equal constants of a signature, and for no others."""
-    if program.signatures[s].operation.kind == "number":
-        return _equal_numbers(payload)
     if isinstance(payload, IntegerColumn):
         return payload.numbers
-    return _equal_tensors(payload)
-
-
-def _equal_numbers(payload: Sequence[Any]) -> np.ndarray:
-    """The position of the first number of the same type and bits (0.0 is not -0.0)."""
-    seen: dict[Any, int] = {}
-    out = np.empty(len(payload), dtype=np.int64)
-    for i, number in enumerate(payload):
-        key = (type(number), number) if type(number) in (int, bool) else (type(number), _bits(number))
-        out[i] = seen.setdefault(key, i)
-    return out
-
-
-def _bits(number: float | complex) -> bytes:
-    return struct.pack("<dd", number.real, number.imag)
-
-
-def _equal_tensors(payload: Sequence[torch.Tensor]) -> np.ndarray:
-    """Equal for what is the same object, or small and of the same bits."""
-    if len(payload) < 2 or not _comparable(payload):
+    keys: list[Any]
+    if program.signatures[s].operation.kind == "number":  # of the same type and bits: 0.0 is not -0.0
+        keys = [
+            (type(x), x if type(x) in (int, bool) else struct.pack("<dd", x.real, x.imag)) for x in payload
+        ]
+    elif len(payload) < 2 or not _comparable(payload):
         return np.array(list(map(id, payload)), dtype=np.int64)
-    if any(t.requires_grad for t in payload):
-        return _equal_free_tensors(payload)
-    bits = _bits_of(payload)
-    if bits.shape[1] == 8:
-        return bits.view(np.int64).reshape(-1)
-    if bits.shape[1] < 8:
-        padded = np.zeros((len(payload), 8), dtype=np.uint8)
-        padded[:, : bits.shape[1]] = bits
-        return padded.view(np.int64).reshape(-1)
-    whole, size = bits.tobytes(), bits.shape[1]
-    seen: dict[bytes, int] = {}
-    rows = (whole[at : at + size] for at in range(0, len(whole), size))
-    return np.array([seen.setdefault(row, i) for i, row in enumerate(rows)], dtype=np.int64)
-
-
-def _equal_free_tensors(payload: Sequence[torch.Tensor]) -> np.ndarray:
-    """Positions of the first equal one: those that require a gradient are equal to themselves alone."""
+    else:  # of the same bits; those that require a gradient are equal to themselves alone
+        rows = torch.stack(list(payload)).detach().reshape(len(payload), -1).resolve_conj().resolve_neg()
+        bits = rows.contiguous().view(torch.uint8).numpy()
+        keys = [id(t) if t.requires_grad else row.tobytes() for t, row in zip(payload, bits, strict=True)]
     first: dict[Any, int] = {}
-    free = [i for i, t in enumerate(payload) if not t.requires_grad]
-    rows = iter(_bits_of([payload[i] for i in free])) if free else iter(())
-    keys: list[Any] = [id(t) if t.requires_grad else next(rows).tobytes() for t in payload]
     return np.array([first.setdefault(key, i) for i, key in enumerate(keys)], dtype=np.int64)
-
-
-def _bits_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """uint8 [tensors, bytes]"""
-    rows = torch.stack(list(tensors)).reshape(len(tensors), -1).resolve_conj().resolve_neg()
-    return rows.contiguous().view(torch.uint8).numpy().reshape(len(tensors), -1)
 
 
 def _comparable(payload: Sequence[torch.Tensor]) -> bool:
