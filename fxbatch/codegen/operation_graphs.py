@@ -75,29 +75,6 @@ class OperationGraphs(Flows):
         """Whether the parameter graph reads the rows of a group: then those of all steps lie together."""
         return Ref("group", group) in self.parameter_inputs
 
-    @property
-    def passes_gradient_through(self) -> bool:
-        """Whether backward gives the gradient of one output, as it is, to each group, and nothing else."""
-        if self.backward is None or self.parameters is not None or self.extra_types:
-            return False
-        if len(self.grad_outputs) != 1 or not self.grad_groups:
-            return False
-        given = list(self.backward.graph.nodes)[1]  # after n
-        wanted = (self.signature.outputs[self.grad_outputs[0]],)
-        alike = all(
-            tuple(self.signature.inputs[m] for m in self.layout.groups[g]) == wanted for g in self.grad_groups
-        )
-        return alike and all(x is given for x in self.backward.graph.output_node().args[0])
-
-    @property
-    def extra_given(self) -> tuple[int, ...]:
-        """Where backward only keeps gradients for the parameter graph: which of `grad_outputs` each extra is."""
-        if self.backward is None or self.grad_groups:
-            return ()
-        given = list(self.backward.graph.nodes)[1 : 1 + len(self.grad_outputs)]
-        results = list(self.backward.graph.output_node().args[0])
-        return tuple(given.index(x) for x in results) if all(x in given for x in results) else ()
-
 
 @dataclass(frozen=True, slots=True)
 class Unbatched:

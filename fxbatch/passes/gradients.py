@@ -5,9 +5,6 @@ use); the gradient of a value is then gathered from the rows of its uses: a view
 has one use and the rows are consecutive, an index when it has at most one (row 0 of each arena is zero), a
 sum over bags else. This needs no atomics and is deterministic on every device.
 
-A step whose operation hands its output's gradient on as it is (an addition) isn't run where each of its outputs
-has at most one use: the gradient of what it read IS the row of that use, through chains of any length.
-
     >>> gradients = plan_gradients(phases, requests, types)       # doctest: +SKIP
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py). What comes
@@ -32,7 +29,6 @@ Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])
 Shorts = cython.typedef(cython.const[cython.int][::1])
 Written = cython.typedef(cython.longlong[::1])
-Marks = cython.typedef(cython.uchar[::1])
 
 NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
 NOT_THERE = "a column names a call or a value that is not there"
@@ -47,9 +43,6 @@ class PhaseGradients:
     grad_groups: Sequence[tuple[int, ...]]  # groups whose gradients the operation's backward gives
     grad_outputs: Sequence[tuple[int, ...]]  # outputs whose gradients it takes
     arena_ids: np.ndarray  # int64 [plan.arenas]: number of each arena among the run's types
-    passes_gradient_through: Sequence[
-        bool
-    ] = ()  # whether all its grad groups get the gradient of its one grad output as it is
 
 
 @dataclass(frozen=True)
@@ -59,11 +52,10 @@ class GradientPlan:
     `read_*[p]` are over (step, grad output) pairs of phase p; start is a row (view) or a position in
     `indices`; `bag[p]` the position in `bags` of a sum's offsets. `write_start[p]` is over (step, grad group)
     pairs: first row of its block. `first_read[p]` and `first_write[p]` say where the pairs of each step begin.
-    `capacity` counts rows an arena, the zero row included. Steps in `passed[p]` are not run: they have no pairs.
+    `capacity` counts rows an arena, the zero row included.
     """
 
     capacity: np.ndarray  # int64 [types]
-    passed: list[np.ndarray]  # bool a step
     read_kind: list[np.ndarray]
     read_start: list[np.ndarray]
     read_stop: list[np.ndarray]
@@ -133,10 +125,8 @@ class _PhaseColumns:
     group: Written
     first_choice: Written  # of outputs
     choice: Written
-    passes_gradient_through: Written
     made: Written
     block: Written
-    passed: Marks
     reads: Int
     writes: Int
     kind: Written
@@ -150,7 +140,7 @@ class _PhaseColumns:
     first_read: Written
     first_write: Written
 
-    def __init__(self, phase: PhaseGradients, passed: np.ndarray) -> None:
+    def __init__(self, phase: PhaseGradients) -> None:
         program, plan = phase.program, phase.plan
         columns = program.columns
         self.sig, self.row_of_value, self.arena_ids = program.sig, plan.row_of_value, phase.arena_ids
@@ -161,16 +151,13 @@ class _PhaseColumns:
         self.entry_offsets, self.entries = plan.entry_offsets, plan.entries
         self.block_arena, self.block_start = plan.block_arena, plan.block_start
         self.known, self.steps, self.signatures = program.known, len(self.step_signature), len(columns.arity)
-        self.arenas, self.passed = len(self.arena_ids), passed
+        self.arenas = len(self.arena_ids)
         self.reads = self.writes = 0
-        self.take_choices(phase.grad_groups, phase.grad_outputs, phase.passes_gradient_through)
+        self.take_choices(phase.grad_groups, phase.grad_outputs)
 
     @cython.cfunc
     def take_choices(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        outputs: Sequence[tuple[int, ...]],
-        passes_gradient_through: Sequence[bool],
+        self, groups: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
     ) -> cython.void:
         """Ragged tables as offsets and one flat column; all columns are pieces of one array."""
         n = self.signatures
@@ -178,13 +165,9 @@ class _PhaseColumns:
             raise IndexError(NOT_THERE)
         grouped: Int = sum(map(len, groups))
         chosen: Int = sum(map(len, outputs))
-        scratch: Written = np.zeros(3 * n + 2 + grouped + chosen, dtype=np.int64)
-        self.passes_gradient_through, self.first_group = scratch[:n], scratch[n : 2 * n + 1]
-        self.first_choice = scratch[2 * n + 1 : 3 * n + 2]
-        self.group, self.choice = scratch[3 * n + 2 : 3 * n + 2 + grouped], scratch[3 * n + 2 + grouped :]
-        s: Int
-        for s, flag in enumerate(passes_gradient_through):
-            self.passes_gradient_through[s] = flag
+        scratch: Written = np.zeros(2 * n + 2 + grouped + chosen, dtype=np.int64)
+        self.first_group, self.first_choice = scratch[: n + 1], scratch[n + 1 : 2 * n + 2]
+        self.group, self.choice = scratch[2 * n + 2 : 2 * n + 2 + grouped], scratch[2 * n + 2 + grouped :]
         _flatten(groups, self.first_group, self.group)
         _flatten(outputs, self.first_choice, self.choice)
 
@@ -235,13 +218,6 @@ class _PhaseColumns:
                 at += self.step_rows[k]
         self.block[blocks] = at
 
-    @cython.cfunc
-    def handed_on(self, k: Int) -> Int:
-        """Where the values of the block whose gradient a step hands on begin in `made`."""
-        s = self.step_signature[k]
-        j = self.first_choice[s]
-        return self.block[self.first_block[k] + (self.choice[j] if j < self.first_choice[s + 1] else 0)]
-
 
 @cython.boundscheck(True)
 @cython.cclass
@@ -253,14 +229,12 @@ class _GradientPlanner:
     """
 
     phases: list[_PhaseColumns]
-    passed: list[np.ndarray]
     requests: list[np.ndarray]  # the values of each
     request_type: list[int]
     request_start: list[int]
     types: Int
     values: Int
     uses: Int
-    followed: Int
     total: Written  # rows of each arena, without row 0
     value: Written  # of each use
     row: Written
@@ -275,12 +249,11 @@ class _GradientPlanner:
     def __init__(
         self, phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
     ) -> None:
-        self.types, self.values, self.uses, self.followed, self.indices, self.bags = types, 0, 0, 0, 0, 0
+        self.types, self.values, self.uses, self.indices, self.bags = types, 0, 0, 0, 0
         phase: _PhaseColumns
-        self.phases, self.passed, self.request_start = [], [], []
+        self.phases, self.request_start = [], []
         for given in phases:
-            self.passed.append(np.zeros(len(given.plan.step_signature), dtype=bool))
-            phase = _PhaseColumns(given, self.passed[len(self.phases)])
+            phase = _PhaseColumns(given)
             phase.find_made()
             self.phases.append(phase)
             self.values = max(self.values, phase.values)
@@ -297,12 +270,11 @@ class _GradientPlanner:
 
     def run(self) -> GradientPlan:
         p: _PhaseColumns
-        self.find_passed()
         items = self.types
         for p in self.phases:
             self.count_pairs(p)
             items += 5 * p.reads + 3 * p.writes + 2 * (p.steps + 1)
-        n = self.uses + self.followed
+        n = self.uses
         self.array = np.empty(items, dtype=np.int64)
         self.whole, self.cut = self.array, 0
         scratch: Written = np.zeros(3 * n + self.values + 2, dtype=np.int64)
@@ -325,8 +297,6 @@ class _GradientPlanner:
             p.first_write = self.piece(lists[9], p.steps + 1)
             p.first_read[0] = p.first_write[0] = 0
         self.place_uses()
-        if self.followed:
-            self.follow()
         self.sort_uses()
         for p in self.phases:
             self.find_reads(p)
@@ -340,7 +310,7 @@ class _GradientPlanner:
         bags: Written = self.piece(found, self.bags)
         for p in self.phases:
             self.fill_indices(p, indices, bags)
-        return GradientPlan(capacity[0], self.passed, *lists, self.request_start, *found)
+        return GradientPlan(capacity[0], *lists, self.request_start, *found)
 
     @cython.cfunc
     def piece(self, columns: list[np.ndarray], items: Int) -> Written:
@@ -351,54 +321,17 @@ class _GradientPlanner:
         return self.whole[at : self.cut]
 
     @cython.cfunc
-    def find_passed(self) -> cython.void:
-        """Which steps hand gradients on while each of their outputs has one use at most."""
-        p: _PhaseColumns
-        shared: cython.bint
-        some: cython.bint = False
-        for p in self.phases:
-            for s in range(p.signatures):
-                some |= p.passes_gradient_through[s] != 0
-        if not some:
-            return
-        uses: Written = np.zeros(self.values, dtype=np.int64)
-        asked: Ints
-        for given in self.requests:
-            asked = given
-            for i in range(asked.shape[0]):
-                uses[asked[i]] += 1
-        for p in self.phases:
-            for k in range(p.steps):
-                s = p.step_signature[k]
-                for i in range(p.first_group[s], p.first_group[s + 1]):
-                    g = p.first_gather[k] + p.group[i]
-                    for e in range(p.entry_offsets[g], p.entry_offsets[g] + p.gather_rows[g]):
-                        uses[p.entries[e]] += 1
-        for p in self.phases:
-            for k in range(p.steps):
-                if p.passes_gradient_through[p.step_signature[k]]:
-                    shared = False
-                    for e in range(p.step_rows[k]):
-                        shared |= uses[p.made[p.handed_on(k) + e]] > 1
-                    p.passed[k] = not shared
-
-    @cython.cfunc
     def count_pairs(self, p: _PhaseColumns) -> cython.void:
         """How many gradients are read and written by steps, and how many uses there are."""
         for k in range(p.steps):
             s = p.step_signature[k]
             for i in range(p.first_group[s], p.first_group[s + 1]):
-                rows = p.gather_rows[p.first_gather[k] + p.group[i]]
-                if not p.passed[k]:
-                    self.uses += rows
-                else:
-                    self.followed += rows
+                self.uses += p.gather_rows[p.first_gather[k] + p.group[i]]
             for i in range(p.first_choice[s], p.first_choice[s + 1]):
                 if not 0 <= p.choice[i] < p.first_block[k + 1] - p.first_block[k]:
                     raise IndexError(NOT_THERE)
-            if not p.passed[k]:
-                p.reads += p.first_choice[s + 1] - p.first_choice[s]
-                p.writes += p.first_group[s + 1] - p.first_group[s]
+            p.reads += p.first_choice[s + 1] - p.first_choice[s]
+            p.writes += p.first_group[s + 1] - p.first_group[s]
 
     @cython.cfunc
     def place_uses(self) -> cython.void:
@@ -421,45 +354,16 @@ class _GradientPlanner:
             w, entries = 0, p.entries
             for k in range(p.steps):
                 s = p.step_signature[k]
-                if not p.passed[k]:
-                    for i in range(p.first_group[s], p.first_group[s + 1]):
-                        g = p.first_gather[k] + p.group[i]
-                        t, rows = p.arena_ids[p.gather_arena[g]], p.gather_rows[g]
-                        p.write_arena[w], p.write_start[w], p.write_rows[w] = t, self.total[t] + 1, rows
-                        for e in range(rows):
-                            value[n + e], row[n + e] = entries[p.entry_offsets[g] + e], self.total[t] + 1 + e
-                        n += rows
-                        self.total[t] += rows
-                        w += 1
-                p.first_write[k + 1] = w
-
-    @cython.cfunc
-    def follow(self) -> cython.void:
-        """The uses by passed steps, behind the others: their rows are those of the one use of what the step made.
-
-        From the last step to the first, so that chains are followed as they come; they are written in step order.
-        """
-        p: _PhaseColumns
-        end = self.uses + self.followed
-        row: Written = np.zeros(self.values, dtype=np.int64)  # what nothing uses has the gradient zero, row 0
-        for u in range(self.uses):
-            row[self.value[u]] = self.row[u]
-        for p in reversed(self.phases):
-            for k in range(p.steps - 1, -1, -1):
-                if not p.passed[k]:
-                    continue
-                s, made = p.step_signature[k], p.handed_on(k)
-                for i in range(p.first_group[s], p.first_group[s + 1]):
-                    end -= p.gather_rows[p.first_gather[k] + p.group[i]]
-                u = end
                 for i in range(p.first_group[s], p.first_group[s + 1]):
                     g = p.first_gather[k] + p.group[i]
-                    for e in range(p.gather_rows[g]):
-                        self.value[u], self.row[u] = p.entries[p.entry_offsets[g] + e], row[p.made[made + e]]
-                        u += 1
-                for i in range(end, u):
-                    row[self.value[i]] = self.row[i]
-        self.uses += self.followed
+                    t, rows = p.arena_ids[p.gather_arena[g]], p.gather_rows[g]
+                    p.write_arena[w], p.write_start[w], p.write_rows[w] = t, self.total[t] + 1, rows
+                    for e in range(rows):
+                        value[n + e], row[n + e] = entries[p.entry_offsets[g] + e], self.total[t] + 1 + e
+                    n += rows
+                    self.total[t] += rows
+                    w += 1
+                p.first_write[k + 1] = w
 
     @cython.cfunc
     def sort_uses(self) -> cython.void:
@@ -499,33 +403,32 @@ class _GradientPlanner:
         first: Written = self.first_use
         for k in range(p.steps):
             s = p.step_signature[k]
-            if not p.passed[k]:
-                for i in range(p.first_choice[s], p.first_choice[s + 1]):
-                    b = p.first_block[k] + p.choice[i]
-                    most, least, every, consecutive, before = 0, 2, 0, True, -1
-                    for at in range(p.block[b], p.block[b] + p.step_rows[k]):
-                        v = made[at]
-                        uses = first[v + 1] - first[v]
-                        every += uses
-                        most, least = max(most, uses), min(least, uses)
-                        row = self.rows[first[v]] if uses else 0
-                        consecutive &= before < 0 or row == before + 1
-                        before = row
-                    row = self.single(made[p.block[b]])
-                    p.read_arena[r], p.bag[r] = p.arena_ids[p.block_arena[b]], self.bags
-                    if most > 1:
-                        p.kind[r], p.start[r], p.stop[r] = 3, self.indices, self.indices + every
-                        self.indices += every
-                        self.bags += p.step_rows[k]
-                    elif most == 0:
-                        p.kind[r], p.start[r] = 0, self.indices - phase_begin
-                        p.stop[r] = p.start[r]
-                    elif consecutive and least == 1:
-                        p.kind[r], p.start[r], p.stop[r] = 1, row, row + p.step_rows[k]
-                    else:
-                        p.kind[r], p.start[r], p.stop[r] = 2, self.indices, self.indices + p.step_rows[k]
-                        self.indices += p.step_rows[k]
-                    r += 1
+            for i in range(p.first_choice[s], p.first_choice[s + 1]):
+                b = p.first_block[k] + p.choice[i]
+                most, least, every, consecutive, before = 0, 2, 0, True, -1
+                for at in range(p.block[b], p.block[b] + p.step_rows[k]):
+                    v = made[at]
+                    uses = first[v + 1] - first[v]
+                    every += uses
+                    most, least = max(most, uses), min(least, uses)
+                    row = self.rows[first[v]] if uses else 0
+                    consecutive &= before < 0 or row == before + 1
+                    before = row
+                row = self.single(made[p.block[b]])
+                p.read_arena[r], p.bag[r] = p.arena_ids[p.block_arena[b]], self.bags
+                if most > 1:
+                    p.kind[r], p.start[r], p.stop[r] = 3, self.indices, self.indices + every
+                    self.indices += every
+                    self.bags += p.step_rows[k]
+                elif most == 0:
+                    p.kind[r], p.start[r] = 0, self.indices - phase_begin
+                    p.stop[r] = p.start[r]
+                elif consecutive and least == 1:
+                    p.kind[r], p.start[r], p.stop[r] = 1, row, row + p.step_rows[k]
+                else:
+                    p.kind[r], p.start[r], p.stop[r] = 2, self.indices, self.indices + p.step_rows[k]
+                    self.indices += p.step_rows[k]
+                r += 1
             p.first_read[k + 1] = r
 
     @cython.cfunc
@@ -535,8 +438,6 @@ class _GradientPlanner:
         r = 0
         for k in range(p.steps):
             s = p.step_signature[k]
-            if p.passed[k]:
-                continue
             for i in range(p.first_choice[s], p.first_choice[s + 1]):
                 begin, to = p.block[p.first_block[k] + p.choice[i]], p.start[r]
                 if p.kind[r] == 2:

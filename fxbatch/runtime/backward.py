@@ -14,7 +14,7 @@ import torch
 
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorType
-from fxbatch.passes.gradients import GRADIENT_VIEW, PhaseGradients, plan_gradients
+from fxbatch.passes.gradients import PhaseGradients, plan_gradients
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.memory import GradientRows
@@ -83,13 +83,10 @@ class Backward:
         types = list(self.memory.type_ids)
         self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(types))
         self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
-        self.given = self._find_given()
-        extra = {op: self.memory.calls[op] for op in self.running if self._makes_rows(op)}
+        extra = {op: self.memory.calls[op] for op in self.running if op.extra_types}
         self.rows = GradientRows(self.memory.pool, types, self.plan.capacity.tolist(), extra)
         self._views: dict[int, GradientViews] = {}
         self.found: Gradients = {}
-        # Gradients that take the place of extra rows.
-        self.kept: dict[CompiledOperation, list[torch.Tensor]] = {}
 
     def write(self, given: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
@@ -98,7 +95,7 @@ class Backward:
 
     def walk(self) -> None:
         """All steps in reverse, then the gradients of parameters: `found`."""
-        self.found, self.kept = {}, {}
+        self.found = {}
         for p in range(len(self.phases) - 1, -1, -1):
             self._walk(p)
         self._parameters()
@@ -112,43 +109,16 @@ class Backward:
 
     def _describe(self, phase: Phase, needs: BackwardNeeds) -> PhaseGradients:
         ids = self.memory.types_of(phase.program)
-        return PhaseGradients(
-            phase.program, phase.plan, needs.groups, needs.outputs, ids, needs.passes_gradient_through
-        )
-
-    def _find_given(self) -> dict[CompiledOperation, tuple[int, int, bool]]:
-        """Operations whose backward only keeps gradients and has one step for all rows: its phase, its number, and
-        whether those gradients are consecutive rows already, so that nothing has to run."""
-        found, plan = {}, self.plan
-        for p, (phase, needs) in enumerate(zip(self.phases, self.needs, strict=True)):
-            for s in needs.given:
-                compiled, k = phase.compiled[s], phase.plan.step_signature.tolist().index(s)
-                assert compiled is not None
-                if int(phase.plan.step_rows[k]) == self.memory.calls[compiled]:  # its only step
-                    first, kind = int(plan.first_read[p][k]), plan.read_kind[p]
-                    together = all(kind[first + i] == GRADIENT_VIEW for i in compiled.extra_given)
-                    found[compiled] = p, k, together
-        return found
-
-    def _makes_rows(self, compiled: CompiledOperation) -> bool:
-        """Whether the steps of an operation write rows for the gradients of parameters."""
-        given = self.given.get(compiled)
-        if given is None:
-            return bool(compiled.extra_types)
-        return not given[2] and self.run.native and compiled.native_backward is not None
+        return PhaseGradients(phase.program, phase.plan, needs.groups, needs.outputs, ids)
 
     # -- the walk -----------------------------------------------------------------------------------
 
     def _walk(self, p: int) -> None:
         phase = self.phases[p]
-        passed = self.plan.passed[p] | self.needs[p].idle[phase.plan.step_signature]
+        passed = self.needs[p].idle[phase.plan.step_signature]
         views = self._views.get(p)
         if views is None:
             views = self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
-        for compiled, (q, k, together) in self.given.items():
-            if q == p and together:
-                passed[k] = True
-                self._keep(compiled, k, views)
         native = self._native(p, passed) if self.run.native else None
         k = len(phase.plan)
         while k > 0:
@@ -178,9 +148,6 @@ class Backward:
         if is_constant(compiled.signature):
             self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, views.read(reads[k], n))
             return
-        if compiled in self.given:
-            self._keep(compiled, k, views)
-            return
         grads = [views.read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
         written = views.written[writes[k] : writes[k + 1]]
         if all(g is None for g in grads):
@@ -190,12 +157,6 @@ class Backward:
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
         filled = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
         self._step(phase, k, compiled, n, filled, written, views)
-
-    def _keep(self, compiled: CompiledOperation, k: int, views: GradientViews) -> None:
-        """All that the backward of step k does is to keep gradients for those of the parameters."""
-        n, first = self.memory.calls[compiled], views.reads[k]
-        types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
-        self.kept[compiled] = [_or_zeros(views.read(first + i, n), types[i], n) for i in compiled.extra_given]
 
     def _step(
         self,
@@ -264,7 +225,7 @@ class Backward:
     def _parameters(self) -> None:
         workspace, native = self.run.workspace(), self.run.native
         kernels = NativeKernels(workspace, self.run.planner.gradient_memory) if native else None
-        left = Left(self.phases, self.memory, self.rows, self.kept)
+        left = Left(self.phases, self.memory, self.rows)
         for compiled, results in parameter_gradients(self.running, left, workspace, kernels):
             shared = self.memory.shared[compiled.signature]
             for position, grad in zip(compiled.grad_shared, results, strict=True):

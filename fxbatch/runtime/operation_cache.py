@@ -63,8 +63,6 @@ class CompiledOperation:
     parameter_inputs: tuple[Ref, ...] = ()
     saved_types: tuple[TensorType, ...] = ()
     extra_types: tuple[TensorType, ...] = ()
-    passes_gradient_through: bool = False
-    extra_given: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         graphs, signature = self.graphs, self.signature
@@ -73,8 +71,6 @@ class CompiledOperation:
             self.grad_groups, self.grad_shared = graphs.grad_groups, graphs.grad_shared
             self.parameter_inputs = graphs.parameter_inputs
             self.saved_types, self.extra_types = graphs.saved_types, graphs.extra_types
-            self.passes_gradient_through = graphs.passes_gradient_through
-            self.extra_given = graphs.extra_given
         else:
             runs = self.unbatched is not None
             self.layout = Layout(tuple((i,) for i in range(len(signature.inputs) if runs else 0)))

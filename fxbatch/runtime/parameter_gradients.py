@@ -2,7 +2,7 @@
 
 In: what a backward pass has left after all steps. Out: each operation that ran, with its operands' gradients.
 
-    left = Left(phases, memory, rows, kept)
+    left = Left(phases, memory, rows)
     for compiled, results in parameter_gradients(operations, left, workspace, NativeKernels(...)):
         results[i]                                    # of shared operand compiled.grad_shared[i]
 
@@ -11,7 +11,7 @@ All operations that have native programs run in one call of `_native.c`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +34,6 @@ class Left:
     phases: Sequence[Phase]
     memory: Memory
     rows: GradientRows
-    kept: Mapping[
-        CompiledOperation, Sequence[torch.Tensor]
-    ]  # gradients that take the place of rows made by steps
 
     def all_rows(self, compiled: CompiledOperation, ref: Ref) -> torch.Tensor:
         """[N, ...]: the rows of all steps of the operation, in step order."""
@@ -55,18 +52,17 @@ class Left:
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
         if ref.kind == "extra":
-            kept = self.kept.get(compiled)
-            return self.rows.extra(compiled)[ref.index] if kept is None else kept[ref.index]
+            return self.rows.extra(compiled)[ref.index]
         return self.memory.saved(compiled, ref.index)[:n]
 
     def places(self, compiled: CompiledOperation, held: list[torch.Tensor]) -> list[int] | None:
         """Pointers and bytes of all rows that the gradients of an operation's parameters read; None where some aren't
         together on the CPU. held: until C has read them."""
         own, kept = self.memory.places_of(compiled), compiled.kept_groups
-        extra = [] if compiled in self.kept else self.rows.extra_places(compiled).tolist()
+        extra = self.rows.extra_places(compiled).tolist()
         found: list[int] = []
         for ref in compiled.parameter_inputs:
-            if ref.kind == "extra" and extra:
+            if ref.kind == "extra":
                 place = extra[ref.index]
             elif ref.kind == "group":
                 place = own[kept.index(ref.index)]

@@ -225,9 +225,7 @@ class BackwardNeeds:
 
     groups: tuple[tuple[int, ...], ...]  # groups whose gradients the operation's backward gives
     outputs: tuple[tuple[int, ...], ...]  # outputs whose gradients it takes
-    passes_gradient_through: tuple[bool, ...]
     running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
-    given: tuple[int, ...]  # signatures whose backward only keeps gradients, where they have a single step
     idle: np.ndarray  # bool a signature: backward has nothing to do for it, whatever other phases want
 
     @staticmethod
@@ -236,13 +234,11 @@ class BackwardNeeds:
         chosen = [c if r else None for c, r in zip(operations, reached.tolist(), strict=True)]
         outputs = tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen)
         idle = [not o and (c is None or not c.extra_types) for o, c in zip(outputs, operations, strict=True)]
-        batched = {s: c for s, c in enumerate(chosen) if c is not None and takes(c) and c.graphs is not None}
+        batched = [c for c in chosen if c is not None and takes(c) and c.graphs is not None]
         return BackwardNeeds(
             tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
             outputs,
-            tuple(c is not None and c.passes_gradient_through for c in operations),
-            tuple(c for _, c in reversed(batched.items())),
-            tuple(s for s, c in batched.items() if c.extra_given),
+            tuple(reversed(batched)),
             np.array(idle, dtype=bool),
         )
 

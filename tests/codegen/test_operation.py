@@ -294,25 +294,6 @@ def test_rows_are_looked_up_into_given_memory_and_the_table_s_gradient_is_not_co
     assert made[:, 0].tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 1]
 
 
-def test_a_gradient_that_is_only_kept_is_not_copied() -> None:
-    graphs, _ = build(nn.Embedding(10, 4), [IDX(3)])
-    assert isinstance(graphs, OperationGraphs) and graphs.extra_given == (0,)
-    graphs, _ = build(nn.Linear(6, 4), [r(6)])
-    assert isinstance(graphs, OperationGraphs) and graphs.extra_given == ()
-
-
-def test_additions_hand_their_gradient_on() -> None:
-    for body, passes_gradient_through in (
-        (lambda a, b: a + b, True),
-        (lambda a, b: a + (b + a), False),
-        (lambda a, b: a - b, False),
-        (lambda a, b: a + b.sum(), False),
-    ):
-        graphs, _ = build(body, [r(6)] * 2)
-        assert isinstance(graphs, OperationGraphs)
-        assert graphs.passes_gradient_through is passes_gradient_through
-
-
 def test_sparse_embedding_keeps_its_sparse_gradient() -> None:
     graphs, shared = build(nn.Embedding(10, 4, sparse=True, padding_idx=2), [IDX(3)])
     assert isinstance(graphs, OperationGraphs), graphs

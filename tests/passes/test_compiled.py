@@ -90,15 +90,12 @@ def layouts_of(program: Program) -> list[list[Layout | None]]:
     return [[None] * len(program.signatures), wide]
 
 
-def phase_of(
-    program: Program, found: Plan, layouts: list[Layout | None], passes_gradient_through: bool
-) -> Any:
+def phase_of(program: Program, found: Plan, layouts: list[Layout | None]) -> Any:
     """Everything that has inputs gives gradients of all of them."""
     pairs = list(zip(program.signatures, layouts, strict=True))
     return gradients.PhaseGradients(
         program, found, [tuple(range(len(s.inputs) if x is None else len(x.groups))) for s, x in pairs],
         [tuple(range(len(s.outputs))) for s in program.signatures], np.arange(len(found.arenas)),
-        [passes_gradient_through and len(s.outputs) == 1 and x is None for s, x in pairs],
     )  # fmt: skip
 
 
@@ -120,9 +117,8 @@ def check(program: Program) -> None:
         for options in ({"reuse": True}, {"used": np.full(len(program.types), 7)}, {}):
             made = both(plan, "plan_arenas", program, steps, layouts, known_rows=known, **options)
             same(*made)
-        for passes_gradient_through in (False, True):
-            phase = phase_of(program, made[0], layouts, passes_gradient_through)
-            same(*both(gradients, "plan_gradients", [phase], requests, len(program.types)))
+        phase = phase_of(program, made[0], layouts)
+        same(*both(gradients, "plan_gradients", [phase], requests, len(program.types)))
 
 
 @given(programs())
@@ -183,7 +179,7 @@ def test_wrong_schedules_and_too_little_room_are_errors() -> None:
 def test_wrong_columns_of_a_plan_are_errors() -> None:
     program = five_leaves()
     made = plan.plan_arenas(program, schedule.batch_by_lookahead(program), layouts_of(program)[0])
-    phase = phase_of(program, made, layouts_of(program)[0], False)
+    phase = phase_of(program, made, layouts_of(program)[0])
     requests = [(int(program.type_of_value[-1]), program.outputs)]
     gradients.plan_gradients([phase], requests, len(made.arenas))
     for column in (

@@ -167,13 +167,8 @@ def check_gradients(
     schedule: Schedule,
     layouts: list[Layout | None],
     results: list[int],
-    *,
-    hand_on: bool = False,
-) -> int:
-    """Count paths instead of multiplying Jacobians: each call passes the sum of its outputs' gradients on.
-
-    `hand_on`: tell the plan of the operations that do so with one output. Returns how many steps don't run.
-    """
+) -> None:
+    """Count paths instead of multiplying Jacobians: each call passes the sum of its outputs' gradients on."""
     plan = plan_arenas(program, schedule, layouts)
     grad_outputs = [tuple(range(len(s.outputs))) for s in program.signatures]
     groups = [
@@ -187,15 +182,7 @@ def check_gradients(
     for v in results:
         by_type.setdefault(int(program.type_of_value[v]), []).append(v)
     requests = [(t, np.array(v, dtype=np.int64)) for t, v in by_type.items()]
-    passes_gradient_through = [
-        hand_on
-        and len(signature.outputs) == 1
-        and bool(groups[s])
-        and set(signature.inputs) == set(signature.outputs)
-        and all(len(g) == 1 for g in (layouts[s].groups if layouts[s] else ()))
-        for s, signature in enumerate(program.signatures)
-    ]
-    phase = PhaseGradients(program, plan, groups, grad_outputs, ids, passes_gradient_through)
+    phase = PhaseGradients(program, plan, groups, grad_outputs, ids)
     found = plan_gradients([phase], requests, len(plan.arenas))
     arenas = [np.full(int(n), -(10**9), dtype=object) for n in found.capacity]
     for arena in arenas:
@@ -212,14 +199,9 @@ def check_gradients(
         for v in program.inputs[program.input_offsets[c] : program.input_offsets[c + 1]].tolist():
             expected[v] += total
 
-    passed = found.passed[0].tolist()
-    run = [s for s, skip in zip(plan.step_signature.tolist(), passed, strict=True) if not skip]
-    read = sum(len(grad_outputs[s]) for s in run)
-    write = sum(len(groups[s]) for s in run)
+    read = sum(len(grad_outputs[s]) for s in plan.step_signature.tolist())
+    write = sum(len(groups[s]) for s in plan.step_signature.tolist())
     for k in range(len(plan) - 1, -1, -1):
-        if passed[k]:
-            assert passes_gradient_through[int(plan.step_signature[k])]
-            continue
         step, calls = plan.steps[k], schedule.steps()[k]
         read -= len(grad_outputs[step.signature])
         write -= len(groups[step.signature])
@@ -244,7 +226,6 @@ def check_gradients(
             members = gather.rows // len(calls)
             arenas[arena][start : start + gather.rows] = np.repeat(np.array(totals, dtype=object), members)
     assert read == write == 0
-    return sum(passed)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -263,42 +244,7 @@ def test_gradients_of_random_programs(data: st.DataObject) -> None:
         return
     results = program.outputs.tolist()
     check_gradients(program, batch_by_depth(program), wide_layouts(program), results)
-    check_gradients(program, batch_by_depth(program), wide_layouts(program), results, hand_on=True)
-    check_gradients(
-        program, batch_by_agenda(program), [None] * len(program.signatures), results, hand_on=True
-    )
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_gradients_that_are_handed_on_sum_over_uses(which: int) -> None:
-    program = workloads()[which]
-    none: list[Layout | None] = [None] * len(program.signatures)
-    check_gradients(program, batch_by_agenda(program), none, program.outputs.tolist(), hand_on=True)
-
-
-def test_a_chain_of_additions_is_not_run_backwards() -> None:
-    build = P.ProgramBuilder(2)
-    results = []
-    for instance, length in enumerate((7, 3)):
-        total = build.constant(type_=P.F4, instance=instance)
-        for _ in range(length):
-            total = build.call("add", total, build.constant(type_=P.F4, instance=instance), instance=instance)
-        results.append(total)
-    program = build.program(*results)
-    none: list[Layout | None] = [None] * len(program.signatures)
-    assert check_gradients(program, batch_by_depth(program), none, results, hand_on=True) == 7
-    assert check_gradients(program, batch_by_depth(program), none, results) == 0
-
-
-def test_a_sum_that_is_read_twice_is_added_up_before_it_is_handed_on() -> None:
-    build = P.ProgramBuilder(1)
-    first = build.call("add", build.constant(type_=P.F4), build.constant(type_=P.F4))
-    twice = build.call("add", first, first)
-    program = build.program(build.call("add", twice, build.constant(type_=P.F4)))
-    none: list[Layout | None] = [None] * len(program.signatures)
-    assert (
-        check_gradients(program, batch_by_depth(program), none, program.outputs.tolist(), hand_on=True) == 2
-    )
+    check_gradients(program, batch_by_agenda(program), [None] * len(program.signatures), results)
 
 
 def test_needs_follow_the_signature_graph() -> None:
