@@ -19,20 +19,18 @@ into groups and where they occur (`learn_blocks`, `find_matches`), then each gro
 from __future__ import annotations
 
 import dataclasses
-import operator
-import re
+import functools
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
-from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature, SignatureColumns
+from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.on_demand import networkx as nx
 from fxbatch.passes.components import components
 from fxbatch.passes.select import reorder, select_calls
@@ -188,8 +186,6 @@ class Group:
     slots: tuple[int, ...]  # flat input slots of the block that come from outside the group
     alias: dict[int, int]  # slot -> the first slot that reads the same value in every block so far
     outputs: list[int] = field(default_factory=list)  # flat output slots of the block that are read outside
-    made: list[Signature] = field(default_factory=list)  # the fused signatures it has become
-    refused: bool = False  # its members stay calls of their own
 
 
 @dataclass(eq=False)
@@ -401,94 +397,63 @@ def _wired(program: Program, calls: np.ndarray, values: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class Wiring:
-    """What makes a fused operation: members in order, where each of their inputs comes from, what it gives.
+    """The body of a fused operation: members in order, where each of their inputs comes from, what it gives.
+
+        wiring = Wiring(members, reads, outputs)
+        wiring(*inputs, *shared)                     # the members one after another
+        wiring.signature().operation.target          # wiring
 
     reads[k][i] is (member, output) for an input that a member before k makes, else (-1, input of the
-    whole). outputs are (member, output) pairs.
+    whole). outputs are (member, output) pairs. Shared operands that several members use are one.
     """
 
     members: tuple[Signature, ...]
     reads: tuple[tuple[tuple[int, int], ...], ...]
     outputs: tuple[tuple[int, int], ...]
 
+    @functools.cached_property
+    def shared(self) -> dict[tuple[int, str], SharedOperand]:
+        """The shared operands of all members."""
+        return {operand.key: operand for member in self.members for operand in member.shared}
 
-class MemberModule(nn.Module):
-    """A member's per-instance body: its inputs and shared operands in, a tuple of its outputs out."""
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Inputs of the whole and shared operands in, its outputs out."""
+        operands = dict(zip(self.shared, tensors[len(tensors) - len(self.shared) :], strict=True))
+        made: list[Sequence[torch.Tensor]] = []
+        for member, reads in zip(self.members, self.reads, strict=True):
+            inputs = [tensors[at] if source < 0 else made[source][at] for source, at in reads]
+            made.append(member.run(inputs, [operands[operand.key] for operand in member.shared]))
+        return [made[k][j] for k, j in self.outputs]
 
-    def __init__(self, signature: Signature) -> None:
-        super().__init__()
-        self.signature = signature
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        arity = len(self.signature.inputs)
-        return tuple(self.signature.run(tensors[:arity], tensors[arity:]))
-
-
-def fused_signature(wiring: Wiring) -> Signature:
-    """The Signature of the whole. Its body runs the members one after another.
-
-        wiring = Wiring(members, reads, outputs)
-        fused_signature(wiring).operation.target     # an fx.GraphModule, a node a member
-
-    Shared operands that several members use are one, by `SharedOperand.key`.
-    """
-    members = wiring.members
-    shared: dict[tuple[int, str], SharedOperand] = {}
-    for member in members:
-        for operand in member.shared:
-            shared.setdefault(operand.key, operand)
-    inputs = {
-        at: members[k].inputs[i]
-        for k, reads in enumerate(wiring.reads)
-        for i, (source, at) in enumerate(reads)
-        if source < 0
-    }
-    name = "+".join(dict.fromkeys(m.name.removeprefix("fused:") for m in members))
-    operation = Operation(
-        f"fused:{name}" if len(name) <= 60 else f"fused:{name[:57]}...",
-        "graph",
-        _compose(wiring, len(inputs), shared),
-        rule="calls that always occur together",
-        random=any(m.operation.random for m in members),
-    )
-    return Signature(
-        operation,
-        tuple(inputs[i] for i in range(len(inputs))),
-        tuple(members[k].outputs[j] for k, j in wiring.outputs),
-        tuple(shared.values()),
-        modes=members[0].modes,
-        location=next((m.location for m in members if m.location), ""),
-    )
-
-
-def _compose(wiring: Wiring, inputs: int, shared: dict[tuple[int, str], SharedOperand]) -> fx.GraphModule:
-    graph, root = fx.Graph(), nn.Module()
-    given = [graph.placeholder(f"input_{i}") for i in range(inputs)]
-    operands = {
-        key: graph.placeholder(re.sub(r"\W", "_", f"shared_{i}_{operand.name}"))
-        for i, (key, operand) in enumerate(shared.items())
-    }
-    used = frozenset([*wiring.outputs, *(read for reads in wiring.reads for read in reads)])
-    made: list[list[Any]] = []
-    for k, (member, reads) in enumerate(zip(wiring.members, wiring.reads, strict=True)):
-        name = re.sub(r"\W", "_", f"m{k}_{member.name}")
-        root.add_module(name, MemberModule(member))
-        arguments = [given[at] if source < 0 else made[source][at] for source, at in reads]
-        node = graph.call_module(name, (*arguments, *(operands[o.key] for o in member.shared)))
-        made.append(
-            [
-                graph.call_function(operator.getitem, (node, j)) if (k, j) in used else None
-                for j in range(len(member.outputs))
-            ]
+    def signature(self) -> Signature:
+        """The Signature of the whole."""
+        members = self.members
+        inputs = {
+            at: member.inputs[i]
+            for member, reads in zip(members, self.reads, strict=True)
+            for i, (source, at) in enumerate(reads)
+            if source < 0
+        }
+        name = "+".join(dict.fromkeys(m.name.removeprefix("fused:") for m in members))
+        operation = Operation(
+            f"fused:{name}" if len(name) <= 60 else f"fused:{name[:57]}...",
+            "graph",
+            self,
+            rule="calls that always occur together",
+            random=any(m.operation.random for m in members),
         )
-    graph.output(tuple(made[k][j] for k, j in wiring.outputs))
-    graph.lint()
-    return fx.GraphModule(root, graph, "Fused")
+        return Signature(
+            operation,
+            tuple(inputs[i] for i in range(len(inputs))),
+            tuple(members[k].outputs[j] for k, j in self.outputs),
+            tuple(self.shared.values()),
+            modes=members[0].modes,
+            location=next((m.location for m in members if m.location), ""),
+        )
 
 
 @dataclass(eq=False)
 class _Learned:
-    signatures: tuple[Signature, ...]
     calls: int
     blocks: list[CallBlock]
 
@@ -498,60 +463,50 @@ class Fuser:
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
-        self.families: OrderedDict[tuple[int, ...], _Learned] = OrderedDict()
-        self.made: OrderedDict[Hashable, Signature] = OrderedDict()
-        # By the columns of a program's signatures, and which of them are called: those with a body.
-        self.members: dict[tuple[SignatureColumns, bytes], tuple[Signature, ...]] = {}
+        self.families: OrderedDict[tuple[Signature, ...], _Learned] = OrderedDict()  # by what is called
+        self.made: OrderedDict[Wiring, Signature] = OrderedDict()
+        self.refused: set[tuple[Signature, ...]] = set()  # members that stay calls of their own
 
     def __call__(self, program: Program) -> Program:
         """The program with fused calls; the same object when nothing is fused."""
         if len(program.sig) < 2:
             return program
-        family = self._family(program)
-        if not family.blocks:
+        blocks = self._learned(program).blocks
+        if not blocks:
             return program
         stream = Stream(program)
         if not stream.ordered:
             return program
-        found = [m for m in find_matches(program, stream, family.blocks) if len(m.calls)]
+        found = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
         return _Fusing(program, self, found).run() if found else program
 
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
-        for family in self.families.values():
-            for block in family.blocks:
-                for group in block.groups:
-                    if any(made is signature for made in group.made):
-                        group.refused = True
+        if len(self.refused) >= 4 * self.capacity:
+            self.refused.clear()
+        self.refused.add(signature.operation.target.members)
 
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
-        key = (tuple(map(id, wiring.members)), wiring.reads, wiring.outputs)
-        found = self.made.get(key)
+        found = self.made.get(wiring)
         if found is None:
-            found = self.made[key] = fused_signature(wiring)
+            found = self.made[wiring] = wiring.signature()
             if len(self.made) > 4 * self.capacity:
                 self.made.popitem(last=False)
         return found
 
-    def _family(self, program: Program) -> _Learned:
-        present = program.columns, called(program)
-        members = self.members.get(present)
-        if members is None:
-            if len(self.members) >= self.capacity:
-                self.members.clear()
-            members = self.members[present] = tuple(
-                [s for s, n in zip(program.signatures, present[1], strict=True)
-                 if n and s.operation.kind not in CONSTANT_KINDS]
-            )  # fmt: skip
-        key = tuple(map(id, members))  # the entry holds the signatures, so their ids stay theirs
+    def _learned(self, program: Program) -> _Learned:
+        key = tuple(
+            [s for s, n in zip(program.signatures, called(program), strict=True)
+             if n and s.operation.kind not in CONSTANT_KINDS]
+        )  # fmt: skip
         found = self.families.get(key)
         if found is not None and len(program.sig) < 4 * found.calls:
             self.families.move_to_end(key)
             return found
         stream = Stream(program)
         blocks = learn_blocks(program, stream) if stream.ordered else []
-        self.families[key] = _Learned(members, len(program), blocks)
+        self.families[key] = _Learned(len(program), blocks)
         if len(self.families) > self.capacity:
             self.families.popitem(last=False)
         return self.families[key]
@@ -563,97 +518,77 @@ class _Fusing:
     def __init__(self, program: Program, fuser: Fuser, matches: list[Match]) -> None:
         self.program, self.fuser, self.matches = program, fuser, matches
         self.signatures = list(program.signatures)
-        self.gone = np.zeros(len(program), dtype=bool)
-        # All calls of a block go to the place of its last one, in the order of the block's groups.
-        self.ranks = 1 + max(len(m.block.groups) for m in matches)
-        self.position = np.arange(len(program)) * self.ranks
-        self.positions: list[np.ndarray] = []  # of fused calls, as all below
-        self.sigs: list[np.ndarray] = []
-        self.inputs: list[np.ndarray] = []
-        self.instances: list[np.ndarray] = []
         self.value_of = np.arange(program.values)  # of each value the one that takes its place
         self.values = program.values
-        self.added = len(program)
+        # All calls of a block go to the place of its last one, in the order of the block's groups.
+        self.ranks = 1 + max(len(m.block.groups) for m in matches)
+        # Columns of the program's calls, then of fused ones; inputs are those of the whole program.
+        self.position = [np.arange(len(program)) * self.ranks]
+        self.sig, self.inputs, self.instance = [program.sig], [program.inputs], [program.instance]
 
     def run(self) -> Program:
-        self._fuse_all()
-        return self._assemble()
-
-    def _fuse_all(self) -> None:
-        group_of = np.arange(len(self.program))  # of each call: itself, or a number a fused call
-        jobs = []
+        """The program with fused calls."""
+        program = self.program
+        group_of = np.arange(len(program))  # of each call: itself, or a number a fused call
+        added, jobs = len(program), []
         for match in self.matches:
             for rank, group in enumerate(match.block.groups):
-                calls = match.calls[:, list(group.members)]
-                place = match.calls[:, -1] * self.ranks + rank
-                if len(group.members) == 1 or group.refused:
-                    self.position[calls] = place[:, None]
+                calls, place = match.calls[:, list(group.members)], match.calls[:, -1] * self.ranks + rank
+                members = tuple(match.block.signatures[k] for k in group.members)
+                if len(members) == 1 or members in self.fuser.refused:
+                    self.position[0][calls] = place[:, None]
                     continue
-                self.gone[calls] = True
-                self.positions.append(place)
-                numbers = self.added + np.arange(len(calls))
-                group_of[calls] = numbers[:, None]
-                self.added += len(calls)
-                jobs.append((match, group, numbers))
-        outside = self._read_outside(group_of)
-        for match, group, numbers in jobs:
-            self._fuse(match, group, numbers, outside)
-
-    def _read_outside(self, group_of: np.ndarray) -> np.ndarray:
-        """bool [values]: whether a result needs it, or a call that is not fused with its maker."""
-        program = self.program
-        outside = np.zeros(program.values, dtype=bool)
+                group_of[calls] = added + np.arange(len(calls))[:, None]
+                added += len(calls)
+                jobs.append((match, group, place))
+        outside = np.zeros(
+            program.values, dtype=bool
+        )  # whether a result needs it, or a call of another group
         outside[program.outputs] = True
         crossing = program.inputs < program.known
         maker = program.call_of_value[np.maximum(program.inputs - program.known, 0)]
         crossing |= group_of[maker] != group_of[program.reader]
         outside[program.inputs[crossing]] = True
-        return outside
+        for match, group, place in jobs:
+            self._fuse(match, group, place, outside)
+        keep = np.ones(added, dtype=bool)
+        keep[: len(program)] = group_of < len(program)
+        wide = dataclasses.replace(
+            program,
+            signatures=tuple(self.signatures),
+            sig=np.concatenate(self.sig).astype(np.int32),
+            inputs=self.value_of[np.concatenate(self.inputs)],
+            instance=np.concatenate(self.instance).astype(np.int32),
+            outputs=self.value_of[program.outputs],
+        )
+        order = np.argsort(np.concatenate(self.position)[keep], kind="stable")
+        return reorder(select_calls(wide, keep), order)
 
-    def _fuse(self, match: Match, group: Group, numbers: np.ndarray, outside: np.ndarray) -> None:
+    def _fuse(self, match: Match, group: Group, place: np.ndarray, outside: np.ndarray) -> None:
         program, block = self.program, match.block
         for slot, other in list(group.alias.items()):
             if (match.values[:, slot] != match.values[:, other]).any():
                 del group.alias[slot]  # from now on they are two inputs
-        made = [
-            program.first_value[match.calls[:, k]] + (o - block.first_out[k])
+        made = {
+            o: program.first_value[match.calls[:, k]] + (o - block.first_out[k])
             for o, k in enumerate(block.owner_out)
-        ]
-        for output, k in enumerate(block.owner_out):
-            if k in group.members and output not in group.outputs and outside[made[output]].any():
-                group.outputs.append(output)
+            if k in group.members
+        }
+        group.outputs += [o for o in made if o not in group.outputs and outside[made[o]].any()]
         if not group.outputs:  # dead calls: any one output keeps the operation well formed
-            group.outputs.append(next(o for o, k in enumerate(block.owner_out) if k in group.members))
+            group.outputs.append(next(iter(made)))
         inputs = [slot for slot in group.slots if slot not in group.alias]
         signature = self.fuser.signature(_wiring(block, group, inputs))
-        if not any(made is signature for made in group.made):
-            group.made.append(signature)
-        columns = [match.values[:, slot] for slot in inputs]
-        self.sigs.append(np.full(len(numbers), self._number(signature)))
-        self.inputs.append(np.stack(columns, axis=1).reshape(-1) if columns else np.zeros(0, np.int64))
-        self.instances.append(program.instance[match.calls[:, 0]])
-        for j, output in enumerate(group.outputs):
-            self.value_of[made[output]] = self.values + np.arange(len(numbers)) * len(group.outputs) + j
-        self.values += len(numbers) * len(group.outputs)
-
-    def _number(self, signature: Signature) -> int:
-        if signature not in self.signatures[len(self.program.signatures) :]:
+        if signature not in self.signatures[len(program.signatures) :]:
             self.signatures.append(signature)
-        return self.signatures.index(signature, len(self.program.signatures))
-
-    def _assemble(self) -> Program:
-        program = self.program
-        wide = dataclasses.replace(
-            program,
-            signatures=tuple(self.signatures),
-            sig=np.concatenate([program.sig, *self.sigs]).astype(np.int32),
-            inputs=self.value_of[np.concatenate([program.inputs, *self.inputs])],
-            instance=np.concatenate([program.instance, *self.instances]).astype(np.int32),
-            outputs=self.value_of[program.outputs],
-        )
-        keep = np.concatenate([~self.gone, np.ones(self.added - len(program), dtype=bool)])
-        position = np.concatenate([self.position, *self.positions])[keep]
-        return reorder(select_calls(wide, keep), np.argsort(position, kind="stable"))
+        number = self.signatures.index(signature, len(program.signatures))
+        self.position.append(place)
+        self.sig.append(np.full(len(place), number))
+        self.inputs.append(match.values[:, inputs].reshape(-1))
+        self.instance.append(program.instance[match.calls[:, 0]])
+        for j, output in enumerate(group.outputs):
+            self.value_of[made[output]] = self.values + np.arange(len(place)) * len(group.outputs) + j
+        self.values += len(place) * len(group.outputs)
 
 
 def _wiring(block: CallBlock, group: Group, inputs: list[int]) -> Wiring:

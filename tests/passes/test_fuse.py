@@ -144,12 +144,11 @@ def test_operations_that_run_unbatched_are_left_alone() -> None:
     assert Fuser()(program) is program
 
 
-def test_shared_operands_are_merged_and_the_body_is_a_graph() -> None:
+def test_shared_operands_are_merged_and_the_body_runs_the_members() -> None:
     fused = Fuser()(Functions().tagger([9, 9]))
     signature = next(s for s in fused.signatures if s.name == "fused:embed+linear_x")
     assert [o.name for o in signature.shared] == ["E", "V"]
-    members = [n.target for n in signature.operation.target.graph.nodes if n.op == "call_module"]
-    assert members == ["m0_embed", "m1_linear_x"]
+    assert [member.name for member in signature.operation.target.members] == ["embed", "linear_x"]
 
 
 @settings(max_examples=60)
