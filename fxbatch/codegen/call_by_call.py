@@ -9,32 +9,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.errors import TraceError
 from fxbatch.ir import Layout, Signature
-from fxbatch.torch_private import run_backward
+from fxbatch.signature import Body, tensors_of
+from fxbatch.torch_private import any_autocast, run_backward, set_grad_enabled
 
 Tensors = list[torch.Tensor]
+_TENSOR = {torch.Tensor}
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
-@dataclass
-class Tape:
-    """What one step of an unbatched operation leaves for its backward: outputs and leaves, a row each."""
+class Tape(NamedTuple):
+    """What one step of an unbatched operation leaves for its backward: of each output and input, a tensor a row."""
 
-    outputs: list[Tensors] = field(default_factory=list)
-    inputs: list[Tensors] = field(default_factory=list)
-    shared: Tensors = field(default_factory=list)
-    rows: int = 0
+    outputs: list[Sequence[torch.Tensor]]
+    inputs: list[Sequence[torch.Tensor]]
+    shared: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class UnbatchedKernel:
-    """Runs `signature.run` once a row. Inputs are `[n, *shape]` each; results are stacked."""
+    """Runs `signature`'s body once a row. Inputs are `[n, *shape]` each; results are stacked."""
 
     signature: Signature
 
@@ -42,6 +43,10 @@ class UnbatchedKernel:
     def layout(self) -> Layout:
         """Every input is a group of its own."""
         return Layout(tuple((i,) for i in range(len(self.signature.inputs))))
+
+    def keeps_rows(self, grad: bool) -> bool:
+        """Whether rows that it is given must be its own: it may write to them, or backward reads them."""
+        return grad or self.signature.only_reads is None
 
     def forward(
         self,
@@ -55,27 +60,30 @@ class UnbatchedKernel:
     ) -> tuple[Tensors, Tape | None]:
         """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given.
 
-        `outs`: memory that the outputs are written to. The groups' is the operation's to write to.
+        `outs`: memory that the outputs are written to. See `keeps_rows` for the groups'.
         """
         if n is None:
             n = len(groups[0])
-        grad = self.signature.modes.grad and (any(input_needs) or any(shared_needs))
+        grad = self.signature.modes.grad and (True in input_needs or True in shared_needs)
+        before = torch.is_grad_enabled()
         try:
             tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
-            return self._stack(tape, outs), tape if grad else None
+            return self._stack(tape.outputs, outs), tape if grad else None
         except RuntimeError as error:
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
-        # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
-        input_needs = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
-        tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
-        return self._stack(tape, outs), tape if grad else None
+            # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
+            takes = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
+            tape = self._run(groups, shared, takes, shared_needs, n, grad)
+            return self._stack(tape.outputs, outs), tape if grad else None
+        finally:
+            set_grad_enabled(before)
 
     def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:
         """Whether the operation lets its input i require a gradient."""
         needs = [k == i for k in range(len(groups))]
         try:
-            self._run([x[:1].clone() for x in groups], shared, needs, [False] * len(shared), 1, True)
+            self._run([x[:1].detach().clone() for x in groups], shared, needs, [False] * len(shared), 1, True)
         except RuntimeError as error:
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
@@ -91,89 +99,99 @@ class UnbatchedKernel:
         n: int,
         grad: bool,
     ) -> Tape:
-        tape = Tape(rows=n)
+        """Call the body with each row. It leaves autograd off."""
+        signature = self.signature
+        set_grad_enabled(False)
+        inputs = [x.unbind(0) for x in groups]
         if grad:
-            tape.shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
-        weights = tape.shared if grad else list(shared)
-        with (
-            entered_modes(self.signature.modes, self._devices, grad),
-            self.signature.prepared(weights) as body,
+            shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
+            for rows, kind, need in zip(inputs, signature.inputs, input_needs, strict=True):
+                if need and kind.differentiable:
+                    for row in rows:
+                        row.requires_grad_()
+        modes, call = signature.modes, signature.direct(shared)
+        if (
+            call is None
+            or modes.autocast
+            or any_autocast()
+            or torch.get_default_dtype() != modes.default_dtype
         ):
-            columns = [x.unbind(0) for x in groups]
-            for row in range(n):
-                inputs = [column[row] for column in columns]
-                if grad:
-                    inputs = [_leaf(x, need) for x, need in zip(inputs, input_needs, strict=True)]
-                    tape.inputs.append(inputs)
+            with entered_modes(modes, self._devices, grad), signature.prepared(shared) as call:
                 # copies, so that an operation may write to them, and finds them at the start of their memory
-                tape.outputs.append(body([x.clone() for x in inputs] if grad or n > 1 else inputs))
-        return tape
+                columns = [[x.clone() for x in rows] for rows in inputs] if grad or n > 1 else inputs
+                results = _called(call, columns, n)
+        else:
+            set_grad_enabled(grad)
+            results = _called(call, inputs, n)
+        set_grad_enabled(False)
+        if len(signature.outputs) == 1 and set(map(type, results)) == _TENSOR:
+            return Tape([results], inputs, shared)
+        return Tape([*zip(*map(tensors_of, results), strict=True)], inputs, shared)
 
     @functools.cached_property
     def _devices(self) -> list[str]:
         return devices_of(self.signature)
 
-    def _stack(self, tape: Tape, outs: Sequence[torch.Tensor] | None) -> Tensors:
-        if not tape.outputs:
-            return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in self.signature.outputs]
-        self._check_types(tape)
-        columns = zip(*tape.outputs, strict=True)
-        if outs is None:
-            return [torch.stack([x.detach() for x in column]) for column in columns]
-        return [
-            torch.stack([x.detach() for x in column], out=out)
-            for column, out in zip(columns, outs, strict=True)
-        ]
-
-    def _check_types(self, tape: Tape) -> None:
-        """What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives."""
-        for outputs in tape.outputs:
-            for i, (x, kind) in enumerate(zip(outputs, self.signature.outputs, strict=True)):
-                if tuple(x.shape) != tuple(kind.shape) or x.dtype != kind.dtype:
+    def _stack(
+        self, columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor] | None
+    ) -> Tensors:
+        kinds = self.signature.outputs
+        if not columns or not columns[0]:
+            return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in kinds]
+        # What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives.
+        for i, (column, kind) in enumerate(zip(columns, kinds, strict=True)):
+            for x in column:
+                if x.shape != kind.shape or x.dtype is not kind.dtype:
                     raise TraceError(
                         f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but PyTorch foretold "
                         f"{kind.dtype}{list(kind.shape)} (on fake tensors): call it on real tensors, outside"
                     )
+        if outs is None:
+            return [torch.stack(column) for column in columns]
+        return [torch.stack(column, out=out) for column, out in zip(columns, outs, strict=True)]
 
     def backward(
-        self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None]
+        self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows."""
+        """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows.
+
+        keep: the tape may be asked again.
+        """
         ends: Tensors = []
-        starts: list[torch.Tensor] = []
-        for row, outputs in enumerate(tape.outputs):
-            for out, grad in zip(outputs, grad_outputs, strict=True):
-                if grad is not None and out.requires_grad:
-                    ends.append(out)
-                    starts.append(grad[row].clone())  # memory of its own: as_strided counts from its start
-        leaves = [x for inputs in tape.inputs for x in inputs if x.requires_grad]
-        wanted = [*leaves, *(x for x in tape.shared if x.requires_grad)]
+        starts: Tensors = []
+        for column, grads in zip(tape.outputs, grad_outputs, strict=True):
+            if grads is not None:
+                rows = zip(column, grads.unbind(0), strict=True)
+                needed = [(x, grad) for x, grad in rows if x.requires_grad]
+                ends += [x for x, _ in needed]
+                # memory of its own for code of others': as_strided counts from its start
+                own = self.signature.only_reads is None
+                starts += [grad.clone() if own else grad for _, grad in needed]
+        wanted = [x for column in (*tape.inputs, tape.shared) for x in column if x.requires_grad]
+        found = iter(())
         if ends and wanted:
-            given = tuple(starts)
-            found = iter(
-                run_backward(tuple(ends), given, False, False, tuple(wanted), True, accumulate_grad=False)
-            )
-        else:
-            found = iter(())
-        by_row = [[next(found, None) if x.requires_grad else None for x in inputs] for inputs in tape.inputs]
-        shared = [next(found, None) if x.requires_grad else None for x in tape.shared]
+            leaves, given = tuple(wanted), tuple(starts)
+            found = iter(run_backward(tuple(ends), given, keep, False, leaves, True, accumulate_grad=False))
         columns = [
-            _column([grads[i] for grads in by_row], tape, i) for i in range(len(self.signature.inputs))
+            _column([next(found, None) if x.requires_grad else None for x in rows], rows)
+            for rows in tape.inputs
         ]
-        return columns, shared
+        return columns, [next(found, None) if x.requires_grad else None for x in tape.shared]
 
 
-def _column(grads: list[torch.Tensor | None], tape: Tape, index: int) -> torch.Tensor | None:
+def _called(call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int) -> list[Any]:
+    return [*map(call, *columns)] if columns else [call() for _ in range(n)]
+
+
+def _column(grads: list[torch.Tensor | None], rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if all(grad is None for grad in grads):
         return None
-    rows = [
-        torch.zeros_like(tape.inputs[row][index]) if grad is None else grad for row, grad in enumerate(grads)
-    ]
-    return torch.stack(rows)
+    return torch.stack([torch.zeros_like(x) if g is None else g for g, x in zip(grads, rows, strict=True)])
 
 
 def _leaf(x: torch.Tensor, need: bool) -> torch.Tensor:
-    leaf = x.detach()
-    if need and (x.is_floating_point() or x.is_complex()):
-        leaf.requires_grad_()
-    return leaf
+    """A leaf with a tensor's memory: a parameter that nobody listens to is its own."""
+    need = need and (x.is_floating_point() or x.is_complex())
+    if x.requires_grad is need and x.is_leaf and x._backward_hooks is None:
+        return x
+    return x.detach().requires_grad_(need)

@@ -26,7 +26,7 @@ from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.step_views import GradientViews
 from fxbatch.runtime.structure_cache import BackwardNeeds
 from fxbatch.runtime.watchers import is_watched, named_step
-from fxbatch.torch_private import inside_functorch, memory_is_real, storage_of
+from fxbatch.torch_private import backward_keeps_graph, inside_functorch, memory_is_real, storage_of
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
@@ -175,7 +175,9 @@ class Backward:
             for j, grad in zip(compiled.grad_outputs, filled, strict=True):
                 given_by_output[j] = grad
             with named_step(compiled.signature.name, n, "backward"):
-                input_grads, shared_grads = compiled.unbatched.backward(phase.tapes[k], given_by_output)
+                input_grads, shared_grads = compiled.unbatched.backward(
+                    phase.tapes[k], given_by_output, keep=self.run.lasting or backward_keeps_graph()
+                )
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
                 given = input_grads[group]
                 target.zero_() if given is None else target.copy_(given)

@@ -120,7 +120,9 @@ def _run_call_by_call(
 ) -> None:
     assert compiled.unbatched is not None
     n = int(phase.plan.step_rows[step])
-    inputs = [source_rows(source, n).clone() for source in sources]
+    inputs = [source_rows(source, n) for source in sources]
+    if compiled.unbatched.keeps_rows(compiled.needs_gradient):
+        inputs = [x if source[0] == INDEX else x.clone() for x, source in zip(inputs, sources, strict=True)]
     _, tape = compiled.unbatched.forward(
         inputs, shared, input_needs=compiled.needs[0], shared_needs=compiled.needs[1], n=n, outs=outs
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxbatch
 from fxbatch import signature as module
-from fxbatch.ir import Slot, Template
+from fxbatch.codegen import call_by_call
+from fxbatch.ir import Operation, Signature, Slot, Template
 from fxbatch.runtime import postponed
 from tests.oracle import check_equal
 
@@ -21,15 +24,16 @@ from tests.oracle import check_equal
         ((Slot("input", 1), 2, Slot("shared", 0)), {"x": Slot("input", 0), "y": None}),
         (([Slot("input", 0), Slot("shared", 0)], (Slot("input", 1),)), {}),
         ((), {"rows": {"a": Slot("input", 1)}, "b": Slot("input", 0)}),
+        ((OrderedDict(a=Slot("input", 0)), slice(1, None)), {"class": Slot("shared", 0)}),
         ((), {}),
     ],
 )
-def test_a_filler_gives_what_the_template_gives(arguments: Any) -> None:
+def test_a_binder_calls_with_what_the_template_holds(arguments: Any) -> None:
     template = Template.of(arguments)
     inputs, shared = [torch.ones(1), torch.ones(2)], [torch.ones(3)]
-    fill = template.filler(shared)
+    call = template.binder(len(inputs))(lambda *args, **kwargs: repr((args, kwargs)), shared)
     for _ in range(2):
-        assert repr(fill(inputs)) == repr(template.fill(input=inputs, shared=shared))
+        assert call(*inputs) == repr(template.fill(input=inputs, shared=shared))
 
 
 class Model(nn.Module):
@@ -65,4 +69,92 @@ def test_calls_one_by_one_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(module, "structural_twin", counted)
     model(data)
-    assert len(twins) <= report.steps, "one a step, not one a call"
+    assert not twins, (
+        "modules of torch with the parameters that they were recorded with are called as they are"
+    )
+    model.cell.weight_hh, model.norm = nn.Parameter(torch.randn(12, 3)), nn.LayerNorm(3)
+    check_equal(model, data)
+
+
+def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postponed, "MANY", -1)
+    monkeypatch.setattr(postponed, "ENOUGH", 10**9)
+
+
+def test_a_step_of_many_calls_asks_autograd_once_and_its_parameters_hooks_run_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _one_by_one(monkeypatch)
+    asked: list[int] = []
+    engine = call_by_call.run_backward
+
+    def counted(ends: Any, *rest: Any, **options: Any) -> Any:
+        asked.append(len(ends))
+        return engine(ends, *rest, **options)
+
+    monkeypatch.setattr(call_by_call, "run_backward", counted)
+    model, data = Model(), [torch.randn(3, requires_grad=True) for _ in range(5)]
+    check_equal(model, data)
+    steps, asked = fxbatch.explain(model, data).steps, []
+    heard: list[torch.Size] = []
+    model.norm.weight.register_hook(lambda grad: heard.append(grad.shape))
+    loss = sum(y.sum() for y in model(data))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert 0 < len(asked) <= steps and max(asked) == 10, "two outputs of five calls"
+    assert heard == [torch.Size([3])], "given once, with the whole gradient"
+
+
+def test_a_graph_that_is_kept_is_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _one_by_one(monkeypatch)
+    model, x = Model(), torch.randn(3, requires_grad=True)
+    loss = model([x, x * 2])[1].sum()
+    loss.backward(retain_graph=True)
+    assert x.grad is not None
+    once = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * once)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes to the gradient that it is given, and reads it by its place in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # as torch's documentation has it
+        return grad.mul_(2).as_strided((4,), (1,), 0).clone()
+
+
+class Writer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return self.act(y.clone()) + y, cast(Tensor, Doubled.apply(y)) * 3
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_writes_or_reads_by_place_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    _one_by_one(monkeypatch)
+    check_equal(Writer(), [torch.randn(4, requires_grad=True) for _ in range(n)])
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (torch.tanh, True), (Tensor.__add__, True), (F.linear, True), (F.softmax, True), (Tensor.split, True),
+        (Tensor.add_, False), (lambda x: x, False), (Tensor.__getitem__, True),
+    ],
+)  # fmt: skip
+def test_functions_of_torch_that_only_read(function: Any, reads: bool) -> None:
+    signature = Signature(Operation("f", "function", function), (), (), arguments=Template.of(((), {})))
+    assert (signature.only_reads is function) is reads
+    inplace = Template.of(((Slot("input", 0), True), {}))
+    relu = Signature(Operation("f", "function", F.relu), (), (), arguments=inplace)
+    assert relu.only_reads is None
