@@ -69,13 +69,6 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
             return "operand";
         if (o->base < 0)
             continue;
-        if (p->bases[o->base].kind == LOCAL && !pointwise)
-            return "local memory";
-        const Base *base = &p->bases[o->base];
-        if (base->kind == LOCAL &&
-            (o->stride * size[k] != base->row_bytes || base->per_row != x->per_row || base->rest != x->rest ||
-             (o->offset + (x->width - 1) * o->inner + 1) * size[k] > base->row_bytes))
-            return "local memory";
         if (k == 0 && (p->bases[o->base].kind == INPUT || p->bases[o->base].kind == FIXED))
             return "written operand";
         if (o->inner > 1 && !((x->code == PRODUCT || reduces(x->code)) && k) && !(x->code == PICK && k == 2))
@@ -147,10 +140,10 @@ static void program_free(PyObject *self)
 
 static int count_bases(Program *p)
 {
-    int64_t counts[5] = {0, 0, 0, 0, 0}, kind = INPUT;
+    int64_t counts[4] = {0, 0, 0, 0}, kind = INPUT;
     for (int64_t b = 0; b < p->base_count; b++) {
         const Base *base = &p->bases[b];
-        if (base->kind < kind || base->kind > LOCAL || !rows_fit(base->per_row, base->rest) || base->row_bytes < 1 ||
+        if (base->kind < kind || base->kind > OWN || !rows_fit(base->per_row, base->rest) || base->row_bytes < 1 ||
             base->row_bytes >= ((int64_t)1 << 33))
             return -1;
         kind = base->kind > FIXED ? OWN : base->kind; /* the caller's memory first, in order of its kind */

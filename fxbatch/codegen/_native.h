@@ -13,7 +13,7 @@
 #define MOST_BASES 192
 
 /* A piece of memory that instructions name by its number. */
-enum { INPUT, OUTPUT, FIXED, OWN, LOCAL, BLOCK }; /* BLOCK: of its own, only ever used in one block of rows */
+enum { INPUT, OUTPUT, FIXED, OWN, BLOCK }; /* BLOCK: of its own, only ever used in one block of rows */
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
     int64_t row_bytes;
@@ -53,7 +53,6 @@ typedef struct {
     Source *sources; /* where the step finds the inputs that are not shared */
     Segment *segments;
     int64_t base_count, length, source_count, segment_count, inputs, outputs, fixed;
-    size_t local_bytes; /* of the intermediates of a fused block, and operands spread out */
 } Program;
 
 /* Memory of one Python thread that programs write their intermediates to, and how many threads they may run on. */
@@ -85,9 +84,10 @@ int room_reserve(Room *room, size_t bytes); /* 0 or -1, without an exception */
 int run_program(const Program *program, int64_t n, char **bases, Fill *fills, int64_t fill_count, Room *room);
 
 /* _native_program.c */
-size_t local_bytes(const Program *program);
+#define SPREAD 2048 /* elements of an operand that is spread over a row or a block */
+#define SPREAD_BYTES ((size_t)3 * SPREAD * 8)
 /* On n rows, of `all` that the step has: a block of them, or all. */
-int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *local,
+int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *spare,
                      int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */

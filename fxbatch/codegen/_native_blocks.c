@@ -66,7 +66,6 @@ static void find_block_memory(Program *p)
 
 int find_segments(Program *p)
 {
-    p->local_bytes = local_bytes(p);
     p->segments = PyMem_Calloc((size_t)p->length + 1, sizeof(Segment));
     if (!p->segments)
         return -1;
@@ -169,14 +168,14 @@ static int fill_rows(const Fill *fill, int64_t from, int64_t count, char *to)
 static int run_block(const Job *job, int64_t from, int64_t rows, char *memory, int64_t threads)
 {
     const Program *p = job->p;
-    char *bases[MOST_BASES], *own = memory + aligned(p->local_bytes);
+    char *bases[MOST_BASES], *own = memory + SPREAD_BYTES;
     for (int64_t b = 0; b < p->base_count; b++) {
         const Base *base = &p->bases[b];
         if (base->kind == BLOCK) {
             bases[b] = own;
             own += aligned((size_t)(base->per_row * job->rows * base->row_bytes));
         } else
-            bases[b] = job->bases[b] + (base->rest || base->kind == LOCAL ? 0 : from * base->per_row * base->row_bytes);
+            bases[b] = job->bases[b] + (base->rest ? 0 : from * base->per_row * base->row_bytes);
     }
     for (int64_t i = 0; i < job->fill_count; i++) {
         const Fill *fill = &job->fills[i];
@@ -248,7 +247,7 @@ static size_t thread_memory(const Program *p, const Fill *fills, int64_t fill_co
             bytes += aligned((size_t)(rows * fills[i].size * fills[i].row_bytes));
         most = bytes > most ? bytes : most;
     }
-    return aligned(p->local_bytes) + most;
+    return SPREAD_BYTES + most;
 }
 
 int run_program(const Program *p, int64_t n, char **bases, Fill *fills, int64_t fill_count, Room *room)

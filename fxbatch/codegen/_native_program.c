@@ -88,7 +88,6 @@ int64_t element_cost(int64_t code)
 }
 
 #define BLOCK_BYTES (24 * 1024)
-#define SPREAD 2048 /* elements of an operand that is spread over a row or a block */
 
 /* Instructions [first, last) of the group that begins at `first`, and how many rows a block has. */
 static int64_t group_end(const Program *p, int64_t first)
@@ -111,26 +110,6 @@ static int64_t block_rows(const Program *p, int64_t first, int64_t last)
     int64_t rows = BLOCK_BYTES / (bytes ? bytes : 1), most = SPREAD / widest;
     rows = rows < most || most < 1 ? rows : most;
     return rows < 1 ? 1 : rows;
-}
-
-/* Bytes of three operands spread out, and of the intermediates that live in one fused block only. */
-size_t local_bytes(const Program *p)
-{
-    size_t most = 0;
-    for (int64_t i = 0; i < p->length;) {
-        if (p->code[i].group < 0) {
-            i++;
-            continue;
-        }
-        int64_t last = group_end(p, i), rows = block_rows(p, i, last);
-        size_t bytes = 0;
-        for (int64_t b = 0; b < p->base_count; b++)
-            if (p->bases[b].kind == LOCAL)
-                bytes += aligned((size_t)(p->bases[b].row_bytes * rows));
-        most = bytes > most ? bytes : most;
-        i = last;
-    }
-    return 3 * SPREAD * 8 + most;
 }
 
 static void spread(char *to, const char *number, int bytes, int64_t count)
@@ -169,8 +148,7 @@ static void run_pointwise(const Program *p, const Instruction *x, char **bases, 
             at[k] = (char *)&o->offset;
             continue;
         }
-        int64_t start = p->bases[o->base].kind == LOCAL ? 0 : from;
-        at[k] = bases[o->base] + (o->offset + start * o->stride) * size[k];
+        at[k] = bases[o->base] + (o->offset + from * o->stride) * size[k];
         step[k] = o->stride * size[k];
         spreading[k] = o->inner == 0 && x->width > 1 ? 2 : 0;
         if (spreading[k] == 2 || (rows > 1 && o->stride != x->width))
@@ -200,12 +178,6 @@ static void run_pointwise(const Program *p, const Instruction *x, char **bases, 
 static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, char **bases, char *spare)
 {
     int64_t rows = rows_of(p->code[first].per_row, p->code[first].rest, n), block = block_rows(p, first, last);
-    char *local = spare + 3 * SPREAD * 8;
-    for (int64_t b = 0; b < p->base_count; b++)
-        if (p->bases[b].kind == LOCAL) {
-            bases[b] = local;
-            local += aligned((size_t)(p->bases[b].row_bytes * block));
-        }
     for (int64_t from = 0; from < rows; from += block)
         for (int64_t i = first; i < last; i++)
             run_pointwise(p, &p->code[i], bases, from, rows - from < block ? rows - from : block, spare);
@@ -385,14 +357,14 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
     return 1;
 }
 
-int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *local,
+int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *spare,
                      int64_t threads)
 {
     for (int64_t i = first; i < last;) {
         const Instruction *x = &p->code[i];
         if (x->group >= 0) {
             int64_t end = group_end(p, i);
-            run_group(p, i, end, n, bases, local);
+            run_group(p, i, end, n, bases, spare);
             i = end;
             continue;
         }

@@ -6,8 +6,8 @@ In: an operation graph. Out: a NativeProgram, or the reason why there is none.
     program.instructions.shape                          # (7, 32)
 
 An instruction is [code, rows per n, further rows, width, 4 operands of (base, offset, stride, inner), number, ...] as
-`_native.h` names them. Calls in a row that are pointwise over the same rows run fused, block by block of rows: what
-only they read lives in the first cache.
+`_native.h` names them. Calls in a row that are pointwise over the same rows run fused, block by block of rows, so that
+what they read of each other is in the first cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from fxbatch.codegen.shapes import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
 aten = torch.ops.aten
-INPUT, OUTPUT, FIXED, OWN, LOCAL = range(5)
+INPUT, OUTPUT, FIXED, OWN = range(4)
 MOST_BASES = 192
 UNUSED = (-1, 0, 0, 0)  # an operand that there is not
 OPERANDS, GROUP = slice(4, 20), 24  # where an instruction has these
@@ -108,7 +108,6 @@ class Lowering:
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
     fixed: list[FixedTensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes an element of each base
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
     pieces: dict[fx.Node, tuple[fx.Node, Piece]] = field(
         default_factory=dict
@@ -142,7 +141,6 @@ class Lowering:
         bases = np.array(self.bases, dtype=np.int64)
         code = np.array(self.items, dtype=np.int64).reshape(-1, 32)
         group_pointwise(code)
-        localise(bases, code, self.sizes)
         return NativeProgram(bases, code, tuple(self.fixed), self._given())
 
     # -- memory
@@ -154,7 +152,6 @@ class Lowering:
         (a, b), width = rows_and_width(dims)
         if a < 0 or b < 0 or a + b == 0 or width == 0:
             raise NotNative("a tensor without elements")
-        self.sizes.append(element_bytes(dtype))
         self.bases.append([a, b, width * element_bytes(dtype), kind])
         return len(self.bases) - 1
 
@@ -393,23 +390,6 @@ def group_pointwise(code: np.ndarray) -> None:
             number, rows, written = number + 1, mine, {}
         item[GROUP] = number
         written[int(operands[0][0])] = int(operands[0][2])
-
-
-def localise(bases: np.ndarray, code: np.ndarray, sizes: Sequence[int]) -> None:
-    """Intermediates that only one group of instructions touches, row by row, live in its block."""
-    users: dict[int, list[tuple[int, int, int, int]]] = {}
-    for item in code:
-        for operand in item[OPERANDS].reshape(4, 4):
-            if operand[0] >= 0:
-                place = (int(item[GROUP]), int(operand[2]), int(item[1]), int(item[2]))
-                users.setdefault(int(operand[0]), []).append(place)
-    for base, uses in users.items():
-        a, b, row_bytes, kind = bases[base].tolist()
-        group = uses[0][0]
-        if kind != OWN or group < 0 or (a, b) == (0, 1):
-            continue
-        if all(u == (group, row_bytes // sizes[base], a, b) for u in uses):
-            bases[base][3] = LOCAL
 
 
 # -- calls that aren't pointwise: each adds an instruction, or raises NotNative

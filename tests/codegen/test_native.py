@@ -14,7 +14,7 @@ from torch import fx, nn
 import fxbatch
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.native_lower import INPUT, LOCAL, OUTPUT, NativeProgram, make_program
+from fxbatch.codegen.native_lower import INPUT, OUTPUT, NativeProgram, make_program
 from fxbatch.codegen.shapes import add_call, shape
 from tests.oracle import check_equal
 
@@ -174,16 +174,6 @@ def gates(g: fx.Graph, x: fx.Node, c: fx.Node) -> list[fx.Node]:
 
 def test_pieces_and_slices() -> None:
     check(graph_of(gates, (90, torch.float32), (30, torch.float32)), normal(90), normal(30))
-
-
-def test_what_only_a_fused_chain_reads_lives_in_its_block() -> None:
-    def make(g: fx.Graph, x: fx.Node) -> list[fx.Node]:
-        a = add_call(g, aten.tanh.default, (x,))
-        return [add_call(g, aten.mul.Tensor, (a, add_call(g, aten.sigmoid.default, (a,))))]
-
-    module = graph_of(make, (70, torch.float32))
-    assert (program_of(module).bases[:, 3] == LOCAL).sum() == 2
-    check(module, normal(70))
 
 
 @pytest.mark.parametrize("transposed", (False, True))
