@@ -77,9 +77,7 @@ setup(
         Extension(
             "fxbatch.trace._fast",
             ["fxbatch/trace/_fast.c"],
-            depends=[
-                f"fxbatch/trace/_fast_{name}.h" for name in ("columns", "modules", "numbers", "tensors")
-            ],
+            depends=sorted(map(str, Path("fxbatch/trace").glob("_fast_*.h"))),
             optional=True,
         ),
         Extension(

@@ -66,37 +66,28 @@ static PyObject *number_at(const char *place, char format, int how)
 {
     int64_t whole = 0;
     double real = 0;
-    int is_real = 0;
-#define WHOLE(letter, type)            \
-    case letter: {                     \
-        type x;                        \
-        memcpy(&x, place, sizeof x);   \
-        whole = (int64_t)x;            \
-        break;                         \
-    }
-#define REAL(letter, type)             \
-    case letter: {                     \
-        type x;                        \
-        memcpy(&x, place, sizeof x);   \
-        real = x;                      \
-        is_real = 1;                   \
-        break;                         \
+    int is_real = format == 'f' || format == 'd';
+#define IS(letter, type, number)     \
+    case letter: {                   \
+        type x;                      \
+        memcpy(&x, place, sizeof x); \
+        number = x;                  \
+        break;                       \
     }
     switch (format) {
-        WHOLE('?', unsigned char)
-        WHOLE('b', signed char)
-        WHOLE('B', unsigned char)
-        WHOLE('h', short)
-        WHOLE('i', int)
-        WHOLE('l', long)
-        WHOLE('q', long long)
-        REAL('f', float)
-        REAL('d', double)
+        IS('?', unsigned char, whole)
+        IS('b', signed char, whole)
+        IS('B', unsigned char, whole)
+        IS('h', short, whole)
+        IS('i', int, whole)
+        IS('l', long, whole)
+        IS('q', long long, whole)
+        IS('f', float, real)
+        IS('d', double, real)
     default:
         return NULL;
     }
-#undef WHOLE
-#undef REAL
+#undef IS
     if (how == AS_BOOL)
         return PyBool_FromLong(is_real ? real != 0 : whole != 0);
     if (how == AS_FLOAT)
@@ -123,60 +114,5 @@ static PyObject *settled_number(PyObject *v, int how)
         return NULL;
     return number_at((const char *)arena->buf + row * arena->itemsize, arena->format[0], how);
 }
-
-/* --- Reader: a method that gives a number, and the Python function behind it --- */
-
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc call;
-    PyObject *slow;
-    int how;
-} Reader;
-
-static PyObject *reader_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
-{
-    Reader *r = (Reader *)self;
-    if (PyVectorcall_NARGS(nargsf) == 1 && !kwnames) {
-        PyObject *found = settled_number(args[0], r->how);
-        if (found || PyErr_Occurred())
-            return found;
-    }
-    return PyObject_Vectorcall(r->slow, args, nargsf, kwnames);
-}
-
-static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
-{
-    int how;
-    PyObject *slow;
-    if (!PyArg_ParseTuple(args, "iO", &how, &slow))
-        return NULL;
-    Reader *r = (Reader *)type->tp_alloc(type, 0);
-    if (r) {
-        r->call = reader_call;
-        r->slow = Py_NewRef(slow);
-        r->how = how;
-    }
-    return (PyObject *)r;
-}
-
-static void reader_dealloc(PyObject *self)
-{
-    Py_XDECREF(((Reader *)self)->slow);
-    Py_TYPE(self)->tp_free(self);
-}
-
-static PyMemberDef reader_members[] = {{"__wrapped__", T_OBJECT_EX, offsetof(Reader, slow), READONLY, NULL}, {NULL}};
-static PyTypeObject ReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Reader",
-    .tp_doc = "Reader(how, slow): the number of a value that was computed, else slow(value).",
-    .tp_basicsize = sizeof(Reader),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = reader_new,
-    .tp_dealloc = reader_dealloc,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Reader, call),
-    .tp_descr_get = method_get,
-    .tp_members = reader_members,
-};
 
 #endif

@@ -80,7 +80,7 @@ def use_extension(on: bool) -> None:
     for name, (func, method) in (*BINARY.items(), ("__getitem__", _GETITEM)):
         setattr(Value, name, _fast.Method(func, method) if on else method)
     for how, (name, read) in enumerate(READERS.items()):
-        setattr(Value, name, _fast.Reader(how, read) if on else read)
+        setattr(Value, name, _fast.Method(None, read, how) if on else read)
     Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
     for kind in BARE:
         kind.__torch_function__ = _fast.torch_function if on else staticmethod(bare_function)  # type: ignore[method-assign]

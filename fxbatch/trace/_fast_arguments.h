@@ -1,0 +1,187 @@
+/* What a call's arguments are: the key of the table of calls. Part of _fast.c. */
+
+#ifndef FXBATCH_FAST_ARGUMENTS_H
+#define FXBATCH_FAST_ARGUMENTS_H
+
+/* What a call's arguments are. Objects of tokens are borrowed of the arguments, values of inputs are held: a constant's
+   has no other owner than the recorder, and what looks at one argument may run anything. */
+typedef struct {
+    Token *tokens, few_tokens[FEW];
+    Input *inputs, few_inputs[FEW];
+    Py_ssize_t n, read, room;
+    int views; /* whether a tensor met first now may be a view of a shared operand, which Python has to look at */
+} Arguments;
+
+static int arguments_grow(Arguments *a)
+{
+    Py_ssize_t room = 4 * a->room;
+    Token *tokens = PyMem_Malloc(room * sizeof(Token));
+    Input *inputs = PyMem_Malloc(room * sizeof(Input));
+    if (!tokens || !inputs) {
+        PyMem_Free(tokens);
+        PyMem_Free(inputs);
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(tokens, a->tokens, a->n * sizeof(Token));
+    memcpy(inputs, a->inputs, a->read * sizeof(Input));
+    if (a->tokens != a->few_tokens) {
+        PyMem_Free(a->tokens);
+        PyMem_Free(a->inputs);
+    }
+    a->tokens = tokens;
+    a->inputs = inputs;
+    a->room = room;
+    return 0;
+}
+
+static void arguments_free(Arguments *a)
+{
+    for (Py_ssize_t i = 0; i < a->read; i++)
+        Py_DECREF(a->inputs[i].value);
+    if (a->tokens != a->few_tokens) {
+        PyMem_Free(a->tokens);
+        PyMem_Free(a->inputs);
+    }
+}
+
+static int token(Arguments *a, PyObject *object, int64_t number)
+{
+    if (a->n == a->room && arguments_grow(a) < 0)
+        return -1;
+    a->tokens[a->n++] = (Token){object, number};
+    return 1;
+}
+
+static int token_value(Arguments *a, PyObject *v)
+{
+    if (a->n == a->room && arguments_grow(a) < 0)
+        return -1;
+    a->tokens[a->n++] = (Token){(PyObject *)Value, PyLong_AsSsize_t(SLOT(v, at.type))};
+    a->inputs[a->read++] = (Input){Py_NewRef(v), PyLong_AsSsize_t(SLOT(v, at.value))};
+    return 1;
+}
+
+static int token_integer(Arguments *a, PyObject *x)
+{
+    int overflow;
+    int64_t number = PyLong_AsLongLongAndOverflow(x, &overflow);
+    return overflow ? 0 : token(a, (PyObject *)&PyLong_Type, number);
+}
+
+/* Strings and devices are compared by content: what stands for all that are equal, borrowed; NULL where there are too
+   many, or with an error. */
+static PyObject *one_of_equals(PyObject *x)
+{
+    static PyObject *known;
+    if (!known && !(known = PyDict_New()))
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(known, x);
+    if (!found && !PyErr_Occurred() && PyDict_GET_SIZE(known) < MAX_CALLS && PyDict_SetItem(known, x, x) == 0)
+        return x;
+    return found;
+}
+
+static int is_parameter(PyTypeObject *type)
+{
+    return type == Parameter || type == BareParameter;
+}
+
+/* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
+static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
+{
+    PyTypeObject *type = Py_TYPE(x);
+    if (type == Value)
+        return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
+    if (type == Tensor) {
+        PyObject *v = constant_of(recorder, x, a->views);
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
+    }
+    if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || is_parameter(type) || type == Dtype)
+        return token(a, x, 0);
+    if (type == &PyLong_Type)
+        return token_integer(a, x);
+    if (type == &PyFloat_Type) {
+        double number = PyFloat_AS_DOUBLE(x);
+        int64_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        return number == number ? token(a, (PyObject *)type, bits) : 0;
+    }
+    if ((type == &PyTuple_Type || type == &PyList_Type || type == Size) && depth < 3) {
+        int known = token(a, (PyObject *)type, PySequence_Fast_GET_SIZE(x));
+        for (Py_ssize_t i = 0; known > 0 && i < PySequence_Fast_GET_SIZE(x); i++)
+            known = tokenise(a, recorder, PySequence_Fast_GET_ITEM(x, i), depth + 1);
+        return known;
+    }
+    if (type == &PySlice_Type) {
+        PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
+        int known = token(a, (PyObject *)type, 0);
+        for (int i = 0; known > 0 && i < 3; i++)
+            known = parts[i] == Py_None           ? token(a, Py_None, 0)
+                    : PyLong_CheckExact(parts[i]) ? token_integer(a, parts[i])
+                                                  : 0;
+        return known;
+    }
+    if (type == BareView) { /* compared by what of which parameter it shows, or a row that is looked up */
+        PyObject *shown = PyObject_GetAttrString(x, "_fxbatch_view");
+        int known = !shown                       ? 0
+                    : Py_IS_TYPE(shown, Value) ? tokenise(a, recorder, shown, depth)
+                    : a->views                 ? token(a, shown, 0)
+                                               : 0;
+        if (!shown)
+            PyErr_Clear();
+        Py_XDECREF(shown); /* the view and the table of signatures keep it */
+        return known;
+    }
+    if (type == &PyUnicode_Type || type == Device)
+        return (x = one_of_equals(x)) ? token(a, x, 0) : PyErr_Occurred() ? -1 : 0;
+    return 0;
+}
+
+/* All arguments: `names` is a tuple with its values behind the positional ones, a dict, or NULL. 1 where all are
+   known; else there is nothing to free. */
+static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args, Py_ssize_t n, PyObject *names,
+                        int views)
+{
+    a->tokens = a->few_tokens;
+    a->inputs = a->few_inputs;
+    a->n = a->read = 0;
+    a->room = FEW;
+    a->views = views;
+    int known = token(a, (PyObject *)&PyTuple_Type, n);
+    for (Py_ssize_t i = 0; known > 0 && i < n; i++)
+        known = tokenise(a, recorder, args[i], 0);
+    if (names && PyTuple_Check(names))
+        for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(names); i++) {
+            known = token(a, PyTuple_GET_ITEM(names, i), 1);
+            if (known > 0)
+                known = tokenise(a, recorder, args[n + i], 0);
+        }
+    else if (names) {
+        PyObject *name, *x;
+        Py_ssize_t i = 0;
+        while (known > 0 && PyDict_Next(names, &i, &name, &x)) {
+            known = token(a, name, 1);
+            if (known > 0)
+                known = tokenise(a, recorder, x, 0);
+        }
+    }
+    if (known <= 0)
+        arguments_free(a);
+    return known;
+}
+
+static Call call_of(PyObject *recorder, PyObject *func, Arguments *a)
+{
+    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode))};
+    c.hash = call_hash(&c);
+    return c;
+}
+
+static CallTable *table_of(PyObject *recorder)
+{
+    PyObject *table = SLOT(recorder, at.table);
+    return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
+}
+
+#endif
