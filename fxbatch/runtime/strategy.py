@@ -301,7 +301,8 @@ class Strategy:
             work = work_cost(eager, instances, grad=mode.grad)
             shared = work_cost(eager, instances, grad=mode.grad, together=True)
             loop = loop_cost(eager, instances, grad=mode.grad) + work
-            batched = batched_cost(counts) + shared + mode.seen.as_it_is * loop
+            as_it_is = mode.seen.as_it_is if counts.calls else 1.0  # where nothing is recorded
+            batched = batched_cost(counts) + shared + as_it_is * loop
             if len(mode.verdicts) > MOST_SIZES:
                 mode.verdicts.clear()
             found = mode.verdicts[instances] = _Verdict(

@@ -282,6 +282,28 @@ def test_one_that_did_not_pay_is_tried_again_after_a_while() -> None:
     assert tried[1] > 50
 
 
+def test_where_nothing_is_recorded_the_loop_runs(batches: list[int]) -> None:
+    """A hidden Markov model computes of its parameters alone: the words choose which."""
+
+    class Markov(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.words = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 7))
+
+        def forward(self, words: list[int]) -> torch.Tensor:
+            scores = torch.log_softmax(self.words, 1)[:, words[0]]
+            for w in words[1:]:
+                before = torch.logsumexp(scores[:, None] + torch.log_softmax(self.steps, 1), 0)
+                scores = before + torch.log_softmax(self.words, 1)[:, w]
+            return torch.logsumexp(scores, 0)
+
+    model = Markov()
+    f = decorated(model)
+    for _ in range(8):
+        f([[i % 7, (i + 3) % 7, 2] for i in range(32)]).sum().backward()
+    assert len(batches) <= 1, "one shows that there is nothing to batch"
+
+
 def test_graphs_are_built_from_a_credit() -> None:
     strategy = Strategy()
     mode = strategy._modes[True]
