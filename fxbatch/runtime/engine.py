@@ -41,7 +41,8 @@ class Engine(Planner):
         self.packed = PackedRoute(options, root)
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.table.packed = PackedCalls(verify=options.verify)
+            may_build = (lambda: True) if self.strategy is None else self.strategy.pays_for_a_packed_call
+            self.table.packed = PackedCalls(verify=options.verify, may_build=may_build)
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 

@@ -14,7 +14,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,12 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool) -> None:
+    def __init__(self, *, verify: bool, may_build: Callable[[], bool] = lambda: True) -> None:
         self.verify = verify
+        self.may_build = may_build  # asked before a function is built
         self.families: list[CallFamily] = []
         self.steps = 0
-        self.first: dict[
-            Signature, CallFamily
-        ] = {}  # of calls that were recorded before their family was built
+        self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
 
     # -- while recording ------------------------------------------------------------------------------
 
@@ -91,6 +90,8 @@ class PackedCalls:
             return None
         types = tuple(recorder.type_of(v) for v in arguments.values)
         if family.function is None:
+            if not self.may_build():
+                return None
             self._build(family, types)
             if family.function is not None:  # from now on its first members are packed as well
                 for key in family.keys:
@@ -275,19 +276,20 @@ class PackedCalls:
         return None if found is None or found.reason else found
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
-        program = work.program
-        waiting = np.flatnonzero(np.isin(program.sig, list(packed))).tolist()
-        while waiting:
-            ready = [c for c in waiting if work.has_inputs(c)]
-            if not ready:
+        sig = work.program.sig
+        waiting = np.zeros(len(work.program.signatures), dtype=bool)
+        waiting[list(packed)] = True
+        waiting = waiting[sig]
+        while waiting.any():
+            ready = np.flatnonzero(waiting & work.have_inputs())
+            if not len(ready):
                 return
             by_family: dict[CallFamily, list[int]] = {}
-            for c in ready:
-                by_family.setdefault(packed[int(program.sig[c])], []).append(c)
+            for c, s in zip(ready.tolist(), sig[ready].tolist(), strict=True):
+                by_family.setdefault(packed[s], []).append(c)
             for family, calls in by_family.items():
                 self._step(work, family, calls, grad=grad)
-            done = set(ready)
-            waiting = [c for c in waiting if c not in done]
+            waiting[ready] = False
 
     def _step(self, work: _Resolution, family: CallFamily, calls: list[int], *, grad: bool) -> None:
         """All calls of one family at once."""
@@ -297,21 +299,17 @@ class PackedCalls:
         self.steps += 1
         if function is None:
             with torch.set_grad_enabled(grad and program.signatures[program.sig[calls[0]]].modes.grad):
-                for c in calls:
-                    work.give(c, int(program.first_value[c]), torch.stack(work.inputs_of(c)))
+                work.give(calls, [[torch.stack(work.inputs_of(c)) for c in calls]])
             return
         signature = program.signatures[program.sig[calls[0]]]
-        columns = list(zip(*[work.inputs_of(c) for c in calls], strict=True))
+        columns = list(zip(*map(work.inputs_of, calls), strict=True))
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
             if not family.checked and not self._agrees(family, columns, shared):
                 return
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
             parts = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-        for i, c in enumerate(calls):
-            first = int(program.first_value[c])
-            for k, column in enumerate(parts):
-                work.give(c, first + k, column[i])
+        work.give(calls, parts)
 
     def _agrees(
         self, family: CallFamily, columns: Sequence[Sequence[torch.Tensor]], shared: Sequence[torch.Tensor]
@@ -337,27 +335,33 @@ class _Resolution:
         self.held = held
         self.resolved = np.zeros(len(program), dtype=bool)
         self.constant: dict[int, Any] = {}  # value -> payload
+        self._at_hand = np.zeros(
+            int(program.first_value[-1]), dtype=bool
+        )  # by value: whether it is a tensor that is there
         for s, payload in program.constants.items():
-            calls = np.flatnonzero(program.sig == s)
-            self.constant.update(zip(program.first_value[calls].tolist(), payload, strict=True))
+            values = program.first_value[np.flatnonzero(program.sig == s)]
+            self.constant.update(zip(values.tolist(), payload, strict=True))
+            self._at_hand[values] = isinstance(next(iter(payload), None), torch.Tensor)
+        self._at_hand[[v for v in held if v < len(self._at_hand)]] = True
+        self._inputs, self._offsets = program.inputs.tolist(), program.input_offsets.tolist()
 
-    def _inputs(self, c: int) -> list[int]:
+    def have_inputs(self) -> np.ndarray:
+        """bool [calls]: whether what each reads is at hand."""
         p = self.program
-        found: list[int] = p.inputs[p.input_offsets[c] : p.input_offsets[c + 1]].tolist()
-        return found
-
-    def has_inputs(self, c: int) -> bool:
-        """Whether what a call reads is at hand."""
-        return all(v in self.held or isinstance(self.constant.get(v), torch.Tensor) for v in self._inputs(c))
+        return np.bincount(p.reader[~self._at_hand[p.inputs]], minlength=len(p)) == 0
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """What a call reads."""
-        return [self.held[v] if v in self.held else self.constant[v] for v in self._inputs(c)]
+        values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
+        return [self.held[v] if v in self.held else self.constant[v] for v in values]
 
-    def give(self, c: int, value: int, tensor: torch.Tensor) -> None:
-        """A call has run."""
-        self.held[value] = tensor
-        self.resolved[c] = True
+    def give(self, calls: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Calls have run; parts: the values of each output."""
+        first = self.program.first_value[calls]
+        for k, column in enumerate(parts):
+            self.held.update(zip((first + k).tolist(), column, strict=True))
+            self._at_hand[first + k] = True
+        self.resolved[calls] = True
 
     def take_rows(self) -> None:
         """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""

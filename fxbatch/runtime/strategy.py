@@ -29,6 +29,8 @@ from fxbatch.runtime.costs import (
     BUILD,
     IMPORTING,
     IMPORTING_DYNAMO,
+    PACKING,
+    PACKING_CALL,
     WORTH_IT,
     Counts,
     batched_cost,
@@ -389,6 +391,17 @@ class Strategy:
             while len(self._built) > 4096:
                 self._built.popitem(last=False)
             return frozenset(late)
+
+    def pays_for_a_packed_call(self) -> bool:
+        """Whether the function of a call with sizes of its own may be built now, in the middle of a recording."""
+        with self._lock:
+            mode, cost = self.building, importing() + PACKING + PACKING_CALL
+            if mode is None:
+                return True
+            if self.trial or mode.credit < cost:
+                return False
+            mode.credit -= cost
+            return True
 
     def looped(self, *, grad: bool) -> int:
         """How many minibatches ran the plain loop."""
