@@ -31,7 +31,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
-from fxbatch.on_demand import networkx as nx
 from fxbatch.passes.components import components
 from fxbatch.passes.select import reorder, select_calls
 from fxbatch.passes.signature_graph import called, source_calls
@@ -225,8 +224,8 @@ def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
         matches = find_matches(program, Stream(program), blocks)    # for every program of the family
 
     A block is cut where a recurrence enters and leaves it, and into connected pieces; each piece is a group.
-    Legality is decided on the block's own graph (networkx): groups are in topological order, so no path
-    leaves a group and enters it again.
+    Legality is decided on the block's own graph: groups are in topological order, so no path leaves a group and enters
+    it again.
     """
     blocks = []
     for sequence in sorted(find_blocks(program, stream), key=len, reverse=True):
@@ -285,29 +284,26 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
 def _cut(match: Match, recurrent_in: np.ndarray, recurrent_out: np.ndarray) -> list[Group]:
     """Members before, inside and after the recurrence; each part by its connected pieces."""
     block = match.block
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(block.signatures)))
-    owner_in = block.owner_in
-    for slot, output in enumerate(block.wired):
-        if output >= 0:
-            graph.add_edge(block.owner_out[output], owner_in[slot])
-    assert nx.is_directed_acyclic_graph(graph)
-    waits, needed = set(), set()
-    for slot in np.flatnonzero(recurrent_in).tolist():
-        waits |= {owner_in[slot]} | nx.descendants(graph, owner_in[slot])
-    for member in np.flatnonzero(recurrent_out).tolist():
-        needed |= {member} | nx.ancestors(graph, member)
-    part = [0 if k not in waits else 1 if k in needed else 2 for k in range(len(block.signatures))]
-    inner = graph.to_undirected()
-    inner.remove_edges_from([(a, b) for a, b in graph.edges if part[a] != part[b]])
-    pieces = sorted(nx.connected_components(inner), key=min)
-    if all(len(piece) == 1 for piece in pieces):
+    owner_in, count = block.owner_in, len(block.signatures)
+    edges = [(block.owner_out[o], owner_in[slot]) for slot, o in enumerate(block.wired) if o >= 0]
+    assert all(a < b for a, b in edges), "members read what was made before them"
+    waits = {owner_in[slot] for slot in np.flatnonzero(recurrent_in).tolist()}
+    needed = set(np.flatnonzero(recurrent_out).tolist())
+    for a, b in sorted(edges):  # all that lead to a member come before those that leave it
+        if a in waits:
+            waits.add(b)
+    for a, b in sorted(edges, reverse=True):
+        if b in needed:
+            needed.add(a)
+    part = [0 if k not in waits else 1 if k in needed else 2 for k in range(count)]
+    inner = [(a, b) for a, b in edges if part[a] == part[b]]
+    pieces = components(count, [*inner, *((b, a) for a, b in inner)])
+    if len(pieces) == count:
         return []
     piece_of = {k: n for n, piece in enumerate(pieces) for k in piece}
-    order = nx.DiGraph([(piece_of[a], piece_of[b]) for a, b in graph.edges if piece_of[a] != piece_of[b]])
-    order.add_nodes_from(range(len(pieces)))
+    order = components(len(pieces), [(piece_of[a], piece_of[b]) for a, b in edges if part[a] != part[b]])
     # Parts only feed later parts, and pieces of a part don't feed each other: no path leaves and re-enters.
-    return [_group(match, tuple(sorted(pieces[n]))) for n in nx.lexicographical_topological_sort(order)]
+    return [_group(match, tuple(pieces[n])) for (n,) in order]
 
 
 def _group(match: Match, members: tuple[int, ...]) -> Group:
