@@ -156,51 +156,35 @@ Flow = dict[Hashable, dict[Hashable, int]]  # what may flow from one to the othe
 
 
 def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] | None:
-    """What lies behind the minimum cut nearest to the sink; None where nothing bounds the flow (Dinic's algorithm)."""
+    """What lies behind the minimum cut nearest to the sink; None where nothing bounds the flow (Edmonds & Karp)."""
     left = {a: dict(ends) for a, ends in flow.items()}
     for a, ends in flow.items():
         for b in ends:
             left[b].setdefault(a, 0)
-    while True:
-        level = _levels(left, source)
-        if sink not in level:
-            break
-        untried = {a: list(ends) for a, ends in left.items()}
-        path = [source]
-        while path:
-            if path[-1] == sink:
-                edges = list(pairwise(path))
-                pushed = min(left[a][b] for a, b in edges)
-                if pushed > _INFINITE // 2:
-                    return None
-                for a, b in edges:
-                    left[a][b] -= pushed
-                    left[b][a] += pushed
-                del path[1 + next(i for i, (a, b) in enumerate(edges) if not left[a][b]) :]
-            elif untried[path[-1]]:
-                a, b = path[-1], untried[path[-1]][-1]
-                if left[a][b] and level.get(b) == level[a] + 1:
-                    path.append(b)
-                else:
-                    untried[a].pop()
-            else:
-                path.pop()
-                if path:
-                    untried[path[-1]].pop()
-    back: Flow = {a: {b: left[b][a] for b in ends} for a, ends in left.items()}
-    return set(_levels(back, sink))
+    while sink in (before := _reached(left, source)):
+        path = [sink]
+        while path[-1] != source:
+            path.append(before[path[-1]])
+        edges = [(a, b) for b, a in pairwise(path)]
+        pushed = min(left[a][b] for a, b in edges)
+        if pushed > _INFINITE // 2:
+            return None
+        for a, b in edges:
+            left[a][b] -= pushed
+            left[b][a] += pushed
+    return set(_reached({a: {b: left[b][a] for b in ends} for a, ends in left.items()}, sink))
 
 
-def _levels(left: Flow, start: Hashable) -> dict[Hashable, int]:
-    """How far each is that something can still flow to."""
-    level = {start: 0}
+def _reached(left: Flow, start: Hashable) -> dict[Hashable, Hashable]:
+    """What something can still flow to, by a shortest path, and what comes before it there."""
+    before = {start: start}
     reached = [start]
     for a in reached:
         for b, capacity in left[a].items():
-            if capacity and b not in level:
-                level[b] = level[a] + 1
+            if capacity and b not in before:
+                before[b] = a
                 reached.append(b)
-    return level
+    return before
 
 
 def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> dict[fx.Node, None]:

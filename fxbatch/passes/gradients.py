@@ -235,6 +235,7 @@ class _GradientPlanner:
     types: Int
     values: Int
     uses: Int
+    read_rows: Int
     total: Written  # rows of each arena, without row 0
     value: Written  # of each use
     row: Written
@@ -249,7 +250,7 @@ class _GradientPlanner:
     def __init__(
         self, phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
     ) -> None:
-        self.types, self.values, self.uses, self.indices, self.bags = types, 0, 0, 0, 0
+        self.types, self.values, self.uses, self.read_rows, self.indices, self.bags = types, 0, 0, 0, 0, 0
         phase: _PhaseColumns
         self.phases, self.request_start = [], []
         for given in phases:
@@ -298,19 +299,15 @@ class _GradientPlanner:
             p.first_read[0] = p.first_write[0] = 0
         self.place_uses()
         self.sort_uses()
+        indices = np.empty(n + self.read_rows, dtype=np.int64)
+        bags = np.empty(self.read_rows, dtype=np.int64)
         for p in self.phases:
-            self.find_reads(p)
+            self.find_reads(p, indices, bags)
         for i in range(self.types):
             self.total[i] += 1
-        n = self.indices
-        self.array = np.empty(n + self.bags, dtype=np.int64)
-        self.whole, self.cut = self.array, 0
-        found: list[np.ndarray] = []
-        indices: Written = self.piece(found, n)
-        bags: Written = self.piece(found, self.bags)
-        for p in self.phases:
-            self.fill_indices(p, indices, bags)
-        return GradientPlan(capacity[0], *lists, self.request_start, *found)
+        return GradientPlan(
+            capacity[0], *lists, self.request_start, indices[: self.indices].copy(), bags[: self.bags].copy()
+        )
 
     @cython.cfunc
     def piece(self, columns: list[np.ndarray], items: Int) -> Written:
@@ -331,6 +328,7 @@ class _GradientPlanner:
                 if not 0 <= p.choice[i] < p.first_block[k + 1] - p.first_block[k]:
                     raise IndexError(NOT_THERE)
             p.reads += p.first_choice[s + 1] - p.first_choice[s]
+            self.read_rows += (p.first_choice[s + 1] - p.first_choice[s]) * p.step_rows[k]
             p.writes += p.first_group[s + 1] - p.first_group[s]
 
     @cython.cfunc
@@ -394,8 +392,8 @@ class _GradientPlanner:
 
     @cython.cfunc
     @cython.boundscheck(False)
-    def find_reads(self, p: _PhaseColumns) -> cython.void:
-        """Kind, start and stop of each read, and how many indices and bags there are."""
+    def find_reads(self, p: _PhaseColumns, indices: Written, bags: Written) -> cython.void:
+        """Kind, start and stop of each read; the rows that it takes, and where those of each sum begin among them."""
         r = 0
         phase_begin = self.indices
         consecutive: cython.bint
@@ -405,49 +403,34 @@ class _GradientPlanner:
             s = p.step_signature[k]
             for i in range(p.first_choice[s], p.first_choice[s + 1]):
                 b = p.first_block[k] + p.choice[i]
-                most, least, every, consecutive, before = 0, 2, 0, True, -1
+                most, least, consecutive, before = 0, 2, True, -1
                 for at in range(p.block[b], p.block[b] + p.step_rows[k]):
                     v = made[at]
                     uses = first[v + 1] - first[v]
-                    every += uses
                     most, least = max(most, uses), min(least, uses)
                     row = self.rows[first[v]] if uses else 0
                     consecutive &= before < 0 or row == before + 1
                     before = row
                 row = self.single(made[p.block[b]])
                 p.read_arena[r], p.bag[r] = p.arena_ids[p.block_arena[b]], self.bags
-                if most > 1:
-                    p.kind[r], p.start[r], p.stop[r] = 3, self.indices, self.indices + every
-                    self.indices += every
-                    self.bags += p.step_rows[k]
-                elif most == 0:
+                if most == 0:
                     p.kind[r], p.start[r] = 0, self.indices - phase_begin
                     p.stop[r] = p.start[r]
-                elif consecutive and least == 1:
+                elif consecutive and least == 1 and most == 1:
                     p.kind[r], p.start[r], p.stop[r] = 1, row, row + p.step_rows[k]
                 else:
-                    p.kind[r], p.start[r], p.stop[r] = 2, self.indices, self.indices + p.step_rows[k]
-                    self.indices += p.step_rows[k]
+                    p.kind[r], p.start[r] = 3 if most > 1 else 2, self.indices
+                    for at in range(p.block[b], p.block[b] + p.step_rows[k]):
+                        v = made[at]
+                        if most == 1:
+                            indices[self.indices] = self.single(v)
+                            self.indices += 1
+                            continue
+                        bags[self.bags] = self.indices - p.start[r]
+                        self.bags += 1
+                        for u in range(first[v], first[v + 1]):
+                            indices[self.indices] = self.rows[u]
+                            self.indices += 1
+                    p.stop[r] = self.indices
                 r += 1
             p.first_read[k + 1] = r
-
-    @cython.cfunc
-    @cython.boundscheck(False)
-    def fill_indices(self, p: _PhaseColumns, indices: Written, bags: Written) -> cython.void:
-        """The rows that each read takes, and where those of each sum begin among them."""
-        r = 0
-        for k in range(p.steps):
-            s = p.step_signature[k]
-            for i in range(p.first_choice[s], p.first_choice[s + 1]):
-                begin, to = p.block[p.first_block[k] + p.choice[i]], p.start[r]
-                if p.kind[r] == 2:
-                    for at in range(p.step_rows[k]):
-                        indices[to + at] = self.single(p.made[begin + at])
-                elif p.kind[r] == 3:
-                    for at in range(p.step_rows[k]):
-                        v = p.made[begin + at]
-                        bags[p.bag[r] + at] = to - p.start[r]
-                        for u in range(self.first_use[v], self.first_use[v + 1]):
-                            indices[to] = self.rows[u]
-                            to += 1
-                r += 1
