@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,26 +33,15 @@ _RULE = "a sum over a stack, as additions"
 _PLACES = 64  # positions that what replaces one call may take: fewer rounds than an int64 has bits
 
 
-@dataclass(frozen=True)
-class _Kinds:
-    """Of each signature: whether it stacks along the first dimension, whether it reduces that, its modes."""
-
-    stacks: np.ndarray
-    sums: np.ndarray  # 1: a sum, 2: a mean
-    modes: np.ndarray
-    any: bool  # whether there are both
-
-
 @kept_by_signatures(256)
-def _kinds(signatures: tuple[Signature, ...]) -> _Kinds:
+def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
+    """int64 [3, signatures]: whether each stacks along the first dimension, whether it reduces that (1: a sum, 2: a
+    mean), the number of its modes; empty where nothing can reduce a stack."""
     modes = list(dict.fromkeys(s.modes for s in signatures))
-    stacks, sums = [is_stack(s) for s in signatures], [_reduction(s) for s in signatures]
-    return _Kinds(
-        np.array(stacks, dtype=bool),
-        np.array(sums, dtype=np.int64),
-        np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
-        any(stacks) and any(sums),
-    )
+    found = np.array(
+        [(is_stack(s), _reduction(s), modes.index(s.modes)) for s in signatures], dtype=np.int64
+    ).T
+    return found if len(found) and found[:2].any(axis=1).all() else found[:0]
 
 
 class Unstacker:
@@ -66,17 +54,18 @@ class Unstacker:
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
         kinds = _kinds(program.signatures)
-        if not kinds.any:
+        if not len(kinds):
             return program
-        calls = np.flatnonzero(kinds.sums[program.sig])
+        stacks, sums, modes = kinds[:, program.sig]  # of each call
+        calls = np.flatnonzero(sums)
         value = program.inputs[program.input_offsets[calls]]
         calls, value = calls[value >= program.known], value[value >= program.known]
         stack = program.call_of_value[value - program.known]
-        same = kinds.modes[program.sig[stack]] == kinds.modes[program.sig[calls]]
-        found = kinds.stacks[program.sig[stack]] & same
+        found = (stacks[stack] > 0) & (modes[stack] == modes[calls])
         if not found.any():
             return program
-        return _Unstacking(self, program, kinds, calls[found], stack[found]).run()
+        calls = calls[found]
+        return _Unstacking(self, program, calls, stack[found], sums[calls] == 2).run()
 
     def signature(self, like: Signature, operation: str, inputs: tuple[TensorType, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""
@@ -103,10 +92,9 @@ class _Unstacking:
     """Puts additions in the place of some calls, each of which reduces the stack that another call makes."""
 
     def __init__(
-        self, unstack: Unstacker, program: Program, kinds: _Kinds, calls: np.ndarray, stack: np.ndarray
+        self, unstack: Unstacker, program: Program, calls: np.ndarray, stack: np.ndarray, mean: np.ndarray
     ) -> None:
-        self.unstack, self.program, self.calls, self.stack = unstack, program, calls, stack
-        self.mean = kinds.sums[program.sig[calls]] == 2
+        self.unstack, self.program, self.calls, self.stack, self.mean = unstack, program, calls, stack, mean
         self.signatures = list(program.signatures)
         self.constants = dict(program.constants)
         self.values = program.values
