@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ _HEAVY = {
 _DETACH, _TRANSPOSE = torch.ops.aten.detach.default, torch.ops.aten.t.default
 
 
+_ENGINE = "torch.autograd.graph"  # whose frame calls autograd's engine
+
+
+def _of_a_transform(frame: FrameType) -> bool:
+    """Whether torch.func asked autograd's engine, for torch.func.grad and the like."""
+    asks = frame.f_back and frame.f_back.f_back
+    return asks is not None and asks.f_globals.get("__name__", "").startswith("torch._functorch")
+
+
 class _Kind:
     """Calls of one function on tensors of the same shapes."""
 
@@ -74,6 +84,7 @@ class Seen:
         self.waits = self.elements = 0
         self.heavy = 0.0
         self.stacks = 0  # of many rows
+        self.derivatives = False  # whether torch.autograd.grad runs in the forward, which can't be recorded
         self.most_nodes = 0  # of one instance; what hangs on more of them was made by others
         self.products = Products()
         self.phases = 0  # the most that one instance waits for
@@ -112,6 +123,7 @@ class Seen:
         self.views += watch.views
         self.heavy += watch.heavy
         self.stacks += watch.stacks
+        self.derivatives |= watch.derivatives
         self.elements += watch.elements
         self.products += watch.products
         self.recorded += watch.recorded
@@ -130,7 +142,7 @@ class Seen:
     @property
     def as_it_is(self) -> float:
         """The share of the calls that runs instance by instance in a batched minibatch too: none of it is recorded."""
-        return 1.0 - self.recorded / max(1, self.calls)
+        return 1.0 if self.derivatives else 1.0 - self.recorded / max(1, self.calls)
 
     @property
     def operations(self) -> int:
@@ -210,6 +222,7 @@ class _Watch(QuietDispatchMode):
         ) = 0
         self.heavy = 0.0
         self.stacks = 0
+        self.derivatives = False
         self.products = Products()
         self.kinds: dict[Any, tuple[int, set[int]]] = {}
         self._depths: dict[int, int] = {}  # by id; one that is used again is only counted wrongly
@@ -244,8 +257,10 @@ class _Watch(QuietDispatchMode):
         if begins:
             self._place, self._first, self._depth = place, func, 0
             self._mine.clear()
-            self._in_module = frame.f_globals.get("__name__", "").startswith("torch.nn.")
+            name = frame.f_globals.get("__name__", "")
+            self._in_module = name.startswith("torch.nn.")
             self.modules += self._in_module
+            self.derivatives |= name == _ENGINE and not _of_a_transform(frame)
         if func.is_view:
             self.views += 1
         else:

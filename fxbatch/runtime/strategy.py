@@ -52,6 +52,10 @@ SELDOM = 16
 # One of the first minibatches is recorded on trial where scouts estimate batching at up to DOUBT times the loop, and
 # the trial costs at most so many minibatches of the loop.
 DOUBT, TRIALS_UNTIL, TRIAL = 2.2, 10, 12.0
+DERIVATIVES = (
+    "its forward takes derivatives by torch.autograd.grad; torch.func.grad in a submodule, or in a function with "
+    "@fxbatch.operation, would be batched"
+)
 AGAIN = 50  # minibatches by the loop until one that was batched, and did not pay, may be tried anew
 LONGEST = 128  # minibatches between two counts
 MOST_SIZES = 256  # numbers of instances that a verdict is kept for
@@ -181,7 +185,9 @@ class Strategy:
         found = self._verdict(mode, instances)
         if not WORTH_IT * found.loop < found.batched <= DOUBT * found.loop:
             return False
-        if 10 * found.counts.unbatched > found.counts.calls:  # sizes of its own
+        if (
+            mode.seen.derivatives or 10 * found.counts.unbatched > found.counts.calls
+        ):  # the latter: sizes of its own
             return False
         cost = trial_cost(found.counts, mode.seen.operations)
         if cost > min(TRIAL * found.loop, mode.credit):
@@ -419,6 +425,8 @@ class Strategy:
         if self.warned or mode.looped < WARN:
             return ""
         self.warned = True
+        if mode.seen.derivatives:
+            return f"its minibatches run the plain loop: {DERIVATIVES}"
         return (
             "its minibatches run the plain loop, which is estimated to be faster than batching them; "
             "fxbatch.explain(...).strategy says why, adaptive=False batches all the same"
@@ -449,6 +457,8 @@ class Strategy:
                     else "what was built before has to be paid for first"
                 )
                 return f"the plain loop: {both}, but {what}, which about {max(1, round(need))} more minibatches earn"
+            if mode.seen.derivatives:
+                return f"the plain loop: {DERIVATIVES}"
             why = [f"{_steps(counts)} steps for {counts.calls} calls"]
             if counts.phases > 1:
                 why.append(f"{counts.phases} phases")

@@ -304,6 +304,51 @@ def test_where_nothing_is_recorded_the_loop_runs(batches: list[int]) -> None:
     assert len(batches) <= 1, "one shows that there is nothing to batch"
 
 
+class Forces(nn.Module):
+    """An energy, and what it changes with: by torch.autograd.grad in the forward, or by torch.func.grad in a part."""
+
+    def __init__(self, transform: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.gradient = Gradient(self.energy)
+        self.transform = transform
+        self.calls = 0
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.transform:
+            return self.gradient(self.energy[1](self.energy[0](x))[:3])
+        x = x.clone().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Gradient(nn.Module):
+    def __init__(self, energy: nn.Module) -> None:
+        super().__init__()
+        self.energy = energy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: self.energy(y).sum())(x)
+
+
+@pytest.mark.parametrize("transform", [False, True])
+def test_derivatives_in_the_forward_run_the_loop_and_a_warning_says_why(
+    batches: list[int], transform: bool
+) -> None:
+    model = Forces(transform)
+    f = decorated(model)
+    x = torch.randn(64, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(module.WARN + 1):
+            found = f(x)
+    torch.testing.assert_close(found, torch.stack([model.forward(row) for row in x]))
+    said = [str(w.message) for w in caught if issubclass(w.category, fxbatch.LoopWarning)]
+    assert bool(batches) == transform
+    assert any("torch.func.grad in a submodule" in text for text in said) != transform
+
+
 def test_graphs_are_built_from_a_credit() -> None:
     strategy = Strategy()
     mode = strategy._modes[True]
