@@ -31,12 +31,24 @@ TYPED = (
         for name in ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
     ),
     "ragged/row_places",
+    "ragged/segment_loops",
     "trace/places",
 )
 
+# Sums may be added up in several places at once; infinities and what is no number stay what they are.
+_FLAGS = {
+    "ragged/segment_loops": (
+        "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+    )
+}  # fmt: skip
+
 _LOOPS = cythonize(
     [
-        Extension(f"fxbatch.{name.replace('/', '.')}", [f"fxbatch/{name}.py"], extra_compile_args=["-g0"])
+        Extension(
+            f"fxbatch.{name.replace('/', '.')}",
+            [f"fxbatch/{name}.py"],
+            extra_compile_args=["-g0", *_FLAGS.get(name, ())],
+        )
         for name in TYPED
     ],
     build_dir="build",

@@ -19,6 +19,15 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.ragged.row_places import measure, padded_places, padded_rows, positions, segments
+from fxbatch.ragged.segment_loops import (
+    COMPILED,
+    mean_gradients,
+    means,
+    softmax,
+    softmax_gradients,
+    weighted_gradients,
+    weighted_sums,
+)
 
 
 class Lengths:
@@ -182,25 +191,26 @@ class Lengths:
         out = rows.new_zeros((self.n, *rows.shape[1:]))
         return out.index_add(0, self.segment, rows)
 
+    def mean(self, rows: torch.Tensor) -> torch.Tensor:
+        """[total, ...] => [n, ...]."""
+        if looped(rows):
+            found: torch.Tensor = _applied(_Mean, self, rows)
+            return found
+        return self.divided(self.sum(rows), 1)
+
     def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The sum of `weights * rows` over the rows of each instance: [total, 1], [total, d] => [n, d]."""
-        recorded = torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad)
-        narrow = rows.dtype not in (torch.float32, torch.float64) or weights.dtype != rows.dtype
-        if recorded or narrow or not rows.numel():
-            return self.sum(weights * rows)
-        return torch.embedding_bag(
-            rows, self.each_row, self.offsets, mode=0, per_sample_weights=weights.reshape(-1)
-        )[0]
+        if looped(rows) and looped(weights):
+            found: torch.Tensor = _applied(_Weighted, self, weights, rows)
+            return found
+        return self.sum(weights * rows)
 
     def softmax(self, rows: torch.Tensor) -> torch.Tensor:
         """The softmax over the rows of each instance."""
-        wide = rows.numel() > NARROW * self.total
-        if wide or not rows.is_cpu or rows.dtype not in (torch.float32, torch.float64) or not self.total:
-            return self.unpad(self.pad(rows, float("-inf")).softmax(1))
-        if torch.is_grad_enabled() and rows.requires_grad:
-            found: torch.Tensor = _Softmax.apply(rows, self)
+        if looped(rows) and rows.numel() <= NARROW * self.total:
+            found: torch.Tensor = _applied(_Softmax, self, rows)
             return found
-        return _softmax(rows, self)
+        return self.unpad(self.pad(rows, float("-inf")).softmax(1))
 
     def extreme(self, rows: torch.Tensor, fill: Any, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "amax" or "amin", where equal rows share the gradient; fill: what never is one."""
@@ -226,10 +236,9 @@ class Lengths:
         if self.shortest == 0:
             made = self.sum(F.linear(rows, weight, bias))
             return self.divided(made, 1) if mean else made
-        summed = self.sum(rows)
         if mean:
-            return F.linear(self.divided(summed, 1), weight, bias)
-        made = F.linear(summed, weight)
+            return F.linear(self.mean(rows), weight, bias)
+        made = F.linear(self.sum(rows), weight)
         return made if bias is None else made + self.column.view(-1, *[1] * (made.dim() - 1)) * bias
 
     def group_norm(
@@ -314,30 +323,97 @@ class Lengths:
         )
 
 
-NARROW = 8  # elements of a row, up to which segments are reduced faster than padding is written
+NARROW = 8  # elements of a row, up to which a loop is faster than padding and torch's vectors of exponentials
+LOOPED = 1 << 18  # elements, up to which one loop is as fast as torch's kernels are on all threads
 
 
-def _softmax(rows: torch.Tensor, size: Lengths) -> torch.Tensor:
-    top = torch.segment_reduce(rows, "max", lengths=size.column, unsafe=True)
-    powers = (rows - size.each(top)).exp_()
-    return powers.div_(size.each(torch.segment_reduce(powers, "sum", lengths=size.column, unsafe=True)))
+def looped(rows: torch.Tensor) -> bool:
+    """Whether a loop of `segment_loops.py` does it."""
+    return COMPILED and rows.dtype == torch.float32 and 0 < rows.numel() <= LOOPED and rows.is_cpu
+
+
+def _applied(function: type[torch.autograd.Function], *given: Any) -> Any:
+    """What a function gives; its forward alone, where no gradients are recorded."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given[1:]):
+        return function.apply(*given)
+    return function.forward(None, *given)
+
+
+def _width(rows: torch.Tensor) -> int:
+    return rows.numel() // len(rows)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the rows of each instance."""
+
+    @staticmethod
+    def forward(ctx: Any, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
+        if ctx is not None:
+            ctx.size = size
+        rows = rows.contiguous()
+        made = rows.new_empty((size.n, *rows.shape[1:]))
+        means(rows.data_ptr(), size.sizes, _width(rows), made.data_ptr())
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gradient, size = gradients[0].contiguous(), ctx.size
+        if torch.is_grad_enabled():  # a gradient of it may be asked for
+            return None, size.each(size.divided(gradient, 1))
+        made = gradient.new_empty((size.total, *gradient.shape[1:]))
+        mean_gradients(gradient.data_ptr(), size.sizes, _width(gradient), made.data_ptr())
+        return None, made
+
+
+class _Weighted(torch.autograd.Function):
+    """The sum of the rows of each instance, each times its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, size: Lengths, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        weights, rows = weights.contiguous(), rows.contiguous()
+        if ctx is not None:
+            ctx.size = size
+            ctx.save_for_backward(weights, rows)
+        made = rows.new_empty((size.n, *rows.shape[1:]))
+        weighted_sums(weights.data_ptr(), rows.data_ptr(), size.sizes, _width(rows), made.data_ptr())
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (weights, rows), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
+        if torch.is_grad_enabled():  # a gradient of it may be asked for
+            each = size.each(gradient)
+            return None, (each * rows).sum(1, keepdim=True), each * weights
+        of_weights, of_rows = torch.empty_like(weights), torch.empty_like(rows)
+        weighted_gradients(
+            gradient.data_ptr(), weights.data_ptr(), rows.data_ptr(), size.sizes, _width(rows), of_weights.data_ptr(),
+            of_rows.data_ptr(),
+        )  # fmt: skip
+        return None, of_weights, of_rows
 
 
 class _Softmax(torch.autograd.Function):
     """The softmax over the rows of each instance, without padding."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, size: Lengths) -> torch.Tensor:
-        found = _softmax(rows, size)
-        ctx.size = size
-        ctx.save_for_backward(found)
+    def forward(ctx: Any, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.contiguous()
+        found = torch.empty_like(rows)
+        softmax(rows.data_ptr(), size.sizes, _width(rows), found.data_ptr())
+        if ctx is not None:
+            ctx.size = size
+            ctx.save_for_backward(found)
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (found,), (gradient,) = ctx.saved_tensors, gradients
-        made = gradient * found
-        return made - found * ctx.size.each(ctx.size.sum(made)), None
+        (found,), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
+        if torch.is_grad_enabled():  # a gradient of it may be asked for
+            made = gradient * found
+            return None, made - found * size.each(size.sum(made))
+        made = torch.empty_like(found)
+        softmax_gradients(gradient.data_ptr(), found.data_ptr(), size.sizes, _width(found), made.data_ptr())
+        return None, made
 
 
 class _Extreme(torch.autograd.Function):

@@ -442,7 +442,9 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if product := _of_products(e, node, x, dims):
         return _kept(e, node, product)
     name, size = _reduced(e, node, x, dims, "sum")
-    return _kept(e, node, f"{size}.divided({size}.sum({name}), {_count(x, dims)})")
+    if (count := _count(x, dims)) == 1:
+        return _kept(e, node, f"{size}.mean({name})")
+    return _kept(e, node, f"{size}.divided({size}.sum({name}), {count})")
 
 
 @over("amax", "amin")

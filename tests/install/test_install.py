@@ -24,6 +24,7 @@ TYPED = (
     "plan",
     "row_places",
     "schedule",
+    "segment_loops",
     "select",
     "signature_graph",
 )  # by Cython
