@@ -28,7 +28,7 @@ def readme_for_index() -> str:
 TYPED = (
     *(
         f"passes/{name}"
-        for name in ("deduplicate", "gradients", "plan", "schedule", "select", "signature_graph")
+        for name in ("deduplicate", "gradients", "plan", "room", "schedule", "select", "signature_graph")
     ),
     "ragged/row_places",
     "ragged/segment_loops",

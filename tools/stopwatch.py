@@ -34,7 +34,7 @@ from fxbatch.trace.record import Recorder
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (Engine, "record", "trace"),
     (Recorder, "pending_program", "merge"),
-    (Engine, "prepare", "rewrite"),
+    (Engine, "rewrite", "rewrite"),
     (Engine, "schedule", "schedule"),
     (Engine, "plan", "plan"),
     (Engine, "compiled", "compile"),

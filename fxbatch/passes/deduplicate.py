@@ -234,6 +234,10 @@ class Deduplicator:
         # The structure of the result; None where it came with other data.
         self._result: OrderedDict[StructureKey, StructureKey | None] = OrderedDict()
 
+    def idle_below(self, program: Program) -> int:
+        """Programs of these signatures with fewer calls are left as they are."""
+        return FEWEST_CALLS
+
     def __call__(self, program: Program) -> Program:
         """The program itself, or a smaller one with its results."""
         if len(program) < FEWEST_CALLS:

@@ -41,6 +41,7 @@ CHEAP = 8
 # Longest run, in calls; and how much of a program is looked at.
 LONGEST = 128
 SAMPLE = 30000
+RELEARNED = 4  # times as many calls as runs were learned from: they are looked for anew
 # The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py).
 LEAST_SHARE = 0.125
 
@@ -476,6 +477,11 @@ class Fuser:
         found = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
         return _Fusing(program, self, found).run() if found else program
 
+    def idle_below(self, program: Program) -> int:
+        """Programs of these signatures with fewer calls are left as they are."""
+        family = self._learned(program)
+        return 0 if family.blocks else RELEARNED * family.calls
+
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
         if len(self.refused) >= 4 * self.capacity:
@@ -497,7 +503,7 @@ class Fuser:
              if n and s.operation.kind not in CONSTANT_KINDS]
         )  # fmt: skip
         found = self.families.get(key)
-        if found is not None and len(program.sig) < 4 * found.calls:
+        if found is not None and len(program.sig) < RELEARNED * found.calls:
             self.families.move_to_end(key)
             return found
         stream = Stream(program)

@@ -8,7 +8,7 @@ pipeline.records                                     # name, calls before and af
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
 from fxbatch.errors import OptionError
@@ -16,10 +16,12 @@ from fxbatch.ir import Program
 from fxbatch.passes.deduplicate import Deduplicator, deduplicate
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.select import eliminate_dead
+from fxbatch.passes.signature_graph import survey
 from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_program
 
 ProgramPass = Callable[[Program], Program]
+_KEPT = 256  # families of programs
 
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
@@ -52,17 +54,27 @@ class Pipeline:
         self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
         self.verify = verify
         self._did: list[tuple[str, int, int, float]] = []
+        # By columns and who is called: programs of fewer calls that the passes after the first leave as they are.
+        self._idle: dict[Hashable, int] = {}
 
     @property
     def records(self) -> tuple[PassRecord, ...]:
         """What each pass did to the last program."""
-        return tuple(PassRecord(*did) for did in self._did)
+        left = self._did[-1][2] if self._did else 0
+        others = [(name, left, left, 0.0) for name in [*self.passes][len(self._did) :]]
+        return tuple(PassRecord(*did) for did in (*self._did, *others))
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes; an exception gets a note that names the pass."""
-        did = []
+        did: list[tuple[str, int, int, float]] = []
         calls, clock = len(program.sig), time.perf_counter()
+        first, family = program, None
         for name, rewrite in self.passes.items():
+            if len(did) == 1:
+                first, family = program, (program.columns, survey(program).present)
+                if calls < self._idle.get(family, 0) and not self.verify:
+                    self._did = did
+                    return program
             before, start = calls, clock
             try:
                 rewritten = rewrite(program)
@@ -76,4 +88,15 @@ class Pipeline:
             clock = time.perf_counter()
             did.append((name, before, calls, clock - start))
         self._did = did
+        if program is first and family is not None:
+            if len(self._idle) >= _KEPT:
+                self._idle.clear()
+            others = [*self.passes.values()][1:]
+            self._idle[family] = min(getattr(x, "idle_below", _never)(program) for x in others)
         return program
+
+
+def _never(program: Program) -> int:
+    """How many calls the programs of this family have at least that a pass does something to, when nothing is known of
+    it."""
+    return 0

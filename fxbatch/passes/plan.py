@@ -12,26 +12,22 @@ For inference, which keeps nothing for backward, rows are used again (`reuse`): 
 of any of its values has run (results are never freed), and each block takes the first free rows of its arena that
 are wide enough, so that a chain of 1,000 steps needs two blocks.
 
+A run asks for all that it needs of a phase in one call: `plan_whole` for its only phase (the plan, what is known of its
+values, where its arrays lie), `RunColumns.plan` for one of several (the plan, and which arrays lack room).
+
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fxbatch.ir import (
-    Layout,
-    Plan,
-    Program,
-    Schedule,
-    Signature,
-    SignatureColumns,
-    offsets,
-)
+from fxbatch.ir import Layout, Plan, Program, Schedule, SignatureColumns
+from fxbatch.passes.room import ArrayTable, place_arrays, rows_of_arrays
+from fxbatch.passes.slots import SlotTable, tabulate_slots
 
 try:
     import cython
@@ -43,58 +39,9 @@ Ints = cython.typedef(cython.const[cython.longlong][::1])
 Shorts = cython.typedef(cython.const[cython.int][::1])
 Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
+Marks = cython.typedef(cython.uchar[::1])
 
 NOT_THERE = "a column names a call or a value that is not there"
-
-
-@dataclass(frozen=True)
-class SlotTable:
-    """Per signature slot (flat over signatures): where its rows go among the step's gathered rows."""
-
-    first_slot: np.ndarray  # int64 [signatures + 1]
-    prior: np.ndarray  # members of earlier groups of the signature
-    size: np.ndarray  # members of the slot's group
-    member: np.ndarray  # position in the group
-    first_group: np.ndarray  # int64 [signatures + 1]
-    group_size: np.ndarray  # int64 [groups]
-    group_type: np.ndarray  # int64 [groups]: type id of the members
-    _tables: dict[SignatureColumns, Tables] = field(default_factory=dict, repr=False, compare=False)
-
-    def tables(self, columns: SignatureColumns) -> Tables:
-        """These columns and those of the signatures, checked."""
-        found = self._tables.get(columns)
-        if found is None:
-            found = self._tables[columns] = Tables(columns, self)
-        return found
-
-
-def tabulate_slots(program: Program, layouts: Sequence[Layout | None]) -> SlotTable:
-    """The layouts of all signatures as columns; None means one group a slot."""
-    prior: list[int] = []
-    size: list[int] = []
-    member: list[int] = []
-    group_size: list[int] = []
-    group_type: list[int] = []
-    groups_of = []
-    type_ids = program.type_ids
-    for signature, layout in zip(program.signatures, layouts, strict=True):
-        arity = len(signature.inputs)
-        groups = tuple((i,) for i in range(arity)) if layout is None else layout.groups
-        rows = [(0, 0, 0)] * arity
-        before = 0
-        for group in groups:
-            for position, slot in enumerate(group):
-                rows[slot] = (before, len(group), position)
-            before += len(group)
-            group_size.append(len(group))
-            group_type.append(type_ids[signature.inputs[group[0]]])
-        for a, b, c in rows:
-            prior.append(a)
-            size.append(b)
-            member.append(c)
-        groups_of.append(len(groups))
-    columns = [np.array(x, dtype=np.int64) for x in (prior, size, member, groups_of, group_size, group_type)]
-    return SlotTable(offsets(program.arity), *columns[:3], offsets(columns[3]), *columns[4:])
 
 
 @cython.cclass
@@ -119,18 +66,22 @@ class Tables:
     def __init__(self, columns: SignatureColumns, slots: SlotTable) -> None:
         self.arity, self.width, self.constant = columns.arity, columns.width, columns.constant
         self.first_output, self.output_types = columns.first_output, columns.output_types
-        self.first_slot, self.prior, self.size, self.member = (
-            slots.first_slot,
-            slots.prior,
-            slots.size,
-            slots.member,
-        )
+        self.first_slot, self.prior = slots.first_slot, slots.prior
+        self.size, self.member = slots.size, slots.member
         self.first_group, self.group_size, self.group_type = (
             slots.first_group,
             slots.group_size,
             slots.group_type,
         )
         self.signatures, self.types = len(columns.arity), len(columns.types)
+
+
+def _checked(columns: SignatureColumns, slots: SlotTable) -> Tables:
+    """These columns and those of the signatures."""
+    found: Tables | None = slots.checked.get(columns)
+    if found is None:
+        found = slots.checked[columns] = Tables(columns, slots)
+    return found
 
 
 def plan_arenas(
@@ -143,27 +94,162 @@ def plan_arenas(
     used: np.ndarray | None = None,
     run_before: np.ndarray | None = None,
     reuse: bool = False,
-    into: np.ndarray | None = None,
 ) -> Plan:
     """The plan of a program (or of one phase of it).
 
     layouts: one a signature. known_rows: int64 [program.known], the rows of earlier phases' values;
     used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of each
     signature already run. reuse: rows are used again when their last reader has run (inference).
-    into: int64 with room for all values, where `row_of_value` is made: with the known rows at the start of it,
-    many phases copy none.
     """
     assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
     table = tabulate_slots(program, layouts) if slots is None else slots
-    planner = _ArenaPlanner(program, schedule, table.tables(program.columns))
-    *columns, unordered = planner.run(known_rows, used, run_before, reuse, into)
-    capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = columns[:9]
-    first_block, block_arena, block_start, entry_offsets, entries, row_of_value, indices = columns[9:]
-    order = {s: _order_of(schedule, step_sig, s) if s in unordered else None for s in program.constants}
-    return Plan(
-        program.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
-        first_block, block_arena, block_start, indices, entries, entry_offsets, row_of_value, order,
-    )  # fmt: skip
+    planner = _ArenaPlanner(program, schedule, _checked(program.columns, table))
+    planner.allot(known_rows)
+    if used is not None:
+        planner.columns[0][:] = used
+    if run_before is not None:
+        before: Ints = run_before
+        for s in range(planner.t.signatures):
+            planner.ran[s] = before[s]
+    planner.finish(reuse)
+    return planner.plan(program, schedule)
+
+
+class WholePlan(NamedTuple):
+    """The plan of a minibatch's only phase, with what a run of it knows of its values and arrays."""
+
+    plan: Plan
+    type_of: np.ndarray  # int64 [values]
+    needed: np.ndarray  # bool [values]: whether gradients go through it
+    rows: np.ndarray  # int64 [arrays]
+    places: np.ndarray  # int64 [arrays, 3]: see `place_arrays`
+    ends: np.ndarray  # int64 [devices]
+    calls: np.ndarray  # int64 [signatures]
+
+
+def plan_whole(
+    program: Program,
+    schedule: Schedule,
+    slots: SlotTable,
+    arrays: ArrayTable,
+    needs: np.ndarray,
+    *,
+    reuse: bool,
+) -> WholePlan:
+    """The plan of a minibatch's only phase. needs: bool [outputs of the signatures]."""
+    planner = _ArenaPlanner(program, schedule, _checked(program.columns, slots))
+    planner.allot(None)
+    planner.finish(reuse)
+    type_of, needed = np.empty(planner.values, dtype=np.int64), np.empty(planner.values, dtype=bool)
+    planner.tell(program.columns.numbers, needs, type_of, needed)
+    plan = planner.plan(program, schedule)
+    rows, inside, first, calls = rows_of_arrays(arrays, plan)
+    places, ends = place_arrays(arrays.width, arrays.device, arrays.devices, rows, inside, first)
+    return WholePlan(plan, type_of, needed, rows, places, ends, calls)
+
+
+@cython.cclass
+class RunColumns:
+    """What the phases of a run leave for the next one, as columns that grow without being copied phase by phase: of
+    each value its row, its type and whether gradients go through it; rows in use of each array, and the room that it
+    has; calls of each operation so far.
+
+        plan, small = columns.plan(program, schedule, slots, arrays, numbers, operations, types, needs)
+        for i, n, used in small:
+            columns.give_room(i, n)          # array i needs n rows, of which some are in use
+        row, type_of, needed = columns.ran()
+    """
+
+    count: Int  # values whose phases have run
+    planned: Int  # with those of the phase that was planned last
+    row: np.ndarray
+    type_of: np.ndarray
+    needed: np.ndarray
+    used: Written
+    room: Written
+    calls: Written
+
+    def __init__(self) -> None:
+        self.count = self.planned = 0
+        self.row = self.type_of = self.used = self.room = self.calls = np.zeros(0, dtype=np.int64)
+        self.needed = np.zeros(0, dtype=bool)
+
+    def ran(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The phase that was planned has run. int64, int64 and bool [values]: row, type, and whether gradients go
+        through each."""
+        self.count = self.planned
+        return self.row[: self.count], self.type_of[: self.count], self.needed[: self.count]
+
+    def add(self, arrays: Int, operations: Int) -> None:
+        """There are so many arrays and operations; those that are new have no rows and calls."""
+        self.used, self.room = _longer(self.used, arrays), _longer(self.room, arrays)
+        self.calls = _longer(self.calls, operations)
+
+    def give_room(self, array: Int, rows: Int) -> None:
+        """An array has room for so many rows from here on."""
+        self.room[array] = rows
+
+    def rows_used(self, array: Int) -> Int:
+        """Rows in use of an array."""
+        return self.used[array]
+
+    def calls_of(self, operation: Int) -> Int:
+        """Calls of an operation in all phases so far."""
+        return self.calls[operation]
+
+    def plan(
+        self,
+        program: Program,
+        schedule: Schedule,
+        slots: SlotTable,
+        arrays: ArrayTable,
+        numbers: np.ndarray,
+        operations: np.ndarray,
+        types: np.ndarray,
+        needs: np.ndarray,
+    ) -> tuple[Plan, list[tuple[int, int, int]]]:
+        """The plan of a phase, and the arrays that lack room, with the rows that they need and those in use. numbers:
+        of the arrays in this run; operations: of each signature the number of its operation here, -1 for none; types:
+        likewise those of the program."""
+        number: Ints = numbers
+        operation: Ints = operations
+        owner: Ints = arrays.owner
+        members: Ints = arrays.members
+        planner = _ArenaPlanner(program, schedule, _checked(program.columns, slots))
+        if planner.known > self.count:
+            raise IndexError(NOT_THERE)
+        self.planned = planner.values
+        if len(self.row) < self.planned:
+            self.row, self.type_of = (
+                _longer(self.row, 2 * self.planned),
+                _longer(self.type_of, 2 * self.planned),
+            )
+            self.needed = _longer(self.needed, 2 * self.planned).astype(bool)
+        planner.allot(None, self.row)
+        for a in range(planner.t.types):
+            planner.capacity[a] = self.used[number[a]]
+        for s in range(planner.t.signatures):
+            planner.ran[s] = 0 if operation[s] < 0 else self.calls[operation[s]]
+        planner.finish(False)
+        planner.tell(types, needs, self.type_of, self.needed)
+        small: list[tuple[int, int, int]] = []
+        for s in range(planner.t.signatures):
+            if operation[s] >= 0:
+                self.calls[operation[s]] = planner.ran[s]
+        for i in range(owner.shape[0]):
+            s, a = owner[i], number[i]
+            rows = planner.capacity[i] if s < 0 else planner.ran[s] * members[i]
+            if rows > self.room[a]:
+                small.append((a, rows, self.used[a]))
+            self.used[a] = max(self.used[a], rows)
+        return planner.plan(program, schedule), small
+
+
+def _longer(column: Any, items: int) -> np.ndarray:
+    """The same with more items, zeros."""
+    found = np.zeros(items, dtype=np.int64)
+    found[: len(column)] = column
+    return found
 
 
 @cython.cclass
@@ -181,6 +267,7 @@ class _ArenaPlanner:
     entries: Int
     known: Int
     values: Int
+    columns: list[np.ndarray]
     gathers: Int
     blocks: Int
     indexed: Int
@@ -263,67 +350,70 @@ class _ArenaPlanner:
             self.blocks += self.t.width[s]
         return True
 
-    def run(
-        self,
-        known_rows: np.ndarray | None,
-        used: np.ndarray | None,
-        run_before: np.ndarray | None,
-        reuse: bool,
-        into: np.ndarray | None,
-    ) -> list[Any]:
-        """The columns of the plan, pieces of one array; then the constants whose calls are out of order."""
+    @cython.ccall
+    def allot(self, known_rows: np.ndarray | None, into: np.ndarray | None = None) -> cython.void:
+        """The columns of the plan, pieces of one array, with nothing in them yet but the rows of known values. into:
+        room for the rows of all values, which has those already."""
         k = self.steps
-        columns: list[np.ndarray] = []
         self.made = np.empty(
             self.t.types + 5 * k + 2 + 5 * self.gathers + 1 + 2 * self.blocks + 2 * self.entries
             + (self.values if into is None else 0), dtype=np.int64
         )  # fmt: skip
-        self.whole, self.cut = self.made, 0
-        self.capacity = self.piece(columns, self.t.types)
-        self.step_signature = self.piece(columns, k)
-        self.step_rows = self.piece(columns, k)
-        self.step_offset = self.piece(columns, k)
-        self.first_gather = self.piece(columns, k + 1)
-        self.gather_arena = self.piece(columns, self.gathers)
-        self.kind = self.piece(columns, self.gathers)
-        self.start = self.piece(columns, self.gathers)
-        self.gather_rows = self.piece(columns, self.gathers)
-        self.first_block = self.piece(columns, k + 1)
-        self.block_arena = self.piece(columns, self.blocks)
-        self.block_start = self.piece(columns, self.blocks)
-        self.entry_offsets = self.piece(columns, self.gathers + 1)
-        self.entry = self.piece(columns, self.entries)
+        self.whole, self.cut, self.columns = self.made, 0, []
+        self.capacity = self.piece(self.t.types)
+        self.step_signature = self.piece(k)
+        self.step_rows = self.piece(k)
+        self.step_offset = self.piece(k)
+        self.first_gather = self.piece(k + 1)
+        self.gather_arena = self.piece(self.gathers)
+        self.kind = self.piece(self.gathers)
+        self.start = self.piece(self.gathers)
+        self.gather_rows = self.piece(self.gathers)
+        self.first_block = self.piece(k + 1)
+        self.block_arena = self.piece(self.blocks)
+        self.block_start = self.piece(self.blocks)
+        self.entry_offsets = self.piece(self.gathers + 1)
+        self.entry = self.piece(self.entries)
         if into is None:
-            self.row = self.piece(columns, self.values)
+            self.row = self.piece(self.values)
         elif len(into) < self.values:
             raise IndexError(NOT_THERE)
         else:
             self.row = into
-            columns.append(into[: self.values])
+            self.columns.append(into[: self.values])
         if known_rows is not None:
-            columns[14][: self.known] = known_rows
+            self.columns[14][: self.known] = known_rows
         self.indices = self.whole[self.cut :]
         self.capacity[:] = 0
-        if used is not None:
-            columns[0][:] = used
-        if run_before is not None:
-            before: Ints = run_before
-            for s in range(self.t.signatures):
-                self.ran[s] = before[s]
+
+    @cython.ccall
+    def finish(self, reuse: cython.bint) -> cython.void:
+        """Fill the columns; `capacity` and `ran` have what earlier phases took."""
         self.lay_out()
         if reuse:
             self.lay_out_again()
         self.place_values()
         if not self.read_inputs():
             raise IndexError(NOT_THERE)
-        return [*columns, self.made[self.cut : self.cut + self.indexed], self.out_of_order()]
+
+    def plan(self, program: Program, schedule: Schedule) -> Plan:
+        """The plan, when its columns are filled."""
+        capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = self.columns[:9]
+        first_block, block_arena, block_start, entry_offsets, entries, row_of_value = self.columns[9:]
+        unordered = self.out_of_order()
+        order = {s: _order_of(schedule, step_sig, s) if s in unordered else None for s in program.constants}
+        return Plan(
+            program.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
+            first_block, block_arena, block_start, self.made[self.cut : self.cut + self.indexed], entries,
+            entry_offsets, row_of_value, order,
+        )  # fmt: skip
 
     @cython.cfunc
-    def piece(self, columns: list[np.ndarray], items: Int) -> Written:
+    def piece(self, items: Int) -> Written:
         """The next column, also put into the list as an array."""
         at = self.cut
         self.cut += items
-        columns.append(self.made[at : self.cut])
+        self.columns.append(self.made[at : self.cut])
         return self.whole[at : self.cut]
 
     @cython.cfunc
@@ -425,6 +515,20 @@ class _ArenaPlanner:
         else:
             self.kind[g], self.start[g] = 2, at
             self.indexed += rows
+
+    @cython.ccall
+    def tell(self, types: Ints, needs: Flags, type_of: Written, needed: Marks) -> cython.void:
+        """Write what stands for each output of the signatures at each value of the program: the number of its type,
+        and whether gradients go through it."""
+        t: Tables = self.t
+        if types.shape[0] < t.types or needs.shape[0] < t.first_output[t.signatures]:
+            raise IndexError(NOT_THERE)
+        for c in range(self.calls):
+            s = self.sig[c]
+            v = self.value[c]
+            for j in range(t.first_output[s], t.first_output[s + 1]):
+                type_of[v], needed[v] = types[t.output_types[j]], needs[j]
+                v += 1
 
     @cython.cfunc
     def out_of_order(self) -> list[int]:
@@ -566,93 +670,3 @@ def _order_of(schedule: Schedule, step_sig: np.ndarray, s: int) -> np.ndarray | 
     joined = calls[0] if len(calls) == 1 else np.concatenate(calls) if calls else order[:0]
     in_order = len(joined) < 2 or bool((np.diff(joined) > 0).all())
     return None if in_order else np.argsort(np.argsort(joined))
-
-
-def is_constant(signature: Signature) -> bool:
-    """Whether calls of it have a payload instead of a body."""
-    return signature.operation.kind in ("constant", "number")
-
-
-@dataclass(frozen=True)
-class ArrayTable:
-    """The arrays of a run as columns: arenas, then what operations keep and save for their backward."""
-
-    owner: np.ndarray  # int64 [arrays]: the signature that keeps or saves it, -1 for an arena
-    members: np.ndarray  # int64 [arrays]: rows a call
-    group: np.ndarray  # int64 [arrays]: the group whose rows an operation keeps, -1 for all others
-    signatures: int
-
-
-def rows_of_arrays(table: ArrayTable, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """int64 columns: how many rows each array has; the arena that has them where they are (of operations with one step
-    whose kept group is a view), else -1, and its first row there; the calls of each signature."""
-    arrays = len(table.owner)
-    made = np.zeros(3 * arrays + 3 * table.signatures, dtype=np.int64)
-    found: Written = made
-    last: Written = made[3 * arrays + table.signatures :]  # of each signature its last step; how many it has
-    calls: Written = made[3 * arrays :]
-    owner: Ints = table.owner
-    members: Ints = table.members
-    group: Ints = table.group
-    capacity: Ints = plan.capacity
-    signature: Ints = plan.step_signature
-    rows: Ints = plan.step_rows
-    first_gather: Ints = plan.first_gather
-    kind: Ints = plan.gather_kind
-    arena: Ints = plan.gather_arena
-    start: Ints = plan.gather_start
-    signatures: Int = table.signatures
-    for k in range(signature.shape[0]):
-        s = signature[k]
-        calls[s] += rows[k]
-        last[s] = k
-        last[signatures + s] += 1
-    for i in range(owner.shape[0]):
-        s = owner[i]
-        found[i] = capacity[i] if s < 0 else calls[s] * members[i]
-        found[arrays + i] = -1
-        if s >= 0 and group[i] >= 0 and last[signatures + s] == 1:
-            g = first_gather[last[s]] + group[i]
-            if kind[g] == 0:  # VIEW
-                found[arrays + i] = arena[g]
-                found[2 * arrays + i] = start[g]
-    return (
-        made[:arrays],
-        made[arrays : 2 * arrays],
-        made[2 * arrays : 3 * arrays],
-        made[3 * arrays : 3 * arrays + signatures],
-    )
-
-
-def place_arrays(
-    width: np.ndarray,
-    device: np.ndarray,
-    devices: int,
-    rows: np.ndarray,
-    line: int,
-    inside: np.ndarray | None = None,
-    first: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [arrays, 3]: offset, a multiple of `line`, bytes, and whether an array is part of an arena;
-    int64 [devices]: where they end. inside: the earlier array that has the rows, from `first` on, or -1."""
-    arrays = len(width)
-    places = np.zeros((arrays, 3), dtype=np.int64)
-    ends = np.zeros(devices, dtype=np.int64)
-    at: Written = places.reshape(-1)
-    end: Written = ends
-    wide: Ints = width
-    where: Ints = device
-    count: Ints = rows
-    has: Ints = width if inside is None else inside
-    begin: Ints = width if first is None else first
-    parts: Int = inside is not None
-    for i in range(arrays):
-        size = count[i] * wide[i]
-        at[3 * i + 1] = size
-        if parts and has[i] >= 0:
-            at[3 * i] = at[3 * has[i]] + begin[i] * wide[i]
-            at[3 * i + 2] = 1
-            continue
-        at[3 * i] = end[where[i]]
-        end[where[i]] += (size + line - 1) // line * line
-    return places, ends

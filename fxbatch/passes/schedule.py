@@ -284,22 +284,29 @@ def _in_turn(program: Program, before: np.ndarray, length: np.ndarray) -> Schedu
     """One component after another: `before` is a call's step in its own, `length` the steps, summed over its
     signatures."""
     members, first = survey(program).graph.turns
-    step = np.empty(len(program), dtype=np.int64)
-    _take_turns(program.sig, before, length, members, first, step)
-    return schedule_from_steps(step, int(length.sum()), "lookahead")
+    order = np.empty(len(program.sig), dtype=np.int64)
+    return Schedule(order, _take_turns(program.sig, before, length, members, first, order), "lookahead")
 
 
-def _take_turns(sig: Shorts, before: Shorts, length: Ints, members: Ints, first: Ints, step: Written) -> None:
-    """The step of each call, parts of the signatures one after another."""
+def _take_turns(
+    sig: Shorts, before: Shorts, length: Ints, members: Ints, first: Ints, order: Written
+) -> np.ndarray:
+    """Write the calls step by step, parts of the signatures one after another; -> where each step begins."""
     steps = 0
-    begin: Written = np.zeros(length.shape[0], dtype=np.int64)
+    calls = sig.shape[0]
+    scratch: Written = np.zeros(length.shape[0] + calls, dtype=np.int64)
+    begin: Written = scratch[: length.shape[0]]
+    step: Written = scratch[length.shape[0] :]
     for p in range(first.shape[0] - 1):
         of_part = steps
         for i in range(first[p], first[p + 1]):
             begin[members[i]] = of_part
             steps += length[members[i]]
-    for c in range(sig.shape[0]):
+    for c in range(calls):
         step[c] = begin[sig[c]] + before[c]
+    offsets = np.zeros(steps + 1, dtype=np.int64)
+    _group(step, offsets, order)
+    return offsets
 
 
 @cython.cclass

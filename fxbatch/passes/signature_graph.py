@@ -117,25 +117,6 @@ def count_values(program: Program) -> int:
     return program.known + int(survey(program).counts @ program.width)
 
 
-def spread_outputs(
-    program: Program, types: np.ndarray, needs: np.ndarray, type_of: np.ndarray, needed: np.ndarray
-) -> None:
-    """Write what stands for each output of the signatures (int64, bool) at each of its values, from `known` on."""
-    _spread_outputs(program.sig, program.columns.first_output, types, needs, type_of, needed, program.known)
-
-
-def _spread_outputs(
-    sig: Shorts, first: Ints, types: Ints, needs: Flags, type_of: Written, needed: Marks, known: Int
-) -> None:
-    v = known
-    for c in range(sig.shape[0]):
-        if not 0 <= sig[c] < first.shape[0] - 1 or v + first[sig[c] + 1] - first[sig[c]] > type_of.shape[0]:
-            raise IndexError(NOT_THERE)
-        for j in range(first[sig[c]], first[sig[c] + 1]):
-            type_of[v], needed[v] = types[j], needs[j]
-            v += 1
-
-
 def survey(program: Program) -> Survey:
     """The survey of a program, made once."""
     found: Survey | None = program.notes.get("survey")
@@ -146,40 +127,38 @@ def survey(program: Program) -> Survey:
 
 def _survey(program: Program) -> Survey:
     c = program.columns
-    slots, outs = int(c.first_slot[len(c.arity)]), int(c.first_output[len(c.arity)])
-    dense = slots * outs <= _DENSE_LIMIT
-    seen = np.zeros(slots * outs if dense else 0, dtype=np.uint8)
-    before = np.empty(len(program), dtype=np.int32)
-    found = np.zeros((2, len(c.arity)), dtype=np.int64)
-    _walk(
-        program.sig, program.inputs, c.first_slot, c.first_output, program.known, outs if dense else 0,
-        seen, before, found[0], found[1],
-    )  # fmt: skip
-    graph = _graph(c, seen.nonzero()[0] if dense else _find_pairs(program))
-    return Survey(found[0], before, found[1], graph, (found[0] > 0).tobytes())
+    before = np.empty(len(program.sig), dtype=np.int32)
+    counts, longest, present, pairs = _walk(
+        program.sig, program.inputs, c.first_slot, c.first_output, program.known, before
+    )
+    graph = _graph(c, _find_pairs(program) if pairs is None else pairs)
+    return Survey(counts, before, longest, graph, present)
 
 
 def _walk(
-    sig: Shorts,
-    inputs: Ints,
-    slot: Ints,
-    out: Ints,
-    known: Int,
-    outs: Int,
-    seen: Marks,
-    before: WrittenShorts,
-    counts: Written,
-    longest: Written,
-) -> None:
-    """Mark the pairs (slot, output) that occur, where `outs` is not 0; count calls and chains of them."""
+    sig: Shorts, inputs: Ints, slot: Ints, out: Ints, known: Int, before: WrittenShorts
+) -> tuple[np.ndarray, np.ndarray, bytes, np.ndarray | None]:
+    """Calls of each signature, the longest chains of them, whether there are any, and the pairs slot * outputs + output
+    that occur, ascending; None where a table of all that may would be too large."""
     at = 0
     values = 0
+    signatures = slot.shape[0] - 1
+    outs = out[signatures]
+    places = slot[signatures] * outs
+    dense = places <= _DENSE_LIMIT
+    made = np.zeros(2 * signatures, dtype=np.int64)
+    marks = np.zeros(signatures + (places if dense else 0), dtype=np.uint8)
+    counts: Written = made
+    longest: Written = counts[signatures:]
+    present: Marks = marks
+    seen: Marks = present[signatures:]
     for c in range(sig.shape[0]):
         s = sig[c]
-        if s < 0 or s >= counts.shape[0]:
+        if s < 0 or s >= signatures:
             raise IndexError(NOT_THERE)
         counts[s] += 1
-    for s in range(counts.shape[0]):
+    for s in range(signatures):
+        present[s] = counts[s] > 0
         values += counts[s] * (out[s + 1] - out[s])
     scratch: WrittenShorts = np.empty(2 * values, dtype=np.int32)
     maker: WrittenShorts = scratch[
@@ -197,7 +176,7 @@ def _walk(
             if v < -known or v >= values:
                 raise IndexError(NOT_THERE)
             if v >= 0:
-                if outs:
+                if dense:
                     seen[i * outs + flat[v]] = 1
                 if sig[maker[v]] == s and before[maker[v]] >= own:
                     own = before[maker[v]] + 1
@@ -207,6 +186,8 @@ def _walk(
         for i in range(out[s], out[s + 1]):
             maker[values], flat[values] = c, i
             values += 1
+    pairs = marks[signatures:].nonzero()[0] if dense else None
+    return made[:signatures], made[signatures:], marks[:signatures].tobytes(), pairs
 
 
 def _graph(columns: SignatureColumns, pairs: np.ndarray) -> SignatureGraph:

@@ -15,6 +15,7 @@ own choice. Additions that the user wrote are left as they are. A mean is divide
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -66,6 +67,10 @@ class Unstacker:
             return program
         calls = calls[found]
         return _Unstacking(self, program, calls, stack[found], sums[calls] == 2).run()
+
+    def idle_below(self, program: Program) -> int:
+        """Programs of these signatures with fewer calls are left as they are."""
+        return 0 if len(_kinds(program.signatures)) else sys.maxsize
 
     def signature(self, like: Signature, operation: str, inputs: tuple[TensorType, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""

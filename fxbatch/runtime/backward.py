@@ -15,8 +15,8 @@ import torch
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorType
 from fxbatch.passes.gradients import PhaseGradients, plan_gradients
-from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
+from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.memory import GradientRows
 from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -83,7 +83,7 @@ class Backward:
         types = list(self.memory.type_ids)
         self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(types))
         self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
-        extra = {op: self.memory.calls[op] for op in self.running if op.extra_types}
+        extra = {op: self.memory.calls(op) for op in self.running if op.extra_types}
         self.rows = GradientRows(self.memory.pool, types, self.plan.capacity.tolist(), extra)
         self._views: dict[int, GradientViews] = {}
         self.found: Gradients = {}

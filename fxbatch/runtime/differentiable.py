@@ -19,7 +19,8 @@ from torch import nn
 
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, Signature, TensorType
-from fxbatch.passes.plan import is_constant
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
@@ -169,11 +170,10 @@ class DifferentiableRun:
         compiled, arenas = operations.compiled, [self.blocks[t] for t in types.tolist()]
         used = np.array([blocks.used for blocks in arenas], dtype=np.int64)
         before = np.array([0 if c is None else self.rows_run.get(c, 0) for c in compiled], dtype=np.int64)
-        if not program.known and not used.any():
-            plan, _ = self.planner.plan(program, schedule, operations)
-        else:
-            known = self.value_row[: program.known]
-            plan, _ = self.planner.plan_on(program, schedule, operations, known, used, before)
+        plan = plan_arenas(
+            program, schedule, operations.layouts, slots=operations.slots,
+            known_rows=self.value_row[: program.known], used=used, run_before=before,
+        )  # fmt: skip
         self.phases.append((program, schedule, plan, compiled))
         for s, n in zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True):
             operation = compiled[s]

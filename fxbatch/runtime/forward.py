@@ -13,7 +13,7 @@ import torch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.step_functions import Source
 from fxbatch.ir import BROADCAST, INDEX
-from fxbatch.passes.plan import is_constant
+from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.native_stretches import forward_steps
@@ -30,8 +30,6 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     phase.views = None
     if phase.layout is not None:
         memory.take(phase.operations.arrays, phase.layout)
-    else:
-        memory.grow(phase.operations.arrays, phase.plan)
     launches, k, steps = 0, 0, len(phase.plan)
     found = forward_steps(phase, memory, workspace) if native else None
     if found is None:
@@ -65,7 +63,7 @@ def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
 def _fill(phase: Phase, memory: Memory, s: int, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
     compiled, payload, plan = phase.compiled[s], phase.program.constants[s], phase.plan
     assert compiled is not None
-    first = int(plan.step_offset[k]) - (memory.calls[compiled] - len(payload))
+    first = int(plan.step_offset[k]) - (memory.calls(compiled) - len(payload))
     n = int(plan.step_rows[k])
     fill_constants(rows, place, compiled.signature, payload, first, n, plan.constant_order[s])
 

@@ -29,13 +29,14 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.native import address
-from fxbatch.ir import Plan, Program, Signature, SignatureColumns, TensorType
-from fxbatch.passes.plan import ArrayTable, place_arrays, rows_of_arrays
+from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
+from fxbatch.passes.plan import RunColumns, WholePlan
+from fxbatch.passes.room import LINE, ArrayTable, place_arrays
+from fxbatch.passes.slots import SlotTable
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.torch_private import storage_uses
 
 _FREE = 64  # free pieces that a pool keeps
-LINE = 64  # bytes: each array begins at a multiple of it
 
 
 class Pool:
@@ -152,22 +153,20 @@ class ArrayLayout:
     rows: tuple[int, ...]
     counts: tuple[int, ...] = ()  # calls of each signature
 
+    @staticmethod
+    def of(
+        kinds: Kinds, rows: np.ndarray, places: np.ndarray, ends: np.ndarray, calls: np.ndarray | None = None
+    ) -> ArrayLayout:
+        """The layout of arrays of these types and places; ends: where each device's piece does."""
+        return ArrayLayout(
+            tuple(zip(kinds.devices, (ends // LINE).tolist(), strict=True)), tuple(kinds.device.tolist()), places,
+            tuple(places[:, 0].tolist()), tuple(rows.tolist()), () if calls is None else tuple(calls.tolist()),
+        )  # fmt: skip
 
-def lay_out(
-    kinds: Kinds,
-    rows: np.ndarray,
-    counts: np.ndarray | None = None,
-    inside: np.ndarray | None = None,
-    first: np.ndarray | None = None,
-) -> ArrayLayout:
-    """One array after another, each device's in a piece of its own. inside: the arena that has an array's rows, from
-    row `first` on, or -1."""
-    places, ends = place_arrays(kinds.width, kinds.device, len(kinds.devices), rows, LINE, inside, first)
-    lines = tuple(zip(kinds.devices, (ends // LINE).tolist(), strict=True))
-    calls = () if counts is None else tuple(counts.tolist())
-    return ArrayLayout(
-        lines, tuple(kinds.device.tolist()), places, tuple(places[:, 0].tolist()), tuple(rows.tolist()), calls
-    )
+
+def lay_out(kinds: Kinds, rows: np.ndarray) -> ArrayLayout:
+    """One array after another, each device's in a piece of its own."""
+    return ArrayLayout.of(kinds, rows, *place_arrays(kinds.width, kinds.device, len(kinds.devices), rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,12 +192,6 @@ class Arrays:
         widths = self.columns.width[: self.arenas]
         return widths, bool(widths.all()) and all(k.device.type == "cpu" for k in kinds)
 
-    @functools.cached_property
-    def owned(self) -> list[tuple[CompiledOperation, int]]:
-        """Of all arrays that are no arenas: the operation, and rows a call."""
-        found = [(self.compiled[s], members) for s, members in self.owners]
-        return [(operation, members) for operation, members in found if operation is not None]
-
     @staticmethod
     def of(types: Sequence[TensorType], compiled: Sequence[CompiledOperation | None]) -> Arrays:
         """The arrays of a program's types and compiled operations."""
@@ -213,8 +206,10 @@ class Arrays:
             groups += [*operation.kept_groups, *[-1] * len(operation.saved_types)]
         of_arrays = np.array([*[(-1, 0)] * len(types), *owners], dtype=np.int64).reshape(-1, 2)
         owner, members = np.ascontiguousarray(of_arrays.T)
-        table = ArrayTable(owner, members, np.array(groups, dtype=np.int64), len(first))
-        return Arrays(Kinds.of(kinds), len(types), tuple(compiled), tuple(owners), tuple(first), table)
+        columns, group = Kinds.of(kinds), np.array(groups, dtype=np.int64)
+        devices = len(columns.devices)
+        table = ArrayTable(owner, members, group, columns.width, columns.device, devices, len(first))
+        return Arrays(columns, len(types), tuple(compiled), tuple(owners), tuple(first), table)
 
     @functools.cached_property
     def first_of(self) -> dict[CompiledOperation, int]:
@@ -227,10 +222,9 @@ class Arrays:
             return layout.counts
         return [n for c, n in zip(self.compiled, layout.counts, strict=True) if c is not None]
 
-    def lay_out(self, plan: Plan) -> ArrayLayout:
+    def lay_out(self, found: WholePlan) -> ArrayLayout:
         """Arenas as large as the plan has them, rows for all calls; rows that lie together in an arena stay there."""
-        rows, inside, first, counts = rows_of_arrays(self.table, plan)
-        return lay_out(self.columns, rows, counts, inside, first)
+        return ArrayLayout.of(self.columns, found.rows, found.places, found.ends, found.calls)
 
 
 def kinds_of_rows(compiled: CompiledOperation) -> list[TensorType]:
@@ -328,18 +322,20 @@ class Memory(Pieces):
         super().__init__(pool)
         self.shared: dict[Signature, list[torch.Tensor]] = {}  # the shared operands of each signature
         self.type_ids: dict[TensorType, int] = {}
-        self.calls: dict[CompiledOperation, int] = {}  # how many rows each has, over all steps so far
+        self.phases = (
+            RunColumns()
+        )  # what they leave of values, arrays and operations, where there are several
+        self._calls: dict[CompiledOperation, int] = {}  # where there is one
+        self._operation: dict[CompiledOperation, int] = {}  # the number of each, where there are several
         self._arena: list[int] = []  # the array of each type
         self._first: dict[CompiledOperation, int] = {}  # the first array of each
         self._host: dict[int, np.ndarray | None] = {}  # arenas as numpy sees them
-        # Of each array, where there are several phases: rows in use, rows that it has room for, and what the next run
-        # knows it by.
-        self._used = self._room = np.zeros(0, dtype=np.int64)
-        self._keys: list[Hashable] = []
+        self._keys: list[Hashable] = []  # what the next run knows arrays by, where there are several phases
         self.filled: dict[Any, Any] = {}  # pointers for C, by their table
         self.moves = 0  # how often arrays came to lie elsewhere
         self._columns: dict[Arrays, tuple[int, tuple[np.ndarray, np.ndarray]]] = {}  # after how many moves
-        self._numbers: dict[Arrays, np.ndarray] = {}  # of arrays in this memory
+        # Of arrays in this memory; and of each signature's operation, -1 for none.
+        self._numbers: dict[Arrays, tuple[np.ndarray, np.ndarray]] = {}
         self._types: dict[SignatureColumns, np.ndarray] = {}
 
     # -- types --------------------------------------------------------------------------------------
@@ -399,65 +395,48 @@ class Memory(Pieces):
         self.add(arrays.kinds, layout)
         self._arena = list(range(arrays.arenas))
         self._first.update(arrays.first_of)
-        self.calls.update(zip(arrays.first_of, arrays.counts_of(layout), strict=True))
+        self._calls.update(zip(arrays.first_of, arrays.counts_of(layout), strict=True))
 
-    def grow(self, arrays: Arrays, plan: Plan) -> None:
-        """Room for one more phase: arrays that are too small move to a new piece, with twice the rows."""
-        numbers = self.numbers(arrays)
-        for s, n in zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True):
-            compiled = arrays.compiled[s]
-            assert compiled is not None, "of a signature with calls"
-            self.calls[compiled] += n
-        wanted = plan.capacity
-        if arrays.owners:
-            kept = [self.calls[operation] * members for operation, members in arrays.owned]
-            wanted = np.concatenate((wanted, np.array(kept, dtype=np.int64)))
-        missing = wanted > self._room.take(numbers)
-        if missing.any():
-            small = missing.nonzero()[0]
-            moving = numbers[small].tolist()
+    def calls(self, compiled: CompiledOperation) -> int:
+        """Calls of an operation over all steps so far: how many rows it has kept."""
+        number = self._operation.get(compiled)
+        return self._calls[compiled] if number is None else int(self.phases.calls_of(number))
+
+    def plan(
+        self, program: Program, schedule: Schedule, slots: SlotTable, arrays: Arrays, needs: np.ndarray
+    ) -> Plan:
+        """The plan of one more phase, with room for it: arrays that are too small move to a new piece, with twice the
+        rows. needs: whether gradients go through each output of the signatures."""
+        types = self.types_of(program)
+        numbers, operations = self._numbers.get(arrays) or self._number(arrays)
+        plan, small = self.phases.plan(
+            program, schedule, slots, arrays.table, numbers, operations, types, needs
+        )
+        if small:
             usual = self.pool.usual
-            rows = [
-                max(n, 2 * self.rows[i] or usual.get(self._keys[i], 0))
-                for i, n in zip(moving, wanted[small].tolist(), strict=True)
-            ]
-            self._move(moving, rows)
-        self._used[numbers] = np.maximum(self._used.take(numbers), wanted)
+            rows = [max(n, 2 * self.rows[i] or usual.get(self._keys[i], 0)) for i, n, _ in small]
+            self._move([i for i, _, _ in small], rows, [used for _, _, used in small])
+        return plan
 
-    def used(self, arrays: Arrays) -> np.ndarray:
-        """int64 [arenas]: how many values of each type there are so far."""
-        numbers = self.numbers(arrays)[: arrays.arenas]  # which may make room in `_used`
-        return self._used.take(numbers)
-
-    def _move(self, moving: Sequence[int], rows: Sequence[int]) -> None:
+    def _move(self, moving: Sequence[int], rows: Sequence[int], used: Sequence[int]) -> None:
         """Put arrays into a new piece, with this many rows, and what they hold with them."""
-        used = self._used[moving].tolist()
         before = [self.tensor(i)[:n] if n else None for i, n in zip(moving, used, strict=True)]
         pieces = len(self._pieces)
         layout = lay_out(Kinds.of([self.kinds[i] for i in moving]), np.array(rows, dtype=np.int64))
-        self.places[moving], self._room[moving] = self._lay(layout), rows
+        self.places[moving] = self._lay(layout)
         self.moves += 1
         where = zip(layout.piece, layout.offsets, strict=True)
         for i, (piece, offset), n, old in zip(moving, where, rows, before, strict=True):
+            self.phases.give_room(i, n)
             self._piece[i], self._offset[i], self.rows[i] = pieces + piece, offset, n
             self._tensors.pop(i, None)
             self._host.pop(i, None)
             if old is not None:
                 self.tensor(i)[: len(old)].copy_(old)
 
-    def numbers(self, arrays: Arrays) -> np.ndarray:
-        """int64: the numbers that a set's arrays have in this memory; arrays that are new have no rows yet."""
-        found = self._numbers.get(arrays)
-        if found is None:
-            found = self._numbers[arrays] = np.array(self._number(arrays), dtype=np.int64)
-            new = len(self.kinds) - len(self.places)
-            self.places = np.concatenate((self.places, np.zeros((new, 3), dtype=np.int64)))
-            nothing = np.zeros(new, dtype=np.int64)
-            self._used, self._room = (np.concatenate((x, nothing)) for x in (self._used, self._room))
-        return found
-
-    def _number(self, arrays: Arrays) -> list[int]:
-        found = []
+    def _number(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of a set's arrays and operations in this memory; arrays that are new have no rows yet."""
+        found, operations = [], []
         for kind in arrays.kinds[: arrays.arenas]:
             type_id = self.type_ids[kind]
             if type_id == len(self._arena):
@@ -465,14 +444,22 @@ class Memory(Pieces):
             found.append(self._arena[type_id])
         for compiled in arrays.compiled:
             if compiled is None:
+                operations.append(-1)
                 continue
             kinds = kinds_of_rows(compiled)
             if compiled not in self._first:
-                self._first[compiled], self.calls[compiled] = len(self.kinds), 0
+                self._first[compiled], self._operation[compiled] = len(self.kinds), len(self._operation)
                 for own, kind in enumerate(kinds):
                     self._new(kind, (id(compiled), own))
             found += range(self._first[compiled], self._first[compiled] + len(kinds))
-        return found
+            operations.append(self._operation[compiled])
+        self.phases.add(len(self.kinds), len(self._operation))
+        self.places = np.concatenate(
+            (self.places, np.zeros((len(self.kinds) - len(self.places), 3), dtype=np.int64))
+        )
+        numbers = np.array(found, dtype=np.int64), np.array(operations, dtype=np.int64)
+        self._numbers[arrays] = numbers
+        return numbers
 
     def _new(self, kind: TensorType, key: Hashable) -> int:
         self.kinds.append(kind)
@@ -489,7 +476,7 @@ class Memory(Pieces):
             return self._columns_of(arrays, self.places)
         found = self._columns.get(arrays)
         if found is None or found[0] != self.moves:
-            made = self._columns_of(arrays, self.places[self.numbers(arrays)])
+            made = self._columns_of(arrays, self.places[self._numbers[arrays][0]])
             found = self._columns[arrays] = self.moves, made
         return found[1]
 
@@ -529,8 +516,8 @@ class Memory(Pieces):
 
     def release(self) -> None:
         super().release()
-        if len(self._used):
-            self.pool.note_usual(zip(self._keys, self._used.tolist(), strict=True))
+        if self._keys:
+            self.pool.note_usual((key, self.phases.rows_used(i)) for i, key in enumerate(self._keys))
         self._numbers, self._types, self._host, self._columns, self.filled = {}, {}, {}, {}, {}
 
 

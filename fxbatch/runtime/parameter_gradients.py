@@ -37,7 +37,7 @@ class Left:
 
     def all_rows(self, compiled: CompiledOperation, ref: Ref) -> torch.Tensor:
         """[N, ...]: the rows of all steps of the operation, in step order."""
-        n = self.memory.calls[compiled]
+        n = self.memory.calls(compiled)
         if ref.kind == "group":
             position = compiled.kept_groups.index(ref.index)
             size, rows = compiled.kept_members[position], self.memory.kept(compiled, position)
@@ -92,7 +92,7 @@ def parameter_gradients(
             continue  # added to those of another
         if found is None or kernels is None or kernels.failed(found):
             assert compiled.parameters is not None
-            n, shared = left.memory.calls[compiled], left.memory.shared[compiled.signature]
+            n, shared = left.memory.calls(compiled), left.memory.shared[compiled.signature]
             rows = [left.all_rows(compiled, ref) for ref in compiled.parameter_inputs]
             with named_step(compiled.signature.name, n, "parameter gradients"):
                 found = compiled.parameters(
@@ -111,5 +111,5 @@ def _add_native(
     places = left.places(compiled, kernels.held)
     if places is None:
         return None
-    n, shared = left.memory.calls[compiled], left.memory.shared[compiled.signature]
+    n, shared = left.memory.calls(compiled), left.memory.shared[compiled.signature]
     return kernels.add(step, n, places, shared, compiled.grad_shared)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fxbatch.codegen.step_functions import Kept, Source
@@ -36,6 +37,8 @@ class Phase:
     needs: Needs
     operations: OperationSet
     layout: ArrayLayout | None = None  # where its memory is; None where other phases share it
+    # Of each value row, type, and whether gradients go through it; None where the memory knows, for all phases.
+    facts: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 

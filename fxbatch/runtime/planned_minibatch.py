@@ -86,7 +86,7 @@ class ReadyMinibatch:
         phase = None
         renumber: Renumber = lambda ids: ids  # noqa: E731
         if len(program) and isinstance(run, Run):
-            program, schedule = engine.prepare(program)
+            program, schedule = engine.rewrite(program)
             renumber = renumbering(values, program.outputs)
             if len(program):
                 phase = run.plan_phase(program, schedule, last=True)

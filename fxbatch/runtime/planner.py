@@ -5,7 +5,7 @@ long as a decorated callable, with its pool of memory.
 
     planner = Planner(Options())
     program, schedule = planner.prepare(program)
-    planned = planner.plan(program, schedule, operations)
+    planned = planner.plan(program, schedule, template, reuse=True)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxbatch.ir import Plan, Program, Schedule, Signature
 from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.plan import plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.memory import ArrayLayout, GradientMemory, Pool
@@ -31,14 +31,26 @@ from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, 
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
-from fxbatch.runtime.structure_cache import HELD, BackwardNeeds, Family, OperationSet, PlanKey, StructureCache
+from fxbatch.runtime.structure_cache import (
+    HELD,
+    BackwardNeeds,
+    Family,
+    FamilyTemplate,
+    OperationSet,
+    PlanKey,
+    StructureCache,
+)
 
 
 class Planned(NamedTuple):
-    """Where a program's values live and what its steps read, and where all of it lies."""
+    """The steps of a program, where its values live and what its steps read, where all of it lies, and of each value
+    the number of its type and whether gradients go through it."""
 
+    schedule: Schedule
     plan: Plan
-    layout: ArrayLayout | None  # None for one phase of several
+    layout: ArrayLayout
+    type_of: np.ndarray
+    needed: np.ndarray
 
 
 class _PerThread(threading.local):
@@ -133,12 +145,15 @@ class Planner:
             strategy.note_built([s for s, n in zip(signatures, counts, strict=True) if n], late)
         return late
 
+    def rewrite(self, program: Program) -> tuple[Program, Schedule | None]:
+        """The program after the rewrites; and its schedule, where they make that too."""
+        program = self.rewrites(program)
+        return add_pass_through_calls(program) if self.options.schedule == "fold" else (program, None)
+
     def prepare(self, program: Program) -> tuple[Program, Schedule]:
         """Rewrites before scheduling, then the schedule."""
-        program = self.rewrites(program)
-        if self.options.schedule == "fold":
-            return add_pass_through_calls(program)
-        return program, self.schedule(program)
+        program, schedule = self.rewrite(program)
+        return program, self.schedule(program) if schedule is None else schedule
 
     def family(self, program: Program, grad: bool) -> Family:
         """What this program has in common with those met before."""
@@ -158,44 +173,28 @@ class Planner:
         )
 
     def schedule(self, program: Program) -> Schedule:
-        """The steps of a program, by the policy of the options; found again for the same content."""
-        key = PlanKey.of(program, self.options.schedule)
-        return self.structures.get(
-            "schedule", key, lambda: self.policy(program), key.bytes + 8 * len(program)
-        )
+        """The steps of a program, by the policy of the options."""
+        return self.policy(program)
 
     def plan(
-        self, program: Program, schedule: Schedule, operations: OperationSet, *, reuse: bool = False
+        self, program: Program, schedule: Schedule | None, template: FamilyTemplate, *, reuse: bool
     ) -> Planned:
-        """Where values live and what steps read, of a minibatch's only phase; found again by content. reuse: rows of
-        values that have no further reader."""
+        """The steps of a minibatch's only phase, where values live and what steps read; found again by content.
+        schedule: by the policy of the options where it is not given. reuse: rows of values that have no further
+        reader."""
 
         def make() -> Planned:
-            plan = plan_arenas(program, schedule, operations.layouts, slots=operations.slots, reuse=reuse)
-            return Planned(plan, operations.arrays.lay_out(plan))
+            arrays, steps = operations.arrays, self.schedule(program) if schedule is None else schedule
+            found = plan_whole(
+                program, steps, operations.slots, arrays.table, template.needs.outputs, reuse=reuse
+            )
+            return Planned(steps, found.plan, arrays.lay_out(found), found.type_of, found.needed)
 
-        key = PlanKey.of(program, self.options.schedule)
-        size = 3 * key.bytes  # its columns are about as long as those of the program
-        return self.structures.get("plan", (key, operations, reuse), make, size)
-
-    def plan_on(
-        self,
-        program: Program,
-        schedule: Schedule,
-        operations: OperationSet,
-        known: np.ndarray,
-        used: np.ndarray,
-        before: np.ndarray,
-        *,
-        into: np.ndarray | None = None,
-    ) -> Planned:
-        """The same for one phase of several: rows of the values known so far, rows used of each arena and calls of
-        each operation before. into: where the rows of values go, those known at the start of it."""
-        plan = plan_arenas(
-            program, schedule, operations.layouts,
-            slots=operations.slots, known_rows=known, used=used, run_before=before, into=into,
-        )  # fmt: skip
-        return Planned(plan, None)
+        operations = template.operations
+        key = PlanKey(program, template, reuse)
+        return self.structures.get(
+            "plan", key, make, 4 * key.bytes
+        )  # its columns are about as long as the program's
 
     def backward_needs(
         self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray

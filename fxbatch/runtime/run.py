@@ -18,13 +18,10 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.ir import Plan, Program, Schedule
+from fxbatch.ir import Program, Schedule
 from fxbatch.passes.signature_graph import (
-    Needs,
-    count_values,
     early_needs,
     find_needs,
-    spread_outputs,
     survey,
 )
 from fxbatch.runtime.devices import to_device
@@ -39,21 +36,6 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]
-
-
-class GrowingArray:
-    """Numbers of values, phase after phase, without copying those of the phases before."""
-
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self._room = np.empty(0, dtype=dtype)
-
-    def room(self, known: np.ndarray, stop: int) -> np.ndarray:
-        """An array of `stop` items at least that begins with `known`: what it had before, or other numbers."""
-        if stop > len(self._room):
-            self._room = np.empty(max(stop, 2 * len(self._room)), dtype=self._room.dtype)
-        if len(known) and known.base is not self._room:
-            self._room[: len(known)] = known
-        return self._room
 
 
 class Run:
@@ -73,8 +55,6 @@ class Run:
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)
         self.value_needs = np.zeros(0, dtype=bool)
-        self._rows, self._types = GrowingArray(np.int64), GrowingArray(np.int64)
-        self._needs = GrowingArray(np.bool_)
         self.launches = 0
         self.operands: Operands = {}  # what shared operands are in this run
         self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
@@ -107,7 +87,7 @@ class Run:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         program = self.resolved(program)
         if len(program):
-            self.execute(program, self.planner.policy(program), last=False)
+            self.execute(program, last=False)
 
     def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
@@ -122,46 +102,39 @@ class Run:
         rewritten first. Returns the map from the recorder's value ids to this run's."""
         if not len(program):
             return lambda ids: ids
-        program, schedule = self.planner.prepare(self.resolved(program))
+        program, schedule = self.planner.rewrite(self.resolved(program))
         if len(program):
             self.execute(program, schedule)
         return renumbering(values, program.outputs)
 
-    def execute(self, program: Program, schedule: Schedule, *, last: bool = True) -> None:
-        """Run a scheduled program."""
+    def execute(self, program: Program, schedule: Schedule | None = None, *, last: bool = True) -> None:
+        """Run a program, by the policy of the options where no schedule is given."""
         with kernel_modes():
-            self._execute(program, schedule, last)
+            self.launch(self.plan_phase(program, schedule, last=last))
 
-    def _execute(self, program: Program, schedule: Schedule, last: bool) -> None:
-        self.launch(self.plan_phase(program, schedule, last=last))
-
-    def plan_phase(self, program: Program, schedule: Schedule, *, last: bool) -> Phase:
-        """Everything of a phase but the running: operations compiled, places and gathers planned.
+    def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
+        """Everything of a phase but the running: operations compiled, steps, places and gathers planned.
 
         last: whether no phase comes after it.
         """
         template = self._template(program)
         operations, memory = template.operations, self.memory
-        memory.types_of(program)
         if last and not self.phases:
-            planned = self.planner.plan(program, schedule, operations, reuse=not self.grad)
-        else:
-            used = memory.used(operations.arrays)
-            before = [0 if c is None else memory.calls.get(c, 0) for c in operations.compiled]
-            known = self.value_row[: program.known]
-            into = self._rows.room(known, count_values(program))
-            planned = self.planner.plan_on(
-                program, schedule, operations, known, used, np.array(before, dtype=np.int64), into=into
-            )
-        plan, layout = planned
-        return Phase(program, schedule, plan, template.needs, operations, layout)
+            memory.types_of(program)
+            found = self.planner.plan(program, schedule, template, reuse=not self.grad)
+            facts = found.plan.row_of_value, found.type_of, found.needed
+            return Phase(program, found.schedule, found.plan, template.needs, operations, found.layout, facts)
+        schedule = self.planner.schedule(program) if schedule is None else schedule
+        needs = template.needs.outputs
+        plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
+        return Phase(program, schedule, plan, template.needs, operations)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
         with shown_modes() if self.watched else nullcontext():
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        self._remember(phase.program, phase.plan, phase.needs)
+        self.value_row, self.value_type, self.value_needs = phase.facts or self.memory.phases.ran()
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
@@ -222,21 +195,6 @@ class Run:
             for s, signature in enumerate(program.signatures)
         )
         return FamilyTemplate(needs, self.planner.operation_set(program, compiled))
-
-    def _remember(self, program: Program, plan: Plan, needs: Needs) -> None:
-        types = self.memory.types_of(program)[program.columns.output_types]
-        values = len(plan.row_of_value)
-        if program.known:
-            type_of = self._types.room(self.value_type[: program.known], values)
-            needed = self._needs.room(self.value_needs[: program.known], values)
-        else:
-            type_of, needed = np.empty(values, dtype=np.int64), np.empty(values, dtype=bool)
-        spread_outputs(program, types, needs.outputs, type_of, needed)
-        self.value_row, self.value_type, self.value_needs = (
-            plan.row_of_value,
-            type_of[:values],
-            needed[:values],
-        )
 
     # -- reading values -----------------------------------------------------------------------------
 

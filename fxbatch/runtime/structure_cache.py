@@ -4,8 +4,8 @@
     plan = cache.get("plan", key, make, size)  # the key has all that the thing was made from, compared whole
     cache.clear()
 
-Kinds: "schedule" and "plan" by a program's content; "operations" (an OperationSet) by a program's signatures and their
-compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
+Kinds: "plan" (with its schedule) by a program's content; "operations" (an OperationSet) by a program's signatures and
+their compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
 "unrolled" (a module) by content. The least recently used go first. All of it is bounded in bytes, and by the signatures
 and operations in it, which it keeps alive although their own caches may have dropped them: each counts 8 kB.
 
@@ -16,6 +16,7 @@ program of it needs is a Template; which tensors they are, and where, is asked a
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -26,9 +27,9 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Layout, Program, SharedOperand, Signature
-from fxbatch.passes.plan import SlotTable, is_constant, tabulate_slots
 from fxbatch.passes.select import checksum
 from fxbatch.passes.signature_graph import Needs
+from fxbatch.passes.slots import SlotTable, is_constant, tabulate_slots
 from fxbatch.runtime.memory import Arrays
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pointer_table import PointerTable, is_plain
@@ -86,41 +87,33 @@ class StructureCache:
         return len(self._entries)
 
 
-@dataclass(frozen=True)
 class PlanKey:
-    """Everything that schedule and plan depend on."""
+    """Everything of a program that schedule and plan depend on, compared by content; Signatures by identity."""
 
-    signatures: tuple[Any, ...]  # Signature objects, compared by identity
-    sig: bytes
-    inputs: bytes
-    outputs: bytes
-    known: int
-    policy: str
-    checksum: int  # of the columns
+    __slots__ = ("checksum", "columns", "known", "others", "signatures")
+
+    def __init__(self, program: Program, *others: Hashable) -> None:
+        """others: what else the thing depends on."""
+        self.signatures, self.known, self.others = program.signatures, program.known, others
+        self.columns = program.sig, program.inputs, program.outputs
+        self.checksum = checksum(*self.columns)
 
     def __hash__(self) -> int:
         return self.checksum
 
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, PlanKey)
+            and (self.checksum, self.known, self.others) == (other.checksum, other.known, other.others)
+            and len(self.signatures) == len(other.signatures)
+            and all(map(operator.is_, self.signatures, other.signatures))
+            and all(map(np.array_equal, self.columns, other.columns))
+        )
+
     @property
     def bytes(self) -> int:
         """About what it takes."""
-        return HELD * len(self.signatures) + len(self.sig) + len(self.inputs) + len(self.outputs)
-
-    @staticmethod
-    def of(program: Program, policy: str) -> PlanKey:
-        """The key; made once a program and policy, since schedule and plan ask for the same."""
-        found: PlanKey | None = program.notes.get("key")
-        if found is None or found.policy != policy:
-            found = program.notes["key"] = PlanKey(
-                program.signatures,
-                program.sig.tobytes(),
-                program.inputs.tobytes(),
-                program.outputs.tobytes(),
-                program.known,
-                policy,
-                checksum(program.sig, program.inputs, program.outputs),
-            )
-        return found
+        return HELD * len(self.signatures) + sum(column.nbytes for column in self.columns)
 
 
 @dataclass(frozen=True, eq=False)

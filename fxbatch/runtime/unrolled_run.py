@@ -23,7 +23,8 @@ import torch
 from torch import fx, nn
 
 from fxbatch.ir import Program, Schedule, SharedOperand
-from fxbatch.passes.plan import is_constant
+from fxbatch.passes.plan import plan_arenas
+from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.differentiable import Blocks, DifferentiableRun, RowByRow, stack_payload, walk
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -77,7 +78,7 @@ class UnrolledRun(DifferentiableRun):
 
     def execute(self, program: Program, schedule: Schedule) -> None:
         """Emit the module of this structure (or find it), run it, and keep what it gives."""
-        key = PlanKey.of(program, self.planner.options.schedule)
+        key = PlanKey(program)
         size = key.bytes + 2000 * len(program)
         unrolled = self.planner.structures.get("unrolled", key, lambda: self.emit(program, schedule), size)
         known = [self.rows(values) for values in unrolled.known]
@@ -102,9 +103,10 @@ class UnrolledRun(DifferentiableRun):
             used.append(len(values))
             known.append(values)
         before = np.zeros(len(program.signatures), dtype=np.int64)
-        plan, _ = self.planner.plan_on(
-            program, schedule, operations, known_rows, np.array(used, dtype=np.int64), before
-        )
+        plan = plan_arenas(
+            program, schedule, operations.layouts, slots=operations.slots,
+            known_rows=known_rows, used=np.array(used, dtype=np.int64), run_before=before,
+        )  # fmt: skip
         emitted = _ProxySteps(program, operations.compiled)
         steps = zip(
             plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True

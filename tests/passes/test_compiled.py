@@ -21,6 +21,8 @@ import fxbatch.passes
 from fxbatch import uncompiled
 from fxbatch.ir import Layout, Plan, Program, Schedule
 from fxbatch.passes import deduplicate, gradients, plan, schedule, select, signature_graph
+from fxbatch.passes.room import ArrayTable
+from fxbatch.passes.slots import tabulate_slots
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
 FOLDER = Path(fxbatch.passes.__file__).parent
@@ -99,6 +101,41 @@ def phase_of(program: Program, found: Plan, layouts: list[Layout | None]) -> Any
     )  # fmt: skip
 
 
+def one_phase(module: ModuleType, program: Program, steps: Schedule) -> list[Any]:
+    """A program as the first phase of a run, then as one that reads the values of that, and as the only one: plans,
+    facts of values, rows and what lacks room."""
+    columns = module.RunColumns()
+    types, width = len(program.types), len(program.signatures)
+    arrays = ArrayTable(
+        np.array([-1] * types + list(range(width))), np.array([0] * types + [1 + s % 2 for s in range(width)]),
+        np.array([-1] * types + [0 if s.inputs else -1 for s in program.signatures]),
+        np.full(types + width, 12), np.zeros(types + width, dtype=np.int64), 1, width,
+    )  # fmt: skip
+    needs = np.arange(int(program.width.sum())) % 3 == 0
+    slots, numbers = tabulate_slots(program, [None] * width), np.arange(types + width)
+    columns.add(types + width, width)
+    found: list[Any] = []
+    for known in (program.known, program.values):
+        made, small = columns.plan(
+            dataclasses.replace(program, known=known),
+            steps,
+            slots,
+            arrays,
+            numbers,
+            np.arange(width),
+            np.arange(types)[::-1].copy(),
+            needs,
+        )
+        found += [made, small, *columns.ran(), [columns.calls_of(s) for s in range(width)]]
+        for i, n, _ in small:
+            columns.give_room(i, n)
+        found.append([columns.rows_used(i) for i in range(types + width)])
+    for reuse in (False, True):
+        whole = module.plan_whole(program, steps, slots, arrays, needs, reuse=reuse)
+        found += list(whole)
+    return found
+
+
 def check(program: Program) -> None:
     known = np.arange(program.known) * 2
     same(*(m._survey(program) for m in (signature_graph, PLAIN[signature_graph])))
@@ -117,6 +154,8 @@ def check(program: Program) -> None:
         for options in ({"reuse": True}, {"used": np.full(len(program.types), 7)}, {}):
             made = both(plan, "plan_arenas", program, steps, layouts, known_rows=known, **options)
             same(*made)
+        if not program.known:
+            same(*(one_phase(m, program, steps) for m in (plan, PLAIN[plan])))
         phase = phase_of(program, made[0], layouts)
         same(*both(gradients, "plan_gradients", [phase], requests, len(program.types)))
 
@@ -173,7 +212,7 @@ def test_wrong_schedules_and_too_little_room_are_errors() -> None:
         with pytest.raises(IndexError, match="not there"):
             plan.plan_arenas(program, wrong, [None] * len(program.signatures))
     with pytest.raises(IndexError, match="not there"):
-        plan.plan_arenas(program, steps, [None] * len(program.signatures), into=np.zeros(3, dtype=np.int64))
+        one_phase(plan, dataclasses.replace(program, known=3), steps)
 
 
 def test_wrong_columns_of_a_plan_are_errors() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,12 @@ from torch import nn
 
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
-from fxbatch.ir import VIEW, Plan, tensor_type
-from fxbatch.runtime.memory import LINE, ArrayLayout, Arrays, Kinds, Memory, Pieces, Pool, lay_out
+from fxbatch.ir import VIEW, Operation, Plan, Program, Signature, tensor_type
+from fxbatch.passes.plan import WholePlan
+from fxbatch.passes.room import LINE
+from fxbatch.passes.schedule import batch_by_depth
+from fxbatch.passes.slots import tabulate_slots
+from fxbatch.runtime.memory import ArrayLayout, Arrays, Kinds, Memory, Pieces, Pool, lay_out
 from tests import models as M
 from tests.oracle import check_equal
 from tests.runtime.test_native_steps import CASES
@@ -30,8 +33,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, ArrayLa
     found: list[tuple[Arrays, Plan, ArrayLayout]] = []
     lay = Arrays.lay_out
 
-    def noting(arrays: Arrays, plan: Plan) -> ArrayLayout:
-        found.append((arrays, plan, lay(arrays, plan)))
+    def noting(arrays: Arrays, whole: WholePlan) -> ArrayLayout:
+        found.append((arrays, whole.plan, lay(arrays, whole)))
         return found[-1][2]
 
     monkeypatch.setattr(Arrays, "lay_out", noting)
@@ -128,14 +131,27 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
     pool = Pool()
     memory = Memory(pool)
     types = [ROW, INDEX]
-    arrays = Arrays.of(types, ())
+    arrays = Arrays.of(types, (None, None))
     memory.type_ids = {kind: i for i, kind in enumerate(types)}
 
+    used = [0, 0]
+
     def grow(*rows: int) -> None:
-        plan: Any = SimpleNamespace(
-            step_signature=np.zeros(0, np.int64), step_rows=np.zeros(0, np.int64), capacity=np.array(rows)
+        """A phase that makes so many values of each type in all."""
+        if not used[0]:
+            memory._number(arrays)
+        more = [max(0, n - before) for n, before in zip(rows, used, strict=True)]
+        made = [Signature(Operation("constant", "constant"), (), (kind,)) for kind in types]
+        program = Program(
+            tuple(made), np.repeat([0, 1], more).astype(np.int32), np.zeros(0, np.int64),
+            np.zeros(sum(more), np.int32), np.zeros(0, np.int64), known=sum(used),
+        )  # fmt: skip
+        plan = memory.plan(
+            program, batch_by_depth(program), tabulate_slots(program, [None, None]), arrays, np.zeros(2, bool)
         )
-        memory.grow(arrays, plan)
+        assert plan.capacity.tolist() == [max(n, before) for n, before in zip(rows, used, strict=True)]
+        memory.phases.ran()
+        used[:] = plan.capacity.tolist()
 
     taken = []
     for n in range(1, 40):
@@ -145,7 +161,7 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
         taken.append(pool.allocated)
         assert memory.arena(0)[:n, 0].tolist() == list(range(1, n + 1))
         assert memory.arena(1)[: 2 * n].tolist() == [k for k in range(1, n + 1) for _ in range(2)]
-        assert memory.used(arrays).tolist() == [n, 2 * n]
+        assert used == [memory.phases.rows_used(i) for i in range(2)] == [n, 2 * n]
         arenas, places = memory.columns(arrays)
         assert arenas[:, 2].tolist() == [12, 8] and (places[:, 1] >= [12 * n, 16 * n]).all()
         if extension is not None:

@@ -86,5 +86,5 @@ def minibatch():
 
 def test_what_is_kept_of_structures_is_shown() -> None:
     found = fxbatch.explain(*target_model.minibatch())
-    assert min(found.kept["plan"], found.kept["schedule"]) >= 1 and found.kept_bytes > 0
-    assert "kept for structures that come again: " in str(found) and " plan 1," in str(found)
+    assert found.kept["plan"] >= 1 and found.kept_bytes > 0
+    assert "kept for structures that come again: " in str(found) and " plan 1" in str(found)

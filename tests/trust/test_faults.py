@@ -32,7 +32,7 @@ IN_PYTHON = ("lay_out_steps", "Backward._step")  # on the path where steps don't
 POINTS = (
     ("fxbatch.trace.arguments", "run_on_fakes", 0),
     ("fxbatch.trace.recorded_calls", "Program", 0),
-    ("fxbatch.runtime.planner", "plan_arenas", 0),
+    ("fxbatch.runtime.memory", "Memory.plan", 0),
     ("fxbatch.runtime.operation_cache", "build_operation", 0),
     ("fxbatch.runtime.operation_cache", "emit_kernel", 1),
     ("fxbatch.runtime.forward", "fill_constants", 0),
