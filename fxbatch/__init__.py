@@ -17,7 +17,7 @@ from typing import Any
 _collected = gc.isenabled()
 gc.disable()  # what is imported stays; a collection meanwhile would look at all of torch, for 0.1 s
 try:
-    from fxbatch.decorator import autobatch, disabled
+    from fxbatch.decorator import autobatch
     from fxbatch.errors import (
         BatchCoupledError,
         BlockTypeError,
@@ -41,6 +41,7 @@ try:
     )
     from fxbatch.explanation import Explanation
     from fxbatch.inspection import Minibatch, compile_minibatch, explain
+    from fxbatch.plain_loop import disabled
     from fxbatch.trace.calls import operation
     from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
 finally:

@@ -39,6 +39,7 @@ LAYERS = {
     "fxbatch.checking": 7,
     "fxbatch.instances": 7,
     "fxbatch.decorator": 7,
+    "fxbatch.plain_loop": 7,
     "fxbatch.inspection": 7,
     "fxbatch.explanation": 7,
     "fxbatch.packed_explanation": 7,

@@ -7,6 +7,7 @@ tensor of shape [instances, *shape], or a pytree of them
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -212,12 +213,13 @@ def stack_real(results: Sequence[Any]) -> Any:
     return stack(found, lambda ids: ids, lambda requests: [])
 
 
+_DTYPE = operator.attrgetter("dtype")
+
+
 def _stack_alike(results: Sequence[Any]) -> torch.Tensor | None:
     """The short way for plain tensors of one type; None for others, and where they can't be stacked."""
-    dtype = results[0].dtype if results and type(results[0]) is torch.Tensor else None
-    for x in results:
-        if type(x) is not torch.Tensor or x.dtype is not dtype:
-            return None
+    if set(map(type, results)) != {torch.Tensor} or len(set(map(_DTYPE, results))) > 1:
+        return None
     try:
         return torch.stack(results)  # type: ignore[arg-type]  # a list or a tuple
     except RuntimeError:  # the long way says which differs

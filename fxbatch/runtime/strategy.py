@@ -153,12 +153,9 @@ class Strategy:
     def choose(self, instances: int, *, grad: bool, packs: bool = False) -> Choice:
         """How the next minibatch runs. With `scouts`, `decide` is asked once these have run. packs: whether the
         minibatch may have a packed form."""
-        mode = self._modes[grad]
-        if mode.quiet == (instances, packs) and mode.minibatches < mode.quiet_until:
-            mode.minibatches += 1
-            mode.looped += 1
-            mode.credit += mode.quiet_earns
+        if self.is_quiet(instances, packs, grad=grad):
             return _LOOP
+        mode = self._modes[grad]
         with self._lock:
             mode.minibatches += 1
             if not instances:
@@ -177,6 +174,16 @@ class Strategy:
                 return Choice(self._take(mode, instances, "loop"))
             mode.next_scouts += min(mode.minibatches, LONGEST)
             return Choice("loop", min(SCOUTS, (instances + 1) // 2))
+
+    def is_quiet(self, instances: int, packs: bool, *, grad: bool) -> bool:
+        """Whether the next minibatch runs the loop and nothing can change that; it is counted then."""
+        mode = self._modes[grad]
+        if mode.minibatches >= mode.quiet_until or mode.quiet != (instances, packs):
+            return False
+        mode.minibatches += 1
+        mode.looped += 1
+        mode.credit += mode.quiet_earns
+        return True
 
     def _is_in_doubt(self, mode: _Mode, instances: int) -> bool:
         """Whether to batch this minibatch on trial; it is paid for then."""

@@ -1,0 +1,77 @@
+"""The undecorated forward, one instance at a time: where the user asks for it, and as the short way of a call.
+
+In: a forward, its owner and columns of arguments. Out: a list with a result an instance.
+
+    with disabled():                    # decorated callables in this thread are plain loops
+        ...
+    loop_over(forward, model, [[x, y], [1.0, 2.0]])      # [forward(model, x, 1.0), forward(model, y, 2.0)]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+
+from fxbatch.signature import bodies
+from fxbatch.torch_private import memory_is_real
+from fxbatch.trace.state import current_recorder
+
+
+class _Switch(threading.local):
+    disabled = 0
+
+
+switch = _Switch()
+
+
+class disabled(ContextDecorator):
+    """Within it decorated callables run one instance at a time, undecorated: the oracle, for comparisons.
+
+    Applies to the current thread; may be nested.
+    """
+
+    def __enter__(self) -> None:
+        switch.disabled += 1
+
+    def __exit__(self, *_: object) -> None:
+        switch.disabled -= 1
+
+
+def undecorated() -> bool:
+    """Whether decorated callables are plain loops here: by the user's wish, inside another decorated callable or an
+    operation of it, and where nothing is computed for real (fake tensors, traced graphs)."""
+    return bool(switch.disabled or bodies.running or current_recorder() is not None or not memory_is_real())
+
+
+_LISTS = (list, tuple)
+
+
+def plain_columns(args: Sequence[Any]) -> list[Sequence[Any]]:
+    """Arguments that are lists, tuples or tensors of as many items each; none where one is not."""
+    columns: list[Sequence[Any]] = []
+    for x in args:
+        if type(x) is torch.Tensor and x.dim():
+            x = x.unbind(0)
+        if type(x) not in _LISTS or not x or (columns and len(x) != len(columns[0])):
+            return []
+        columns.append(x)
+    return columns
+
+
+def loop_over(fn: Callable[..., Any], owner: Any, columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """The result of each instance, decorated calls within it undecorated."""
+    results: list[Any] = []
+    switch.disabled += 1
+    try:
+        for row in zip(*columns, strict=True):
+            results.append(fn(owner, *row))
+    except BaseException as error:
+        error.add_note(f"fxbatch: in instance {len(results)} of the minibatch")
+        raise
+    finally:
+        switch.disabled -= 1
+    return results
