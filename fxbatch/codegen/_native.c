@@ -58,6 +58,8 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         return "product";
     if (reduces(x->code) && (x->depth_per_row || x->depth_rest < 1 || x->depth_rest >= ((int64_t)1 << 31)))
         return "depth";
+    if (x->apart)
+        return "spare numbers";
     if (x->code == PUT && (x->flag < 2 || x->depth_rest % (x->flag / 2)))
         return "columns";
     const Operand *operands = &x->out;
@@ -185,7 +187,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         PyErr_Format(PyExc_ValueError, "instruction %lld: %s", (long long)(i - 1), fault);
         return NULL;
     }
-    if (find_segments(p) < 0) {
+    if (find_segments(p) < 0 || find_apart(p) < 0) {
         Py_DECREF(p);
         return PyErr_NoMemory();
     }
@@ -204,6 +206,10 @@ PyTypeObject ProgramType = {
 static void room_free(PyObject *self)
 {
     PyMem_RawFree(((Room *)self)->memory);
+    for (int64_t k = 0; k < ((Room *)self)->apart_count; k++)
+        PyMem_RawFree(((Room *)self)->apart[k]);
+    PyMem_RawFree(((Room *)self)->apart);
+    PyMem_RawFree(((Room *)self)->apart_size);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -220,15 +226,45 @@ int room_reserve(Room *room, size_t bytes)
     return 0;
 }
 
+int room_count(Room *room, int64_t count)
+{
+    for (; room->apart_count < count; room->apart_count++) {
+        char **apart = PyMem_RawRealloc(room->apart, (size_t)count * sizeof(char *));
+        room->apart = apart ? apart : room->apart;
+        size_t *size = PyMem_RawRealloc(room->apart_size, (size_t)count * sizeof(size_t));
+        room->apart_size = size ? size : room->apart_size;
+        if (!apart || !size)
+            return -1;
+        room->apart[room->apart_count] = NULL;
+        room->apart_size[room->apart_count] = 0;
+    }
+    return 0;
+}
+
+char *room_apart(Room *room, int64_t number, size_t bytes)
+{
+    if (bytes + 64 > room->apart_size[number]) {
+        PyMem_RawFree(room->apart[number]);
+        room->apart[number] = PyMem_RawMalloc(bytes + 64);
+        room->apart_size[number] = room->apart[number] ? bytes + 64 : 0;
+    }
+    return room->apart[number] ? (char *)aligned((size_t)room->apart[number]) : NULL;
+}
+
 static PyObject *room_bytes(PyObject *self, void *closure)
 {
+    const Room *room = (const Room *)self;
+    size_t bytes = room->size;
     (void)closure;
-    return PyLong_FromSize_t(((Room *)self)->size);
+    for (int64_t k = 0; k < room->apart_count; k++)
+        bytes += room->apart_size[k];
+    return PyLong_FromSize_t(bytes);
 }
 
 static PyGetSetDef room_attributes[] = {{"nbytes", room_bytes, NULL, "bytes held", NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyMemberDef room_members[] = {
     {"threads", T_LONG, offsetof(Room, threads), 0, "how many threads programs may run on"},
+    {"apart", T_LONG, offsetof(Room, shared), 0, "how many products of steps were done for several steps at once"},
     {NULL, 0, 0, 0, NULL},
 };
 PyTypeObject RoomType = {
@@ -245,7 +281,7 @@ PyTypeObject RoomType = {
 /* One program on memory [inputs + outputs + fixed, 2] of the caller's, pointer and bytes; 0 where it did not run. */
 static int run_given(const Program *p, Room *room, int64_t n, const int64_t *given)
 {
-    char *bases[MOST_BASES];
+    char *bases[MOST_BASES] = {NULL};
     if (n < 1 || n > MOST_ROWS)
         return 0;
     for (int64_t b = 0; b < p->inputs + p->outputs + p->fixed; b++) {

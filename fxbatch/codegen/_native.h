@@ -11,9 +11,12 @@
 
 #define MOST_ROWS ((int64_t)1 << 20) /* programs with more rows run in Python */
 #define MOST_BASES 192
+#define MOST_APART 4
 
 /* A piece of memory that instructions name by its number. */
-enum { INPUT, OUTPUT, FIXED, OWN, BLOCK }; /* BLOCK: of its own, only ever used in one block of rows */
+/* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once; NULL
+   where it is not. */
+enum { INPUT, OUTPUT, FIXED, OWN, BLOCK, APART };
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
     int64_t row_bytes;
@@ -32,7 +35,8 @@ typedef struct {
     int64_t depth_per_row, depth_rest; /* of a product; else the rows or columns that an index chooses from */
     int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
     int64_t group; /* pointwise instructions of one number run fused, -1: none */
-    int64_t spare[7];
+    int64_t apart; /* the base of a product that may be done apart, 0: none */
+    int64_t spare[6];
 } Instruction;
 
 typedef struct {
@@ -53,6 +57,7 @@ typedef struct {
     Source *sources; /* where the step finds the inputs that are not shared */
     Segment *segments;
     int64_t base_count, length, source_count, segment_count, inputs, outputs, fixed;
+    int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart; their bases are the last */
 } Program;
 
 /* Memory of one Python thread that programs write their intermediates to, and how many threads they may run on. */
@@ -60,6 +65,10 @@ typedef struct {
     PyObject_HEAD
     char *memory;
     size_t size;
+    char **apart; /* what products that are done apart read and write */
+    size_t *apart_size;
+    int64_t apart_count;
+    long shared; /* products that were done for several steps at once, counted a step */
     long threads;
 } Room;
 
@@ -79,7 +88,12 @@ extern PyTypeObject ProgramType, RoomType;
 
 /* _native_blocks.c */
 int find_segments(Program *program); /* 0, or -1 without memory */
+int find_apart(Program *program); /* likewise */
 int room_reserve(Room *room, size_t bytes); /* 0 or -1, without an exception */
+char *room_apart(Room *room, int64_t number, size_t bytes); /* of `number` that there are; NULL without memory */
+int room_count(Room *room, int64_t count); /* 0 or -1, without an exception */
+/* Rows [from, from + count) of the step; 1 where an index is out of range. */
+int fill_rows(const Fill *fill, int64_t from, int64_t count, char *to);
 /* 0, or 1: an index is out of range, or there is no memory. `fills` are changed. */
 int run_program(const Program *program, int64_t n, char **bases, Fill *fills, int64_t fill_count, Room *room);
 
@@ -89,6 +103,8 @@ int run_program(const Program *program, int64_t n, char **bases, Fill *fills, in
 /* On n rows, of `all` that the step has: a block of them, or all. */
 int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *spare,
                      int64_t threads);
+/* out = a b on all rows of several steps. */
+void product_apart(const Instruction *x, char *out, char *a, char *b, int64_t rows, int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
 const char *chosen_loops(void);

@@ -6,7 +6,7 @@
 
 #include "_native.h"
 
-enum { LEAST_ROWS = 16, USUAL_ROWS = 128, BLOCK_COST = 1 << 16 };
+enum { LEAST_ROWS = 16, USUAL_ROWS = 128, BLOCK_COST = 1 << 16, LEAST_APART = 1 << 14 };
 
 /* The width of an operand of a row of an instruction. */
 static int64_t width_of(const Instruction *x, int k)
@@ -87,6 +87,54 @@ int find_segments(Program *p)
     return 0;
 }
 
+/* Whether an instruction writes a base, or reads it. */
+static int uses(const Instruction *x, int64_t base, int first, int last)
+{
+    for (int k = first; k < last; k++)
+        if (element_bytes(x->code)[k] && (&x->out + k)->base == base)
+            return 1;
+    return 0;
+}
+
+/* Whether instruction i is a product by weights, of what the step reads whole, row by row; or of what it writes whole, into
+   rows that nothing else of the program uses. */
+static int may_be_apart(const Program *p, int64_t i)
+{
+    const Instruction *x = &p->code[i];
+    if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->per_row != 1 || x->width * x->depth_rest < LEAST_APART)
+        return 0;
+    const Base *a = &p->bases[x->in[0].base], *b = &p->bases[x->in[1].base], *out = &p->bases[x->out.base];
+    if (x->in[0].inner != 1 || x->in[0].stride * 4 != a->row_bytes || a->per_row != 1 ||
+        (b->kind != INPUT && b->kind != FIXED))
+        return 0;
+    if (a->kind == INPUT)
+        return x->in[0].base < p->source_count && out->kind != INPUT;
+    if (a->kind != OUTPUT || out->kind != OUTPUT || x->flag || x->out.offset || x->out.stride != x->width ||
+        out->row_bytes != x->width * 4)
+        return 0;
+    for (int64_t j = 0; j < p->length; j++)
+        if ((j != i && uses(&p->code[j], x->out.base, 0, 4)) || (j > i && uses(&p->code[j], x->in[0].base, 0, 1)))
+            return 0;
+    return 1;
+}
+
+int find_apart(Program *p)
+{
+    for (int64_t i = 0; i < p->length && p->apart_count < MOST_APART; i++)
+        if (p->base_count + p->apart_count < MOST_BASES && may_be_apart(p, i))
+            p->apart[p->apart_count++] = i;
+    Base *bases = PyMem_Realloc(p->bases, (size_t)(p->base_count + p->apart_count) * sizeof(Base));
+    if (!bases)
+        return -1;
+    p->bases = bases;
+    for (int64_t c = 0; c < p->apart_count; c++) {
+        Instruction *x = &p->code[p->apart[c]];
+        x->apart = p->base_count;
+        p->bases[p->base_count++] = (Base){1, 0, x->width * 4, APART};
+    }
+    return 0;
+}
+
 static int is_rowwise(const Program *p)
 {
     return p->segment_count == 1 && p->segments[0].rowwise;
@@ -142,8 +190,7 @@ static int sum_bags(const Fill *fill, int64_t first, int64_t count, char *to)
     return 0;
 }
 
-/* Rows [from, from + count) of the step; 1 where an index is out of range. */
-static int fill_rows(const Fill *fill, int64_t from, int64_t count, char *to)
+int fill_rows(const Fill *fill, int64_t from, int64_t count, char *to)
 {
     int64_t first = from * fill->size, rows = count * fill->size;
     switch (fill->kind) {
@@ -174,7 +221,9 @@ static int run_block(const Job *job, int64_t from, int64_t rows, char *memory, i
         if (base->kind == BLOCK) {
             bases[b] = own;
             own += aligned((size_t)(base->per_row * job->rows * base->row_bytes));
-        } else
+        } else if (base->kind == APART && !job->bases[b])
+            bases[b] = NULL;
+        else
             bases[b] = job->bases[b] + (base->rest ? 0 : from * base->per_row * base->row_bytes);
     }
     for (int64_t i = 0; i < job->fill_count; i++) {
@@ -264,7 +313,7 @@ int run_program(const Program *p, int64_t n, char **bases, Fill *fills, int64_t 
         if (p->bases[b].kind == OWN) {
             bases[b] = own;
             own += aligned((size_t)(rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes));
-        } else if (p->bases[b].kind > OWN)
+        } else if (p->bases[b].kind > OWN && p->bases[b].kind != APART)
             bases[b] = job.memory;
     for (int64_t i = 0; i < fill_count; i++) {
         if (!whole && !fills[i].to) {

@@ -228,6 +228,26 @@ static void run_product(const Instruction *x, char **at, int64_t rows, int64_t d
         product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
+void product_apart(const Instruction *x, char *out, char *a, char *b, int64_t rows, int64_t threads)
+{
+    Instruction whole = *x;
+    char *at[] = {out, a + x->in[0].offset * 4, b + x->in[1].offset * 4};
+    whole.out.stride = x->width;
+    whole.flag = 0;
+    run_product(&whole, at, rows, x->depth_rest, rows, threads);
+}
+
+/* What was multiplied before goes to its place; what is multiplied later waits. */
+static void take_product(const Program *p, const Instruction *x, const float *from, float *out, int64_t rows)
+{
+    for (int64_t r = 0; r < rows && p->bases[x->in[0].base].kind == INPUT; r++, from += x->width, out += x->out.stride) {
+        if (x->flag)
+            loops->accumulate(out, from, x->width);
+        else
+            memcpy(out, from, (size_t)x->width * 4);
+    }
+}
+
 static void sum_piece(void *job, int64_t thread, int64_t threads)
 {
     const Pieces *p = job;
@@ -377,7 +397,9 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
         int64_t rows = rows_of(x->per_row, x->rest, n);
         if (x->code == PRODUCT && !has_products())
             return 1;
-        if (x->code == PRODUCT)
+        if (x->apart && bases[x->apart])
+            take_product(p, x, (const float *)bases[x->apart], (float *)at[0], rows);
+        else if (x->code == PRODUCT)
             run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), rows_of(x->per_row, x->rest, all), threads);
         else if (run_rows(x, at, rows, threads))
             return 1;

@@ -1,5 +1,9 @@
 /* Consecutive steps of a plan: places from its columns, gathers, one program a step.
 
+   Products by weights whose rows are there before several steps of a signature are done for all of them at once before the
+   first, and gradients that nobody reads until later for all of them after the last: weights are read once for all words of
+   a sentence, as nn.LSTM does it. Which steps these are depends on the plan alone.
+
    Whatever is not as expected (no program, a place outside its memory, an index out of range) ends the stretch before
    the step, which Python then runs, raising what it raises. */
 
@@ -21,7 +25,18 @@ typedef struct {
     int64_t program_count;
     Room *room;
     int64_t *index_of_gather; /* where the indices of each gather begin */
+    struct Apart *apart; /* of each program, MOST_APART; NULL where no product may be done apart */
+    int64_t *nearest; /* of each step, the next one of its signature, for backward the one before; -1: none */
 } Steps;
+
+/* An instruction's product on the rows of all steps [first, last) of its signature, done apart from them. */
+typedef struct Apart {
+    int64_t first, last;
+    char *at; /* of the next step's rows; backward: anything but NULL */
+} Apart;
+/* Rows of a step and of all that are done at once, so that they stay in the cache; rows of a step of which none is waited
+   for; how many steps are looked at. */
+enum { MOST_APART_ROWS = 96, ALL_APART_ROWS = 256, FEW_ROWS = 32, MOST_APART_STEPS = 1024 };
 
 typedef struct {
     char *at;
@@ -33,13 +48,17 @@ static void release_steps(Steps *s)
     while (s->taken)
         PyBuffer_Release(&s->views[--s->taken]);
     PyMem_Free(s->index_of_gather);
-    s->index_of_gather = NULL;
+    PyMem_Free(s->apart);
+    PyMem_Free(s->nearest);
+    s->index_of_gather = s->nearest = NULL;
+    s->apart = NULL;
 }
 
 static int take_steps(Steps *s, PyObject *columns, int count)
 {
     s->taken = 0;
-    s->index_of_gather = NULL;
+    s->index_of_gather = s->nearest = NULL;
+    s->apart = NULL;
     if (!PyTuple_Check(columns) || PyTuple_GET_SIZE(columns) != count) {
         PyErr_Format(PyExc_TypeError, "a tuple of %d columns was expected", count);
         return -1;
@@ -143,6 +162,83 @@ static const Program *program_of(const Steps *s, int64_t k)
     return (const Program *)s->programs[signature];
 }
 
+/* Where what step k reads is that is the same for all rows: shared operands, and what depends on them alone. */
+static char *same_for_all(const Steps *s, const Program *p, int64_t k, int64_t base, int64_t shared)
+{
+    int64_t number = shared + base - p->source_count - (base < p->inputs ? 0 : p->outputs);
+    return pointer_rows(s, k, number, 0, 1, p->bases[base].rest * p->bases[base].row_bytes);
+}
+
+/* Whether rows [low, high) are none of gather g's. */
+static int is_apart(const Steps *s, int64_t g, int64_t rows, int64_t low, int64_t high)
+{
+    int64_t start = s->at[GATHER_START][g], end = start + (s->at[GATHER_KIND][g] == VIEW ? rows : 1);
+    if (s->at[GATHER_KIND][g] != INDEX)
+        return end <= low || start >= high;
+    const int64_t *index = s->at[INDICES] + s->index_of_gather[g];
+    if (s->index_of_gather[g] + rows > s->length[INDICES])
+        return 0;
+    for (int64_t i = 0; i < rows && low < high; i++)
+        if (index[i] >= low && index[i] < high)
+            return 0;
+    return 1;
+}
+
+/* The steps of one signature from k on whose reads of a source no step from k on writes: the step after them. Their rows. */
+static int64_t find_ahead(const Steps *s, const Program *p, int64_t source, int64_t k, int64_t last, int64_t *rows)
+{
+    int64_t low = INT64_MAX, high = -1, size = p->sources[source].size, end = k, next = k;
+    int64_t a = s->at[GATHER_ARENA][s->at[FIRST_GATHER][k] + source];
+    last = k + MOST_APART_STEPS < last ? k + MOST_APART_STEPS : last;
+    for (int64_t j = k; next >= 0 && next < last; j++) {
+        int64_t n = s->at[ROWS][j], g = s->at[FIRST_GATHER][j] + source;
+        if (j == next) {
+            if (n < 1 || n > MOST_APART_ROWS || *rows + n > ALL_APART_ROWS || g >= s->length[GATHER_KIND] ||
+                s->at[GATHER_ARENA][g] != a || !is_apart(s, g, n * size, low, high))
+                break;
+            *rows += n;
+            end = j + 1;
+            next = s->nearest[j];
+        }
+        for (int64_t b = s->at[FIRST_BLOCK][j]; b < s->at[FIRST_BLOCK][j + 1]; b++)
+            if (s->at[BLOCK_ARENA][b] == a) {
+                int64_t start = s->at[BLOCK_START][b];
+                low = start < low ? start : low;
+                high = start + n > high ? start + n : high;
+            }
+    }
+    return end;
+}
+
+/* Do an instruction's product for steps from k on, as far as their inputs are there and all is as expected. */
+static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t k, int64_t last, Apart *apart)
+{
+    const Instruction *x = &p->code[p->apart[c]];
+    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], source = x->in[0].base;
+    int64_t rows = 0, size = p->sources[source].size, row_bytes = p->bases[source].row_bytes;
+    int64_t blocks = s->at[FIRST_BLOCK][k + 1] - s->at[FIRST_BLOCK][k];
+    *apart = (Apart){k, k + 1, NULL};
+    if (p->bases[source].kind != INPUT || s->nearest[k] < 0)
+        return;
+    int64_t end = find_ahead(s, p, source, k, last, &rows);
+    char *b = end > k + 1 ? same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + p->outputs - blocks) : NULL;
+    char *room = b ? room_apart(s->room, apart - s->apart, (size_t)(rows * (row_bytes + x->width * 4)) + 64) : NULL, *to = room;
+    if (!room)
+        return;
+    for (int64_t j = k; j >= 0 && j < end; j = s->nearest[j]) {
+        Fill fill = {.size = size, .row_bytes = row_bytes / size};
+        char *found;
+        if (find_gather(s, s->at[FIRST_GATHER][j] + source, s->at[ROWS][j] * size, 1, &found, &fill) ||
+            fill_rows(&fill, 0, s->at[ROWS][j], to))
+            return;
+        to += s->at[ROWS][j] * row_bytes;
+    }
+    *apart = (Apart){k, end, (char *)aligned((size_t)to)};
+    int before = products_alone(s->room->threads);
+    product_apart(x, apart->at, room, b, rows, usable_threads(s->room->threads));
+    products_as_before(before);
+}
+
 static int run_forward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
@@ -191,6 +287,13 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
         if (!bases[b])
             return 1;
+    }
+    for (int64_t c = 0; c < p->apart_count; c++) {
+        Apart *apart = &s->apart[s->at[SIGNATURE][k] * MOST_APART + c];
+        bases[p->base_count - p->apart_count + c] = apart->at;
+        s->room->shared += apart->at != NULL;
+        if (apart->at)
+            apart->at += n * p->code[p->apart[c]].width * 4;
     }
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
@@ -245,10 +348,105 @@ static int find_source(const Steps *s, const Source *source, int64_t k, int64_t 
     return !*found;
 }
 
+/* Whether what step k reads or writes of gradients is in rows [first, last) of an arena, but for its write number `but`. */
+static int touches(const Steps *s, int64_t k, int64_t arena, int64_t first, int64_t last, int64_t but)
+{
+    for (int64_t i = s->at[FIRST_READ][k]; i < s->at[FIRST_READ][k + 1]; i++) {
+        int64_t kind = s->at[KIND][i], start = s->at[START][i], stop = s->at[STOP][i];
+        if (kind == NOTHING || s->at[READ_ARENA][i] != arena)
+            continue;
+        if (kind == READ_VIEW ? start < last && stop > first : start < 0 || stop > s->length[GRADIENT_INDICES])
+            return 1;
+        for (int64_t j = start; kind != READ_VIEW && j < stop; j++)
+            if (s->at[GRADIENT_INDICES][j] >= first && s->at[GRADIENT_INDICES][j] < last)
+                return 1;
+    }
+    for (int64_t i = s->at[FIRST_WRITE][k]; i < s->at[FIRST_WRITE][k + 1]; i++)
+        if (i != but && s->at[WRITE_ARENA][i] == arena && s->at[WRITE_START][i] < last &&
+            s->at[WRITE_START][i] + s->at[ROWS][k] > first)
+            return 1;
+    return 0;
+}
+
+static int has_gradient(const Steps *s, int64_t k)
+{
+    for (int64_t i = s->at[FIRST_READ][k]; i < s->at[FIRST_READ][k + 1]; i++)
+        if (s->at[KIND][i] != NOTHING)
+            return 1;
+    return 0;
+}
+
+/* Result, rows and weights of a product of step k on its rows and those that follow; 1 where something is out of range. */
+static int find_product(const Steps *s, const Program *p, const Instruction *x, int64_t k, int64_t rows, char **at)
+{
+    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], kept = counts[0] + counts[1];
+    int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], extra = 1 + kept + p->inputs - p->source_count + p->fixed;
+    int64_t number = s->at[FIRST_WRITE][k] + x->out.base - p->inputs, a = x->in[0].base;
+    at[0] = arena_rows(s, GRADIENTS, s->at[WRITE_ARENA][number], s->at[WRITE_START][number], rows, x->width * 4);
+    at[1] = pointer_rows(s, k, extra + a - p->inputs - writes, s->at[OFFSET][k], rows, p->bases[a].row_bytes);
+    at[2] = same_for_all(s, p, k, x->in[1].base, 1 + kept);
+    return !at[0] || !at[1] || !at[2];
+}
+
+/* Steps of one signature from k down whose rows of a product's result lie one after another, and which no step from k down
+   to the last of them reads. */
+static void find_later(const Steps *s, const Program *p, int64_t c, int64_t k, int64_t first, Apart *apart)
+{
+    const Instruction *x = &p->code[p->apart[c]];
+    int64_t low = k, w = x->out.base - p->inputs, a = x->in[0].base - p->inputs, next = s->nearest[k];
+    int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], number = s->at[FIRST_WRITE][k] + w;
+    *apart = (Apart){k, k + 1, NULL};
+    if (p->bases[x->in[0].base].kind != OUTPUT || w >= writes || a < writes || s->at[ROWS][k] > FEW_ROWS || !has_gradient(s, k))
+        return;
+    int64_t arena = s->at[WRITE_ARENA][number], start = s->at[WRITE_START][number], end = start + s->at[ROWS][k];
+    int64_t offset = s->at[OFFSET][k];
+    first = k - MOST_APART_STEPS > first ? k - MOST_APART_STEPS : first;
+    for (int64_t j = k - 1; j >= first && next >= first; j--) {
+        int64_t n = s->at[ROWS][j], but = -1;
+        if (s->at[PASSED][j] && j != next)
+            continue;
+        if (j == next) {
+            but = s->at[FIRST_WRITE][j] + w;
+            if (s->at[PASSED][j] || n < 1 || n > FEW_ROWS || !has_gradient(s, j) ||
+                s->at[FIRST_WRITE][j + 1] - s->at[FIRST_WRITE][j] != writes || s->at[WRITE_ARENA][but] != arena ||
+                s->at[WRITE_START][but] + n != start || s->at[OFFSET][j] + n != offset)
+                break;
+            start -= n;
+            offset -= n;
+        }
+        if (touches(s, j, arena, start, end, but))
+            break;
+        if (j == next) {
+            low = j;
+            next = s->nearest[j];
+        }
+    }
+    char *at[3];
+    if (low < k && !find_product(s, p, x, low, end - s->at[WRITE_START][s->at[FIRST_WRITE][low] + w], at))
+        *apart = (Apart){low, k + 1, at[0]};
+}
+
+/* A product for those of the steps that run without it that are not before k. */
+static void multiply_later(const Steps *s, const Program *p, int64_t c, int64_t k, Apart *apart)
+{
+    int64_t rows = 0, low = apart->last - 1;
+    char *at[3];
+    for (int64_t j = low; j >= k && j >= apart->first; j = s->nearest[j]) {
+        rows += s->at[ROWS][j];
+        low = j;
+    }
+    apart->at = NULL;
+    if (find_product(s, p, &p->code[p->apart[c]], low, rows, at))
+        return;
+    int before = products_alone(s->room->threads);
+    product_apart(&p->code[p->apart[c]], at[0], at[1], at[2], rows, usable_threads(s->room->threads));
+    products_as_before(before);
+}
+
 static int run_backward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], read = s->at[FIRST_READ][k], write = s->at[FIRST_WRITE][k];
-    int64_t reads = s->at[FIRST_READ][k + 1] - read, writes = s->at[FIRST_WRITE][k + 1] - write, something = 0;
+    int64_t reads = s->at[FIRST_READ][k + 1] - read, writes = s->at[FIRST_WRITE][k + 1] - write;
     const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
     int64_t kept = counts[0], saved = counts[1]; /* the first row says how many there are of each */
     int64_t shared = 1 + kept + saved, fixed = shared + p->inputs - p->source_count, extra = fixed + p->fixed;
@@ -265,9 +463,7 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[base])
             return 1;
     }
-    for (int64_t i = 0; i < reads; i++)
-        something |= s->at[KIND][read + i] != NOTHING;
-    if (!something) {
+    if (!has_gradient(s, k)) {
         for (int64_t b = p->inputs; b < p->inputs + p->outputs; b++)
             memset(bases[b], 0, (size_t)(n * p->bases[b].row_bytes));
         return 0;
@@ -292,7 +488,41 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[b])
             return 1;
     }
+    for (int64_t c = 0; c < p->apart_count; c++) {
+        char *later = s->apart[s->at[SIGNATURE][k] * MOST_APART + c].at;
+        bases[p->base_count - p->apart_count + c] = later;
+        s->room->shared += later != NULL;
+    }
     return run_program(p, n, bases, fills, fill_count, s->room);
+}
+
+/* What products apart need, where there may be some; -1 with an exception. */
+static int take_apart(Steps *s, int forward)
+{
+    int64_t steps = s->length[SIGNATURE], some = 0;
+    for (int64_t i = 0; i < s->program_count; i++)
+        some |= s->programs[i] != Py_None && ((const Program *)s->programs[i])->apart_count;
+    if (!some)
+        return 0;
+    s->apart = PyMem_Calloc((size_t)s->program_count * MOST_APART, sizeof(Apart));
+    s->nearest = PyMem_Malloc((size_t)(steps + s->program_count) * 8);
+    if (!s->apart || !s->nearest || room_count(s->room, s->program_count * MOST_APART) < 0) {
+        release_steps(s);
+        PyErr_NoMemory();
+        return -1;
+    }
+    int64_t *met = s->nearest + steps;
+    for (int64_t i = 0; i < s->program_count; i++)
+        met[i] = -1;
+    for (int64_t i = 0; i < steps; i++) {
+        int64_t k = forward ? steps - 1 - i : i, signature = s->at[SIGNATURE][k];
+        s->nearest[k] = -1;
+        if (signature >= 0 && signature < s->program_count) {
+            s->nearest[k] = met[signature];
+            met[signature] = k;
+        }
+    }
+    return 0;
 }
 
 static int take_arguments(Steps *s, PyObject *args, int count, long long *first, long long *last)
@@ -317,7 +547,7 @@ static int take_arguments(Steps *s, PyObject *args, int count, long long *first,
         PyErr_SetString(PyExc_ValueError, "steps or pointers out of range");
         return -1;
     }
-    return 0;
+    return take_apart(s, count == FORWARD_COLUMNS);
 }
 
 /* forward(programs, room, columns, first, last) -> the first step that was not run, `last` if all were. */
@@ -332,6 +562,11 @@ PyObject *native_forward(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     for (; k < last; k++) {
         const Program *p = program_of(&s, k);
+        for (int64_t c = 0; p && c < p->apart_count; c++) {
+            Apart *apart = &s.apart[s.at[SIGNATURE][k] * MOST_APART + c];
+            if (k >= apart->last)
+                multiply_ahead(&s, p, c, k, last, apart);
+        }
         if (!p || run_forward_step(&s, p, k))
             break;
     }
@@ -355,9 +590,21 @@ PyObject *native_backward(PyObject *module, PyObject *args)
         if (s.at[PASSED][k - 1])
             continue;
         const Program *p = program_of(&s, k - 1);
-        if (!p || s.at[FIRST_READ][k - 1] == s.at[FIRST_READ][k] || run_backward_step(&s, p, k - 1))
+        if (!p || s.at[FIRST_READ][k - 1] == s.at[FIRST_READ][k])
             break;
+        Apart *apart = s.apart + s.at[SIGNATURE][k - 1] * MOST_APART;
+        for (int64_t c = 0; c < p->apart_count; c++)
+            if (!apart[c].last || k - 1 < apart[c].first)
+                find_later(&s, p, c, k - 1, first, &apart[c]);
+        if (run_backward_step(&s, p, k - 1))
+            break;
+        for (int64_t c = 0; c < p->apart_count; c++)
+            if (apart[c].at && k - 1 == apart[c].first)
+                multiply_later(&s, p, c, k - 1, &apart[c]);
     }
+    for (int64_t i = 0; s.apart && k > first && i < s.program_count * MOST_APART; i++)
+        if (s.apart[i].at && k < s.apart[i].last) /* some of its steps ran */
+            multiply_later(&s, (const Program *)s.programs[i / MOST_APART], i % MOST_APART, k, &s.apart[i]);
     Py_END_ALLOW_THREADS
     release_steps(&s);
     return PyLong_FromLongLong(k);
