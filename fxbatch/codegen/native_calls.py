@@ -6,7 +6,6 @@ pointwise(node)          # Pointwise("div", operands=(x, y), number=0.0) of aten
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,31 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native_table import FIRST_ROWS, LOOPS, ROWS
-from fxbatch.codegen.shapes import dtype, is_cast
+from fxbatch.codegen.shapes import dtype, is_cast, is_tensor
 
 aten = torch.ops.aten
 
 CODES = {x.name: code for code, x in enumerate(LOOPS)} | {x.name: FIRST_ROWS + i for i, x in enumerate(ROWS)}
-_F32, _I64, _BOOL = torch.float32, torch.int64, torch.bool
-_TYPES = {"f": _F32, "i": _I64, "b": _BOOL}
+_TYPES = {"f": torch.float32, "i": torch.int64, "b": torch.bool}
 _DTYPES = {x.name: tuple(_TYPES[t] for t in x.types.replace(" ", "")) for x in LOOPS}
-_CALLS = {operator.attrgetter(call)(aten): x.name for x in LOOPS for call in x.aten}
+_LOOPS: dict[Any, list[str]] = {}  # that a call may be, by types
+for _loop in LOOPS:
+    for _call in _loop.aten:
+        _LOOPS.setdefault(operator.attrgetter(_call)(aten), []).append(_loop.name)
+_CASTS = {
+    (given, made): name
+    for name, (made, given, *_) in _DTYPES.items()
+    if name.startswith("copy") or "_to_" in name
+}
+# Calls with a number: its name, its position, what it is multiplied by.
+_SCALED = {
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), ("alpha", 2, 1.0)),
+    **dict.fromkeys(
+        (aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar), ("alpha", 2, -1.0)
+    ),
+    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), ("value", 3, 1.0)),
+    aten.threshold_backward.default: ("threshold", 2, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -40,54 +55,33 @@ class Pointwise:
 
 def pointwise(node: fx.Node) -> Pointwise | None:
     """The instruction of a pointwise call, or None."""
-    target, args, kwargs = node.target, node.args, node.kwargs
-    if is_cast(node):
-        return cast(dtype(node.args[0]), dtype(node), node.args[0])
-    if target in (aten.lt.Scalar, aten.lt.Tensor) and dtype(args[0]) is _I64:
-        whole = isinstance(args[1], int) or (isinstance(args[1], fx.Node) and dtype(args[1]) is _I64)
-        return Pointwise("lt_i64", args) if whole else None
-    if target in _CALLS:
-        call = Pointwise(_CALLS[target], args)
-        return call if not kwargs and len(args) == len(call.dtypes()) - 1 else None
-    if target in (aten.clone.default, aten.alias.default):
-        return cast(dtype(node), dtype(node), args[0])
-    if target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
-        scale = float(_rest(node, 2, "alpha", 1))
-        name = "add_i64" if dtype(node) is _I64 and scale in (1.0, -1.0) else "add"
-        return Pointwise(name, args[:2], scale if target in (aten.add.Tensor, aten.add.Scalar) else -scale)
-    if target in (aten.rsub.Scalar, aten.rsub.Tensor):
-        return Pointwise("add", (args[1], args[0]), -float(_rest(node, 2, "alpha", 1)))
-    if target in (aten.addcmul.default, aten.addcdiv.default):
-        name = "addcmul" if target is aten.addcmul.default else "addcdiv"
-        return Pointwise(name, args[:3], float(_rest(node, 3, "value", 1)))
-    if target is aten.threshold_backward.default:
-        return Pointwise("threshold_backward", args[:2], float(args[2]))
-    return _chosen(node, target)
+    target, args, kwargs, number = node.target, node.args, node.kwargs, 0.0
+    if is_cast(node) or target in (aten.clone.default, aten.alias.default):
+        return cast(dtype(args[0]), dtype(node), args[0])
+    if target in _SCALED:
+        name, position, factor = _SCALED[target]
+        given: Any = args[position] if len(args) > position else kwargs.get(name, 1)
+        args, kwargs, number = args[:position], {}, factor * float(given)
+        if target in (aten.rsub.Tensor, aten.rsub.Scalar):
+            args = (args[1], args[0])
+    found = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, args))
+    return next((Pointwise(name, args, number) for name in found), None)
 
 
-def _chosen(node: fx.Node, target: Callable[..., Any] | str) -> Pointwise | None:
-    """Comparisons and choices, by the types of what they compare."""
-    args = node.args
-    if target is aten.where.self:
-        return Pointwise("where_f32" if dtype(node) is _F32 else "where_i64", args[:3])
-    if target in (aten.ne.Scalar, aten.ne.Tensor, aten.eq.Scalar, aten.eq.Tensor):
-        name = "ne" if target in (aten.ne.Scalar, aten.ne.Tensor) else "eq"
-        if dtype(args[0]) is _F32:
-            return Pointwise(f"{name}_f32", args[:2])
-        whole = isinstance(args[1], (fx.Node, int))
-        return Pointwise(f"{name}_i64", args[:2]) if whole else None
-    return None
+def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[Any, ...]) -> bool:
+    """Whether a loop of these types is the call: what is compared is of the type that it is compared in."""
+    if len(operands) != len(kinds) - 1 or dtype(node) != kinds[0]:
+        return False
+    pairs = list(zip(operands, kinds[1:], strict=True))
+    if any(type(x) is float and kind is not torch.float32 for x, kind in pairs):
+        return False
+    if kinds[0] is not torch.bool:
+        return True  # what it gives says in which type it computes
+    nodes = [(x, kind) for x, kind in pairs if isinstance(x, fx.Node)]
+    return bool(nodes) and all(is_tensor(x) and dtype(x) == kind for x, kind in nodes)
 
 
 def cast(given: torch.dtype, wanted: torch.dtype, source: Any) -> Pointwise | None:
     """A copy from one type to another."""
-    name = {
-        (_F32, _F32): "copy", (_I64, _I64): "copy_i64", (_BOOL, _BOOL): "copy_bool", (_I64, _F32): "i64_to_f32",
-        (_BOOL, _I64): "bool_to_i64", (_BOOL, _F32): "bool_to_f32",
-    }.get((given, wanted))  # fmt: skip
+    name = _CASTS.get((given, wanted))
     return None if name is None else Pointwise(name, (source,))
-
-
-def _rest(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    """An argument that is given by place or by name, or not at all."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)

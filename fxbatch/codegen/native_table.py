@@ -18,7 +18,7 @@ _C_TYPES = {"f": "float", "i": "int64_t", "b": "uint8_t"}
 class Loop(NamedTuple):
     """A pointwise operation: one element of the result, in C, of elements a[i], b[i], c[i] and a number k.
 
-    aten: calls whose arguments are its operands as they are (others are `native_calls.pointwise`'s). cost: of an
+    aten: calls that it is where types fit; `native_calls.pointwise` takes a number from their arguments. cost: of an
     element, in additions.
     """
 
@@ -37,6 +37,7 @@ class Rows(NamedTuple):
     cost: int = 1
 
 
+_SUMS = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar")
 LOOPS = (
     Loop("copy", "a[i]", "f f"),
     Loop("neg", "-a[i]", "f f", ("neg.default",)),
@@ -49,29 +50,29 @@ LOOPS = (
     Loop("sqrt", "sqrtf(a[i])", "f f", ("sqrt.default",), cost=4),
     Loop("rsqrt", "1.0f / sqrtf(a[i])", "f f", ("rsqrt.default",)),
     Loop("reciprocal", "1.0f / a[i]", "f f", ("reciprocal.default",)),
-    Loop("add", "a[i] + k * b[i]", "f ff"),
+    Loop("add", "a[i] + k * b[i]", "f ff", _SUMS),
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar")),
     Loop("div", "a[i] / b[i]", "f ff", ("div.Tensor", "div.Scalar")),
     Loop("sigmoid_backward", "a[i] * (1.0f - b[i]) * b[i]", "f ff", ("sigmoid_backward.default",)),
     Loop("tanh_backward", "a[i] * (1.0f - b[i] * b[i])", "f ff", ("tanh_backward.default",)),
-    Loop("threshold_backward", "b[i] <= k ? 0.0f : a[i]", "f ff"),
-    Loop("addcmul", "a[i] + k * b[i] * c[i]", "f fff"),
-    Loop("addcdiv", "a[i] + k * b[i] / c[i]", "f fff"),
-    Loop("where_f32", "a[i] ? b[i] : c[i]", "f bff"),
-    Loop("where_i64", "a[i] ? b[i] : c[i]", "i bii"),
+    Loop("threshold_backward", "b[i] <= k ? 0.0f : a[i]", "f ff", ("threshold_backward.default",)),
+    Loop("addcmul", "a[i] + k * b[i] * c[i]", "f fff", ("addcmul.default",)),
+    Loop("addcdiv", "a[i] + k * b[i] / c[i]", "f fff", ("addcdiv.default",)),
+    Loop("where_f32", "a[i] ? b[i] : c[i]", "f bff", ("where.self",)),
+    Loop("where_i64", "a[i] ? b[i] : c[i]", "i bii", ("where.self",)),
     Loop("i64_to_f32", "a[i]", "f i"),
     Loop("bool_to_i64", "a[i] != 0", "i b"),
     Loop("bool_to_f32", "a[i] != 0", "f b"),
-    Loop("ne_i64", "a[i] != b[i]", "b ii"),
-    Loop("eq_i64", "a[i] == b[i]", "b ii"),
-    Loop("ne_f32", "a[i] != b[i]", "b ff"),
-    Loop("eq_f32", "a[i] == b[i]", "b ff"),
+    Loop("ne_i64", "a[i] != b[i]", "b ii", ("ne.Scalar", "ne.Tensor")),
+    Loop("eq_i64", "a[i] == b[i]", "b ii", ("eq.Scalar", "eq.Tensor")),
+    Loop("ne_f32", "a[i] != b[i]", "b ff", ("ne.Scalar", "ne.Tensor")),
+    Loop("eq_f32", "a[i] == b[i]", "b ff", ("eq.Scalar", "eq.Tensor")),
     Loop("gt_f32", "a[i] > b[i]", "b ff", ("gt.Scalar", "gt.Tensor")),
     Loop("ge_f32", "a[i] >= b[i]", "b ff", ("ge.Scalar", "ge.Tensor")),
     Loop("lt_f32", "a[i] < b[i]", "b ff", ("lt.Scalar", "lt.Tensor")),
     Loop("le_f32", "a[i] <= b[i]", "b ff", ("le.Scalar", "le.Tensor")),
-    Loop("lt_i64", "a[i] < b[i]", "b ii"),
-    Loop("add_i64", "a[i] + (int64_t)k * b[i]", "i ii"),
+    Loop("lt_i64", "a[i] < b[i]", "b ii", ("lt.Scalar", "lt.Tensor")),
+    Loop("add_i64", "a[i] + (int64_t)k * b[i]", "i ii", _SUMS),
     Loop("copy_i64", "a[i]", "i i"),
     Loop("copy_bool", "a[i]", "b b"),
 )

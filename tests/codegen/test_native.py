@@ -162,6 +162,30 @@ def test_numbers_columns_and_rows_are_spread() -> None:
     check(module, normal(2500), normal(1), shared=(row,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("target", [aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.gt.Tensor])
+@pytest.mark.parametrize("dims", [[], [1]])
+@pytest.mark.parametrize("integers", [False, True])
+def test_what_is_compared_with_a_filled_tensor_is_compared_in_torch_s_type(
+    target: torch._ops.OpOverload, dtype: torch.dtype, dims: list[int], integers: bool
+) -> None:
+    """Integers with 2.5, float32 with a float64 of more digits."""
+    number = 2.5 if dtype is torch.float32 else 0.1 if dtype is torch.float64 else 2
+
+    def make(g: fx.Graph, x: fx.Node, i: fx.Node) -> list[fx.Node]:
+        full = add_call(g, aten.full.default, (dims, number), {"dtype": dtype})
+        y = i if integers else x
+        return [
+            add_call(g, aten._to_copy.default, (add_call(g, target, (y, full)),), {"dtype": torch.float32})
+        ]
+
+    module = graph_of(make, (1, torch.float32), (1, torch.int64))
+    ins = [torch.tensor([[0.1], [2.5], [2.0], [3.0]]), torch.tensor([[0], [2], [3], [1]])]
+    if isinstance(make_program(module, ()), NativeProgram):
+        got, wanted = run_native(module, 4, ins), module(4, *ins)
+        assert got is not None and all(map(torch.equal, got, wanted))
+
+
 def gates(g: fx.Graph, x: fx.Node, c: fx.Node) -> list[fx.Node]:
     """Slices, a concatenation, and a chain that runs fused."""
     parts = [add_call(g, aten.slice.Tensor, (x, 1, 30 * i, 30 * i + 30)) for i in range(3)]
