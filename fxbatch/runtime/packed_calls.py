@@ -5,7 +5,7 @@ In: while recording, calls whose shapes were not met before; before a phase runs
 that need no run on fake tensors; a program in which packed calls whose inputs are at hand have run, all of one level
 at once, and are constants, and so are the rows that are read of them (`encoded[3]`, `for row in encoded`).
 
-    entry = packed_calls.entry(recorder, entries, args, kwargs, arguments)    # None: as any other call
+    entry = packed_calls.entry(entries, arguments)    # None: as any other call
     program = packed_calls.resolve(run, program)
 
 A signature of a packed call is whole: where it is not resolved, it runs as any other.
@@ -66,29 +66,20 @@ class PackedCalls:
 
     # -- while recording ------------------------------------------------------------------------------
 
-    def entry(
-        self,
-        recorder: Any,
-        entries: dict[Any, Any],
-        args: Any,
-        kwargs: Any,
-        arguments: Any,
-        *,
-        of: Any = None,
-        first_shared: int = 0,
-    ) -> Entry | None:
+    def entry(self, entries: dict[Any, Any], arguments: Any, *, of: Any = None) -> Entry | None:
         """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
         that is called, if it is no module, whose entries these are."""
+        recorder = arguments.recorder
         if not recorder.watches_operands or any_autocast():
             return None
         if of is torch.stack:
-            return self._stack_entry(recorder, entries, args, kwargs, arguments)
+            return self._stack_entry(entries, arguments)
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
-        family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
+        family = self._family(entries, arguments, of)
         if family.reason or len(family.members) < MEMBERS:
             return None
-        types = tuple(recorder.type_of(v) for v in arguments.values)
+        types = arguments.types()
         if family.function is None:
             if not self.may_build():
                 return None
@@ -118,11 +109,9 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
-    def _stack_entry(
-        self, recorder: Any, entries: dict[Any, Any], args: Any, kwargs: Any, arguments: Any
-    ) -> Entry | None:
+    def _stack_entry(self, entries: dict[Any, Any], arguments: Any) -> Entry | None:
         """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
-        family: CallFamily | None = entries.get(_stack_key(recorder, args, kwargs, arguments))
+        family: CallFamily | None = entries.get(_stack_key(arguments))
         if family is None or len(family.members) < MEMBERS:
             return None
         count, like = len(arguments.values), family.members[0]
@@ -136,20 +125,18 @@ class PackedCalls:
             for key in family.keys:
                 entries.pop(key, None)
             self.first.update((member.signature, family) for member in family.members)
-            recorder.lasts = False
+            arguments.recorder.lasts = False
         row = like.signature.inputs[0]
         signature = dataclasses.replace(
             like.signature, inputs=(row,) * count,
             outputs=(tensor_type((count, *row.shape), row.dtype, row.device),),
-            arguments=arguments.template(args, kwargs), sizes=family,
+            arguments=arguments.template(), sizes=family,
         )  # fmt: skip
-        table: SignatureTable = recorder.table
+        table: SignatureTable = arguments.recorder.table
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
-    def _met_stack(
-        self, recorder: Any, entries: dict[Any, Any], args: Any, kwargs: Any, arguments: Any, made: Any
-    ) -> None:
-        key = _stack_key(recorder, args, kwargs, arguments)
+    def _met_stack(self, entries: dict[Any, Any], arguments: Any, made: Any) -> None:
+        key = _stack_key(arguments)
         if key is None:
             return
         family: CallFamily = entries.setdefault(key, CallFamily())
@@ -159,24 +146,15 @@ class PackedCalls:
             family.signature = made[1].signature
 
     def met(
-        self,
-        recorder: Any,
-        entries: dict[Any, Any],
-        args: Any,
-        kwargs: Any,
-        arguments: Any,
-        made: tuple[Any, Entry],
-        *,
-        of: Any = None,
-        first_shared: int = 0,
+        self, entries: dict[Any, Any], arguments: Any, made: tuple[Any, Entry], *, of: Any = None
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
-        if not recorder.watches_operands:
+        if not arguments.recorder.watches_operands:
             return
         if of is torch.stack:
-            self._met_stack(recorder, entries, args, kwargs, arguments, made)
+            self._met_stack(entries, arguments, made)
             return
-        family = self._family(recorder, entries, args, kwargs, arguments, of, first_shared)
+        family = self._family(entries, arguments, of)
         key, entry = made
         if len(family.members) < MEMBERS:
             family.members.append(entry)
@@ -184,18 +162,8 @@ class PackedCalls:
         if not arguments.values:
             family.reason = "no value in it"
 
-    def _family(
-        self,
-        recorder: Any,
-        entries: dict[Any, Any],
-        args: Any,
-        kwargs: Any,
-        arguments: Any,
-        of: Any,
-        first_shared: int,
-    ) -> CallFamily:
-        template = arguments.template(args, kwargs, first_shared)
-        types = [recorder.type_of(v) for v in arguments.values]
+    def _family(self, entries: dict[Any, Any], arguments: Any, of: Any) -> CallFamily:
+        template, types = arguments.template(), arguments.types()
         key = (
             "sizes",
             of,
@@ -445,10 +413,11 @@ def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
     return np.unique(program.reader[np.isin(program.inputs, given)])
 
 
-def _stack_key(recorder: Any, args: Any, kwargs: Any, arguments: Any) -> Any:
+def _stack_key(arguments: Any) -> Any:
     """The key of the family of a stack along a new first dimension, of rows of one type; None for other stacks."""
+    args, kwargs = arguments.args, arguments.kwargs
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
-    types = {recorder.type_of(v) for v in arguments.values}
+    types = set(arguments.types())
     plain = len(args) in (1, 2) and set(kwargs) <= {"dim"} and dim == 0
     if not plain or len(types) != 1 or len(args[0]) != len(arguments.values):
         return None

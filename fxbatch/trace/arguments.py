@@ -3,8 +3,8 @@
 In: args and kwargs with Values, real tensors and static leaves in nested containers. Out: the input values,
 the shared operands, and a key that is equal exactly for calls of equal structure, types and static arguments.
 
-    found = Arguments(recorder)
-    key = found.key((h, 2))          # found.values == [h]
+    found = Arguments(recorder, (h, 2), {})
+    found.key()                      # and from here on found.values == [h]
 """
 
 from __future__ import annotations
@@ -92,12 +92,19 @@ def _plain(x: Any) -> Any:
 
 
 class Arguments:
-    """Collects the tensors of a call's arguments in pytree order."""
+    """The arguments of one call, and the tensors among them in pytree order."""
 
-    __slots__ = ("copied", "leaves", "recorder", "rows", "shared", "slots", "values", "viewed", "views")
+    __slots__ = (
+        "args", "copied", "first_shared", "kwargs", "leaves", "recorder", "rows", "shared", "slots", "values", "viewed",
+        "views",
+    )  # fmt: skip
 
-    def __init__(self, recorder: RecordedCalls, *, views: bool = False) -> None:
+    def __init__(
+        self, recorder: RecordedCalls, args: tuple[Any, ...], kwargs: dict[str, Any], *, views: bool = False
+    ) -> None:
         self.recorder = recorder
+        self.args, self.kwargs = args, kwargs
+        self.first_shared = 0  # how many shared operands are the called module's own, before these
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one
         self.copied = False  # whether a view of a bare parameter was taken for what it holds now
@@ -107,28 +114,31 @@ class Arguments:
         self.shared: list[SharedOperand] = []
         self.slots: list[Slot] = []  # one a tensor leaf
 
-    def key(self, x: Any) -> Any:
-        """The key of one argument; raises keys.OpaqueArgumentError for a leaf that is no plain data."""
+    def key(self) -> tuple[Any, Any]:
+        """The key of all arguments, asked for once; OpaqueArgumentError for a leaf that is no plain data."""
+        return self._key(self.args), self._key(self.kwargs) if self.kwargs else None
+
+    def _key(self, x: Any) -> Any:
         kind = type(x)
         if kind is Value:
             real = None if x._recorder is self.recorder else x._recorder.tensor(x)
             return self._input(x, x) if real is None else self._real(real)
         if kind is tuple or kind is list:
-            return (kind, *[self.key(y) for y in x])
+            return (kind, *[self._key(y) for y in x])
         if kind is WrittenTensor:
             v = value_of(x)
             return self._input(v, v)
         if isinstance(x, torch.Tensor):
             return self._real(x)
         if kind is dict or kind is OrderedDict:
-            return (kind, tuple(x), *[self.key(y) for y in x.values()])
+            return (kind, tuple(x), *[self._key(y) for y in x.values()])
         if isinstance(x, tuple) and hasattr(kind, "_fields"):
-            return (kind, *[self.key(y) for y in x])
+            return (kind, *[self._key(y) for y in x])
         if isinstance(x, np.ndarray):
             raise ArrayArgument
         if is_pytree_node(kind) and kind is not torch.Size:
             leaves, spec = tree_flatten(x)
-            return (kind, repr(spec), *[self.key(y) for y in leaves])
+            return (kind, repr(spec), *[self._key(y) for y in leaves])
         return static_key(x)
 
     def _input(self, v: Value, leaf: torch.Tensor) -> int:
@@ -164,15 +174,16 @@ class Arguments:
         """Ids of the inputs."""
         return [v._value for v in self.values]
 
-    def template(self, args: Any, kwargs: Any, first_shared: int = 0) -> Template:
-        """`(args, kwargs)` with slots in place of tensors; shared slots numbered from first_shared."""
-        leaves, spec = tree_flatten((args, kwargs))
+    def template(self, *before: Any) -> Template:
+        """`(args, kwargs)` with slots in place of tensors. before: plain arguments in front of these."""
+        leaves, spec = tree_flatten(((*before, *self.args), self.kwargs))
         slots = iter(self.slots)
         filled = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 slot = next(slots)
-                filled.append(Slot("shared", slot.index + first_shared) if slot.kind == "shared" else slot)
+                own = slot.kind == "input"
+                filled.append(slot if own else Slot("shared", slot.index + self.first_shared))
             else:
                 filled.append(leaf)
         assert next(slots, None) is None, "arguments flatten in another order than their key"

@@ -32,7 +32,7 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.data_dependent import call_with_values
 from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
-from fxbatch.trace.modules import call_method
+from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.operations import (
     FUNCTION,
     LIFTS,
@@ -102,9 +102,9 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         func = take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
-    arguments = Arguments(recorder, views=func is not on_views)
+    arguments = Arguments(recorder, args, kwargs, views=func is not on_views)
     try:
-        key = (func, arguments.key(args), arguments.key(kwargs) if kwargs else None)
+        key = (func, *arguments.key())
     except ArrayArgument:
         indexed = func in (GETITEM, SETITEM)
         args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
@@ -140,15 +140,15 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         if lifted is not None:
             return call_function(recorder, *lifted, {})
         reason = "an argument of it keeps changing" if keeps_changing else ""
-        entry = _new_function(recorder, key, func, args, kwargs, arguments, reason)
+        entry = _new_function(key, func, arguments, reason)
     if type(entry) is Known:
         return entry.result
     if type(entry) is Dependent:
-        return call_with_values(recorder, func, args, kwargs, arguments, entry.reason)
+        return call_with_values(func, arguments, key, entry.reason)
     if entry.written:
         if arguments.rows:
             raise BatchCoupledError(f"{function_name(func)}: {WRITES_TO_SHARED}{at_line()}")
-        return written_call(recorder, arguments, entry)
+        return written_call(arguments, entry)
     result = recorder.emit(entry, arguments.ids())
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
@@ -227,9 +227,9 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     seen = (func, tuple(views), *args)
     result = call_function(recorder, on_views, seen, kwargs)
     if comes_again:
-        key = Arguments(recorder)
-        entry = recorder.functions.get((on_views, key.key(seen), key.key(kwargs) if kwargs else None))
-        if type(entry) is Entry and not entry.written and not entry.aliases and not key.copied:
+        arguments = Arguments(recorder, seen, kwargs)
+        entry = recorder.functions.get((on_views, *arguments.key()))
+        if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
             recorder.remember(func, *given, entry)
     return result
 
@@ -240,54 +240,40 @@ def _by_integer_value(x: Any, index: Any) -> bool:
     )
 
 
-def _new_function(
-    recorder: RecordedCalls,
-    key: Any,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-    reason: str,
-) -> Any:
-    table = recorder.table
+def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
+    recorder, table = arguments.recorder, arguments.recorder.table
     with table.lock, tracing(None):
         entry = recorder.functions.get(key)
         if entry is None:
-            name = function_name(args[0] if func is on_views else func)
+            name = function_name(arguments.args[0] if func is on_views else func)
             target = Operation(name, "function", func, FUNCTION)
             examined = func.examined if type(func) in (CustomFunction, Functional) else None
             packed = None if examined or reason or func is on_views else table.packed
             if packed is not None:
-                entry = packed.entry(recorder, recorder.functions, args, kwargs, arguments, of=func)
+                entry = packed.entry(recorder.functions, arguments, of=func)
             if entry is None:
-                entry = function_entry(recorder, target, args, kwargs, arguments, examined, reason)
+                entry = function_entry(target, arguments, examined, reason)
                 if packed is not None and type(entry) is Entry and not entry.written:
-                    packed.met(recorder, recorder.functions, args, kwargs, arguments, (key, entry), of=func)
+                    packed.met(recorder.functions, arguments, (key, entry), of=func)
             recorder.functions[key] = entry
         return entry
 
 
 def function_entry(
-    recorder: RecordedCalls,
-    made: Operation,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-    examined: ExaminedFunction | None = None,
-    reason: str = "",
+    made: Operation, arguments: Arguments, examined: ExaminedFunction | None = None, reason: str = ""
 ) -> Entry | Known | Dependent:
     """The signature of a function call that was not met before, from one run on fake tensors.
 
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
-    _refuse_running_statistics(made.target, args, kwargs)
-    template, inputs = arguments.template(args, kwargs), arguments.types()
+    _refuse_running_statistics(made.target, arguments.args, arguments.kwargs)
+    template, inputs = arguments.template(), arguments.types()
 
     def run() -> Outcome:
         return arguments.outcome(made.target, template)
 
     try:
-        outcome = run() if examined is None else _run_watched(recorder, examined, run)
+        outcome = run() if examined is None else _run_watched(examined, run)
     except BodyError as error:
         if examined is None or made.rule == MARKED:
             raise TraceError(f"{made.name}: {error}{at_line()}") from None
@@ -301,17 +287,19 @@ def function_entry(
         return Dependent(_why_values(error))
     refuse_shared_writes(made.name, outcome)
     if outcome.written:
-        return written_entry(recorder, made, args, kwargs, arguments, outcome, reason)
+        return written_entry(made, arguments, outcome, reason)
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
     reason = reason if examined is None else examined.reason
     frozen = None if examined is None else Frozen(None, examined.reads)
-    entry = recorder.signed(made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen)
+    entry = arguments.recorder.signed(
+        made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen
+    )
     entry.guards = None if examined is None else examined.guards or None
     return entry
 
 
-def _run_watched(recorder: RecordedCalls, examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
+def _run_watched(examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
     """Run the body of a user's function; BodyError where it does more than give a result."""
     for _ in range(4):
         outcome, effects = examined.reads.run(run)
@@ -401,22 +389,20 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
     if args and isinstance(args[0], torch.nn.Module):
         return call_method(recorder, func, args, kwargs)
     recorder.sync_modes()
-    arguments = Arguments(recorder)
-    name = function_name(func)
-    examined = examined_function(recorder, func)
-    if examined.reason:
-        recorder.table.note_traced_through(name, f"{examined.reason} (marked @operation)", user_line())
-        return func(*args, **kwargs)
-    try:
-        key = ("marked", func, examined.state, arguments.key(args), arguments.key(kwargs) if kwargs else None)
-    except OpaqueArgumentError as error:
-        recorder.table.note_traced_through(name, f"{error} (marked @operation)", user_line())
-        return func(*args, **kwargs)
-    if not arguments.values:
+    arguments, examined = Arguments(recorder, args, kwargs), examined_function(recorder, func)
+    key, reason = None, examined.reason
+    if not reason:
+        try:
+            key = ("marked", func, examined.state, *arguments.key())
+        except OpaqueArgumentError as error:
+            reason = str(error)
+    if reason:
+        _note_marked(recorder, func, reason)
+    if reason or not arguments.values:
         return func(*args, **kwargs)
     entry = recorder.functions.get(key)
     if entry is None:
-        entry = _new_marked(recorder, key, examined, name, args, kwargs, arguments)
+        entry = _new_marked(key, examined, arguments)
     if type(entry) is not Entry or entry.written:
         return func(*args, **kwargs)
     result = recorder.emit(entry, arguments.ids())
@@ -426,28 +412,23 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
     return result
 
 
-def _new_marked(
-    recorder: RecordedCalls,
-    key: Any,
-    examined: ExaminedFunction,
-    name: str,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-) -> Any:
-    table = recorder.table
-    with table.lock, tracing(None):
+def _note_marked(recorder: RecordedCalls, func: Any, reason: str) -> None:
+    recorder.table.note_traced_through(function_name(func), f"{reason} (marked @operation)", user_line())
+
+
+def _new_marked(key: Any, examined: ExaminedFunction, arguments: Arguments) -> Any:
+    recorder = arguments.recorder
+    with recorder.table.lock, tracing(None):
         entry = recorder.functions.get(key)
         if entry is None:
+            made = Operation(function_name(examined.target), "function", examined.target, MARKED)
             try:
-                made = Operation(name, "function", examined.target, MARKED)
-                entry = function_entry(recorder, made, args, kwargs, arguments, examined)
+                entry = function_entry(made, arguments, examined)
             except (BatchCoupledError, InPlaceError):
                 raise
             except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there
-                text = str(error).splitlines()[0][:160] if str(error) else ""
-                entry = Dependent(f"{type(error).__name__}: {text}")
+                entry = Dependent(first_line(error))
             if type(entry) is Dependent:
-                table.note_traced_through(name, f"{entry.reason} (marked @operation)", user_line())
+                _note_marked(recorder, examined.target, entry.reason)
             recorder.functions[key] = entry
         return entry

@@ -62,22 +62,16 @@ _MASKS = (torch.bool, torch.uint8)
 _POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def call_with_values(
-    recorder: RecordedCalls,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-    reason: str,
-) -> Any:
-    """The result of `func(*args, **kwargs)`, asking for as few values as will do."""
+def call_with_values(func: Any, arguments: Arguments, key: Any, reason: str) -> Any:
+    """The result of a call with these arguments, which have this key, asking for as few values as will do."""
+    recorder, args, kwargs = arguments.recorder, arguments.args, arguments.kwargs
     with inside_binding(func):
         plain = _with_plain_integers(recorder, args, kwargs)
         if plain is not None:
             try:
                 return recorder.call(func, *plain)
             except TypeError:  # it takes tensors there: `torch.equal(x, count)`
-                return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+                return _run_on_values(func, arguments, key, reason)
         if func is torch.Tensor.__getitem__:
             index = _indices(recorder, args[1])
             return args[0][index] if type(index) is int else recorder.call(func, (args[0], index), kwargs)
@@ -87,7 +81,7 @@ def call_with_values(
             return x.expand(shape)[mask.expand(shape)]
         if func is torch.Tensor.__setitem__:
             return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
-        return _run_on_values(recorder, func, args, kwargs, arguments, reason)
+        return _run_on_values(func, arguments, key, reason)
 
 
 def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any:
@@ -147,16 +141,10 @@ def _mask(index: list[Any]) -> torch.Tensor | None:
     return torch.tensor(index)
 
 
-def _run_on_values(
-    recorder: RecordedCalls,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-    reason: str,
-) -> Any:
+def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> Any:
+    recorder = arguments.recorder
     real = recorder.read(arguments.values)
-    template = arguments.template(args, kwargs)
+    template = arguments.template()
     shared = [s.resolve() for s in arguments.shared]
     with tracing(None), torch.no_grad():
         a, k = template.fill(input=real, shared=[s.detach() for s in shared])
@@ -167,20 +155,20 @@ def _run_on_values(
     if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         return _as_constants(recorder, result)
     types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
-    arguments_key = (arguments.key(args), arguments.key(kwargs))
-    key = ("dependent", func, *arguments_key, types)
+    key = ("dependent", key, types)
     entry = recorder.functions.get(key)
     with recorder.table.lock:
         if entry is None:
             made = Operation(function_name(func), "function", func, FUNCTION)
-            inputs, shared_operands = arguments.types()[: len(real)], arguments.shared[: len(shared)]
             count = itertools.count()
             slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
             new = (-1,) * len(types)
             outcome = Outcome(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
-            entry = recorder.signed(made, inputs, shared_operands, template, outcome, reason=reason)
+            entry = recorder.signed(
+                made, arguments.types(), arguments.shared, template, outcome, reason=reason
+            )
             recorder.functions[key] = entry
-    return recorder.emit(entry, arguments.ids()[: len(real)])
+    return recorder.emit(entry, arguments.ids())
 
 
 def _as_constants(recorder: RecordedCalls, result: Any) -> Any:

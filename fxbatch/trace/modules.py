@@ -99,9 +99,9 @@ def _call(
     record = _record(recorder, module, method)
     if record.through:
         return _pass_through(recorder, record, module, args, kwargs, through)
-    arguments = Arguments(recorder)
+    arguments = Arguments(recorder, args, kwargs)
     try:
-        key = (arguments.key(args), arguments.key(kwargs) if kwargs else None)
+        key = arguments.key()
     except OpaqueArgumentError as error:
         _note(recorder, module, method, str(error))
         return through()
@@ -126,7 +126,7 @@ def _call(
     entry = entries.get(key)
     if entry is None:
         try:
-            entry = _new_entry(recorder, record, examined, entries, key, args, kwargs, arguments)
+            entry = _new_entry(record, examined, entries, key, arguments)
         except LookAgain:
             return _call(recorder, module, method, args, kwargs, through)
     if type(entry) is not Entry:
@@ -154,9 +154,9 @@ def _pass_through(
 ) -> Any:
     """Run a module that is no operation; what torch's own modules and their hooks see are values."""
     if record.method is None and _rule(module, None) is TORCH_MODULE:
-        arguments = Arguments(recorder)
+        arguments = Arguments(recorder, args, {})
         with contextlib.suppress(OpaqueArgumentError):
-            arguments.key(args)
+            arguments.key()
         if len(arguments.values) == len(args):
             return module_call(module, *arguments.values, **kwargs)
     return through()
@@ -304,26 +304,18 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 
 def _new_entry(
-    recorder: RecordedCalls,
-    record: ModuleRecord,
-    examined: Examined,
-    entries: dict[Any, Any],
-    key: Any,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
+    record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: Any, arguments: Arguments
 ) -> Entry | str:
-    module, method = record.module, record.method
+    recorder, module, method = arguments.recorder, record.module, record.method
+    arguments.first_shared = len(examined.names)
     rule = _rule(module, method)
     with recorder.table.lock, tracing(None):
         entry = entries.get(key)
         if entry is not None:
             return entry
-        packed, first_shared = recorder.table.packed, len(examined.names)
+        packed = recorder.table.packed
         if packed is not None:
-            found: Entry | None = packed.entry(
-                recorder, entries, args, kwargs, arguments, first_shared=first_shared
-            )
+            found: Entry | None = packed.entry(entries, arguments)
             if found is not None:
                 entries[key] = found
                 return found
@@ -333,20 +325,25 @@ def _new_entry(
             _note(recorder, module, method, record.through)
             return record.through
         try:
-            entry = _signature(recorder, record, examined, rule, args, kwargs, arguments)
+            entry = _signature(record, examined, rule, arguments)
         except (FxbatchError, LookAgain):
             raise
         except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
             report(error, _name(recorder, module), verify=recorder.table.verify)
-            text = str(error).splitlines()[0][:160] if str(error) else ""
-            entry = text if isinstance(error, BodyError) else f"{type(error).__name__}: {text}"
+            entry = str(error) if isinstance(error, BodyError) else first_line(error)
             _note(recorder, module, method, entry)
             if isinstance(error, BodyError):
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry
         if packed is not None and type(entry) is Entry:
-            packed.met(recorder, entries, args, kwargs, arguments, (key, entry), first_shared=first_shared)
+            packed.met(entries, arguments, (key, entry))
         return entry
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, and of which kind it is, in one line."""
+    text = str(error).splitlines()[0][:160] if str(error) else ""
+    return f"{type(error).__name__}: {text}"
 
 
 def _why_coupled(module: torch.nn.Module) -> str:
@@ -370,18 +367,9 @@ def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examine
     return len(met)
 
 
-def _signature(
-    recorder: RecordedCalls,
-    record: ModuleRecord,
-    examined: Examined,
-    rule: str,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-) -> Entry:
-    module, method = record.module, record.method
-    names = tuple(examined.names)
-    template = arguments.template(args, kwargs, first_shared=len(names))
+def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry:
+    recorder, module, method = arguments.recorder, record.module, record.method
+    names, template = tuple(examined.names), arguments.template()
     inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
     is_buffer = {
         n: s.name not in s.owner.__dict__ for n, s in zip(names, examined.shared, strict=True) if s.owner

@@ -79,56 +79,44 @@ def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **k
     return copies + [x for x in others if not any(x is c for c in copies)]
 
 
-def written_entry(
-    recorder: RecordedCalls,
-    made: Operation,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-    outcome: Outcome,
-    reason: str = "",
-) -> Entry:
+def written_entry(made: Operation, arguments: Arguments, outcome: Outcome, reason: str = "") -> Entry:
     """The signature, without writes, of a call that writes to its inputs; reason: why it is not to be batched."""
     pure = _PURE_FORMS.get(made.target)
     if pure is not None and outcome.written == (0,):
         operation = Operation(function_name(pure), "function", pure, FUNCTION)
-        entry = _signed(recorder, operation, args, kwargs, arguments, outcome, reason)
+        entry = _signed(operation, arguments, outcome, reason)
         allowed = function_name(pure) in _RESHAPING
         if entry is not None and (entry.signature.outputs == entry.signature.inputs[:1] or allowed):
             return entry
     if outcome.reshaped:
         raise InPlaceError(f"{made.name} changes the shape of a tensor in place{at_line()}")
-    leaves, _ = tree_flatten((args, kwargs))
+    leaves, _ = tree_flatten((arguments.args, arguments.kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     slots = [i for i, slot in zip(tensors, arguments.slots, strict=True) if slot.kind == "input"]
     places = tuple(slots[i] for i in outcome.written)
     operation = Operation(made.name, "function", on_copies, FUNCTION)
-    entry = _signed(recorder, operation, (made.target, places, *args), kwargs, arguments, outcome, reason)
+    entry = _signed(operation, arguments, outcome, reason, made.target, places)
     assert entry is not None
     return entry
 
 
 def _signed(
-    recorder: RecordedCalls,
-    made: Operation,
-    args: Any,
-    kwargs: Any,
-    arguments: Arguments,
-    written: Outcome,
-    reason: str,
+    made: Operation, arguments: Arguments, written: Outcome, reason: str, *before: Any
 ) -> Entry | None:
-    template = arguments.template(args, kwargs)
+    template = arguments.template(*before)
     outcome = arguments.outcome(made.target, template)
     if outcome.written or outcome.written_shared:
         return None
-    entry = recorder.signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
+    entry = arguments.recorder.signed(
+        made, arguments.types(), arguments.shared, template, outcome, reason=reason
+    )
     entry.written, entry.write = written.written, written
     return entry
 
 
-def written_call(recorder: RecordedCalls, arguments: Arguments, entry: Entry) -> Any:
+def written_call(arguments: Arguments, entry: Entry) -> Any:
     """Record a call that writes to its inputs, and rebind them."""
-    name = entry.signature.name
+    recorder, name = arguments.recorder, entry.signature.name
     targets = []
     for i in entry.written:
         leaf = arguments.leaves[i]
