@@ -46,7 +46,6 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
-from fxbatch.trace.packed_sequences import FUNCTIONS, on_packed
 from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -81,6 +80,13 @@ class Dependent:
     reason: str
 
 
+# What torch.nn.utils.rnn and recurrent layers call for a PackedSequence: they read numbers in C++. The recurrent ones
+# take 9 arguments, of which the fourth is the parameters where the first two are a packed sequence.
+_PACKED = frozenset({
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch._pack_padded_sequence, torch._pad_packed_sequence,
+})  # fmt: skip
+
+
 def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record `func(*args, **kwargs)` and give its result with Values."""
     recorder.long_calls += 1
@@ -88,8 +94,6 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     func = plain_function(func)
     if type(func) is CustomFunction:
         func = _examined_custom(recorder, func)
-    if func in FUNCTIONS and (instead := on_packed(func, args)) is not None:
-        return instead(*args, **kwargs)
     asked = func
     if ExtensionSwitch.on and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return known
@@ -267,6 +271,8 @@ def function_entry(
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
     _refuse_running_statistics(made.target, arguments.args, arguments.kwargs)
+    if made.target in _PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
+        return Dependent("reads batch sizes of a packed sequence")
     template, inputs = arguments.template(), arguments.types()
 
     def run() -> Outcome:

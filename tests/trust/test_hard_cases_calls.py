@@ -74,15 +74,6 @@ def test_packing_and_unpacking_values() -> None:
     check_equal(model(forward, l=nn.Linear(4, 4), rnn=nn.GRU(4, 3)), [sequences(3, 2)] * 2)
 
 
-def test_steps_of_packed_sequences_batch() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.rnn(pack_sequence([self.l(x)]))[1][-1, 0]
-
-    m = model(forward, l=nn.Linear(4, 4), rnn=nn.GRU(4, 3))
-    few, many = (fxbatch.explain(m, sequences(*[2] * n)).launches_after for n in (1, 5))
-    assert many <= few + 2
-
-
 def test_what_can_not_be_packed_is_said() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         h = self.l(x)
