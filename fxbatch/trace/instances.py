@@ -37,8 +37,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -289,95 +288,100 @@ def traced_getattr(self: torch.nn.Module, name: str) -> Any:
     return _plain_getattr(self, name)
 
 
-_MUTATORS = frozenset(
-    {
-        "append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear",
-        "update", "add", "discard", "setdefault", "sort", "reverse", "rotate", "put", "write", "difference_update",
-        "intersection_update", "symmetric_difference_update",
-    }
-)  # fmt: skip
+_MUTATORS = frozenset({
+    "append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear",
+    "update", "add", "discard", "setdefault", "sort", "reverse", "rotate", "put", "write", "difference_update",
+    "intersection_update", "symmetric_difference_update",
+})  # fmt: skip
 _STORES_ITEM = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
 _STORES_ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _FREE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """What code may change: attributes by name, and the first global, closure or plain object ("" for none)."""
 
     names: frozenset[str]
     shared: str
 
 
-@dataclass(frozen=True)
 class _Found:
-    """The same of one code object. Whether what `shared` names is a container is not known from the code."""
+    """The same of one code object, each in the order of the code."""
 
-    names: tuple[str, ...]
-    rebound: tuple[str, ...]  # globals and closure variables that are assigned
-    shared: tuple[str, ...]  # those whose attributes or items are
-    called: tuple[str, ...]  # names of functions that it may call
-    own: tuple[str, ...]  # attributes of its first parameter that are set, or whose contents are changed
-    others: tuple[tuple[str, str], ...]  # of anything else: (attribute that it was read from or "", name)
-    methods: tuple[str, ...]  # attributes that are read: its methods may be called
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.rebound: dict[str, None] = {}  # globals and closure variables that are assigned
+        self.shared: dict[str, None] = {}  # those whose attributes or items are, if they are containers
+        self.called: dict[str, None] = {}  # names of functions that it may call
+        self.own: dict[
+            str, None
+        ] = {}  # attributes of its first parameter that are set, or whose contents are changed
+        # Of anything else: (attribute that it was read from or "", name).
+        self.others: dict[tuple[str, str], None] = {}
+        self.methods: dict[str, None] = {}  # attributes that are read: its methods may be called
+
+    def add(self, inner: _Found, cells: Sequence[str]) -> None:
+        """A function within it, whose first parameter is another, and which shares these variables with it."""
+        for into, more in zip(
+            (self.names, self.called, self.methods), (inner.names, inner.called, inner.methods), strict=True
+        ):
+            into.update(more)
+        self.others.update(inner.others)
+        self.others.update({("", x): None for x in inner.own})
+        self.rebound.update({x: None for x in inner.rebound if x not in cells})
+        self.shared.update({x: None for x in inner.shared if x not in cells})
 
 
 @functools.lru_cache(maxsize=4096)
 def _found(code: types.CodeType) -> _Found:
-    names: dict[str, None] = {}
-    rebound: dict[str, None] = {}
-    shared: dict[str, None] = {}
-    called: dict[str, None] = {}
-    own: dict[str, None] = {}
-    others: dict[tuple[str, str], None] = {}
-    methods: dict[str, None] = {}
+    found = _Found()
     steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-    for k, i in enumerate(steps):
-        changed: range | None = None  # where what changes was read
-        if i.opname in _FREE:
-            called[str(i.argval)] = None
-        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
-            i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+    for k, step in enumerate(steps):
+        name, changed = str(step.argval), range(0)  # where what changes was read
+        if step.opname in _FREE:
+            found.called[name] = None
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            step.opname in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars
         ):
-            rebound[str(i.argval)] = None
-        elif i.opname in _STORES_ATTRIBUTE:
-            names[str(i.argval)] = None
-            changed = _expression(steps, k) or _line(steps, k)
-            path = [str(steps[at].argval) for at in changed if steps[at].opname in _LOADS_ATTRIBUTE]
+            found.rebound[name] = None
+        elif step.opname in _STORES_ATTRIBUTE:
+            found.names[name] = None
+            changed = _read(steps, k)
             if len(changed) == 1 and _is_first(code, steps[changed.start]):
-                own[str(i.argval)] = None
+                found.own[name] = None
             else:
-                others[path[-1] if path else "", str(i.argval)] = None
-            changed = range(changed.start, changed.start + 1)
-        elif i.opname in _STORES_ITEM:
+                found.others[["", *_path(steps, changed)][-1], name] = None
+            changed = changed[:1]
+        elif step.opname in _STORES_ITEM:
             key = _expression(steps, k)
             changed = (key and _expression(steps, key.start)) or _line(steps, k)
-        elif i.opname in _LOADS_ATTRIBUTE and i.argval in _MUTATORS:
-            changed = _expression(steps, k) or _line(steps, k)
-        if i.opname in _LOADS_ATTRIBUTE:
-            methods[str(i.argval)] = None
-        path = [str(steps[at].argval) for at in changed or () if steps[at].opname in _LOADS_ATTRIBUTE]
-        if path and i.opname not in _STORES_ATTRIBUTE:
-            own[path[0]] = None
-            others.update({(x, ""): None for x in path})
-        for x in (steps[at] for at in changed or ()):
-            if x.opname in _LOADS_ATTRIBUTE and x.argval not in _MUTATORS:
-                names[str(x.argval)] = None
-            elif x.opname in _FREE and (x.opname != "LOAD_DEREF" or x.argval in code.co_freevars):
-                shared[str(x.argval)] = None
+        elif step.opname in _LOADS_ATTRIBUTE and name in _MUTATORS:
+            changed = _read(steps, k)
+        if step.opname in _LOADS_ATTRIBUTE:
+            found.methods[name] = None
+        path = _path(steps, changed)
+        if path and step.opname not in _STORES_ATTRIBUTE:
+            found.own[path[0]] = None
+            found.others.update({(x, ""): None for x in path})
+        found.names.update({x: None for x in path if x not in _MUTATORS})
+        for x in (steps[at] for at in changed):
+            if x.opname in _FREE and (x.opname != "LOAD_DEREF" or x.argval in code.co_freevars):
+                found.shared[str(x.argval)] = None
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            found = _found(inner)
-            names.update(dict.fromkeys(found.names))
-            called.update(dict.fromkeys(found.called))
-            methods.update(dict.fromkeys(found.methods))
-            others.update(dict.fromkeys(found.others))
-            others.update({("", x): None for x in found.own})  # its first parameter is not ours
-            cells = set(code.co_cellvars)  # only looked up
-            rebound.update({x: None for x in found.rebound if x not in cells})
-            shared.update({x: None for x in found.shared if x not in cells})
-    return _Found(*map(tuple, (names, rebound, shared, called, own, others, methods)))  # type: ignore[arg-type]
+            found.add(_found(inner), code.co_cellvars)
+    return found
+
+
+def _path(steps: Sequence[dis.Instruction], where: range) -> list[str]:
+    """The attributes that some steps read."""
+    return [str(steps[at].argval) for at in where if steps[at].opname in _LOADS_ATTRIBUTE]
+
+
+def _read(steps: Sequence[dis.Instruction], end: int) -> range:
+    """The steps that compute what is on top of the stack before step `end`, or all before it on its line."""
+    return _expression(steps, end) or _line(steps, end)
 
 
 def _is_first(code: types.CodeType, step: dis.Instruction) -> bool:
@@ -400,32 +404,27 @@ def _expression(steps: Sequence[dis.Instruction], end: int) -> range | None:
 
 def _line(steps: Sequence[dis.Instruction], k: int) -> range:
     """The steps before step k on its line."""
+    lines = [None if x.positions is None else x.positions.lineno for x in steps[: k + 1]]
     start = k
-    while start > 0 and _at(steps, start - 1) == _at(steps, k):
+    while start > 0 and lines[start - 1] == lines[k]:
         start -= 1
     return range(start, k)
 
 
-def _at(steps: Sequence[dis.Instruction], k: int) -> int | None:
-    positions = steps[k].positions
-    return None if positions is None else positions.lineno
-
-
-def changes_of(functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module]) -> Changes:
+def changes_of(functions: Iterable[Callable[..., Any]], modules: Sequence[torch.nn.Module]) -> Changes:
     """What these functions, the methods of these modules' classes and of the plain objects that modules hold, and the
     functions that they name may change."""
     names: dict[str, None] = {}
+    read: dict[str, None] = {}  # names of attributes that are read
     shared = ""
-    ahead = list(map(inspect.unwrap, functions))
     held: dict[int, tuple[str, Any]] = {}  # plain objects, by id, and the attribute where each was found
+    for name, x in itertools.chain.from_iterable(m.__dict__.items() for m in modules):
+        if name not in _TABLES:
+            _find_held(name, x, held, 0)
+    ahead = list(map(inspect.unwrap, functions))
     for cls in dict.fromkeys(map(type, modules)):
         ahead.extend(_methods(cls))
-    for m in modules:
-        for name, x in m.__dict__.items():
-            if type(x) not in _PLAIN and name not in _TABLES:
-                _find_held(name, x, held, 0)
     seen: set[types.CodeType] = set()  # only looked up
-    read: dict[str, None] = {}  # names of attributes that are read
     while ahead:
         f = ahead.pop()
         f = getattr(f, "__func__", f)
@@ -433,16 +432,13 @@ def changes_of(functions: Iterable[Callable[..., Any]], modules: Iterable[torch.
         if not isinstance(code, types.CodeType) or code in seen or not in_users_code(code, f.__globals__):
             continue
         seen.add(code)
-        found = _found(code)
-        names.update(dict.fromkeys(found.names))
-        known = _variables(f)
-        if not shared:
-            changed = (*found.rebound, *(x for x in found.shared if _may_hold(known.get(x))))
-            shared = f"{changed[0]} ({f.__qualname__})" if changed else ""
-        if not shared and held:
-            shared = _changed_of_held(found.others, held)
+        found, known = _found(code), _variables(f)
+        names.update(found.names)
+        read.update(found.methods)
+        changed = (*found.rebound, *(x for x in found.shared if _may_hold(known.get(x))))
+        shared = shared or (f"{changed[0]} ({f.__qualname__})" if changed else "")
+        shared = shared or _changed_of_held(found.others, held)
         ahead.extend(x for n in found.called if isinstance(x := known.get(n), types.FunctionType))
-        read.update(dict.fromkeys(found.methods))
     return Changes(frozenset(names), shared or _changed_by_methods(read, held))
 
 
@@ -454,13 +450,16 @@ _PLAIN = (
 _TABLES = tuple(torch.nn.Module().__dict__)
 _DEPTH = 3  # of plain objects within plain objects
 _ITEMS = 64  # of a container that are looked at
+_KNOWN = (
+    "torch", "fxbatch", "builtins", "numpy", "collections", "functools", "types", "enum", "random", "logging", "re",
+)  # fmt: skip
 
 
 def _find_held(name: str, x: Any, held: dict[int, tuple[str, Any]], depth: int) -> None:
     """Note plain objects of users' classes that an attribute leads to, through objects and containers."""
     if type(x) in _PLAIN or depth == _DEPTH or id(x) in held:
         return
-    if isinstance(x, (list, tuple, dict, set, frozenset, collections.deque)):
+    if isinstance(x, (list, tuple, dict, set, frozenset, deque)):
         for y in itertools.islice(x.values() if isinstance(x, dict) else x, _ITEMS):
             _find_held(name, y, held, depth + 1)
     elif not isinstance(x, (torch.nn.Module, type)) and (
@@ -471,31 +470,12 @@ def _find_held(name: str, x: Any, held: dict[int, tuple[str, Any]], depth: int) 
             _find_held(inner, y, held, depth + 1)
 
 
-_KNOWN = (
-    "torch",
-    "fxbatch",
-    "builtins",
-    "numpy",
-    "collections",
-    "functools",
-    "types",
-    "enum",
-    "random",
-    "logging",
-    "re",
-)
-
-
 def _changed_of_held(others: Iterable[tuple[str, str]], held: dict[int, tuple[str, Any]]) -> str:
     """The attribute of a plain object that `owner.name = ...` may set, or whose contents `owner.add(...)` changes."""
-    for owner, name in others:
-        for at, x in held.values():
-            if (
-                owner == at
-                if owner or not name
-                else name in getattr(x, "__dict__", ()) or hasattr(type(x), name)
-            ):
-                return f"{type(x).__name__}.{name}" if name else f"{type(x).__name__} ({at})"
+    for (owner, name), (at, x) in itertools.product(others, held.values()):
+        unknown = name and not owner  # where it was read from: any object with such an attribute
+        if (name in getattr(x, "__dict__", ()) or hasattr(type(x), name)) if unknown else owner == at:
+            return f"{type(x).__name__}.{name}" if name else f"{type(x).__name__} ({at})"
     return ""
 
 
@@ -511,10 +491,9 @@ def _changed_by_methods(read: Iterable[str], held: dict[int, tuple[str, Any]]) -
                 continue
             seen[name] = None
             found = _found(f.__code__)
-            if found.own or found.others:
-                return (
-                    f"{cls.__name__}.{(*found.own, *(n or o for o, n in found.others))[0]} ({f.__qualname__})"
-                )
+            changed = (*found.own, *(n or o for o, n in found.others))
+            if changed:
+                return f"{cls.__name__}.{changed[0]} ({f.__qualname__})"
             ahead.extend(found.methods)
     return ""
 
@@ -539,21 +518,16 @@ def _variables(f: Any) -> dict[str, Any]:
     return found
 
 
+# What a variable holds that can't change by itself; torch's modules are looked at by their attributes.
+_FIXED = (
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type(None), bool, int, float, str, bytes, tuple,
+    frozenset, torch.nn.Module, torch.Tensor,
+)  # fmt: skip
+
+
 def _may_hold(x: Any) -> bool:
-    """Whether what a variable holds may change: modules of Python, functions and numbers don't, torch's modules are
-    looked at by their attributes."""
-    kept = (
-        types.ModuleType,
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        type(None),
-        bool,
-        int,
-        float,
-        str,
-        bytes,
-    )
-    return not isinstance(x, (*kept, tuple, frozenset, torch.nn.Module, torch.Tensor))
+    """Whether what a variable holds may change."""
+    return not isinstance(x, _FIXED)
 
 
 # With blocks
@@ -566,8 +540,7 @@ _OWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Manager:
+class _Manager(NamedTuple):
     """How the manager of a `with` is named: a variable ("" where that can't be told), and attributes of it."""
 
     root: str
@@ -581,37 +554,31 @@ def _handlers(code: types.CodeType) -> tuple[tuple[int, int, int, _Manager | Non
     place = {i.offset: k for k, i in enumerate(steps)}
     protected: Any = dis.Bytecode(code)  # whose table of exceptions typeshed does not know
     rows = [(x.start, x.end, x.target) for x in protected.exception_entries]
-    first: dict[int, int] = {}
-    for start, _, target in rows:
-        first[target] = min(start, first.get(target, start))
-    managers: dict[int, _Manager | None] = {}
-    for target, start in first.items():
+    first = {target: min(start for start, _, t in rows if t == target) for _, _, target in rows}
+
+    def manager(target: int) -> _Manager | None:
         handles = steps[place[target] : place[target] + 2]
-        is_with = any(i.opname == "WITH_EXCEPT_START" for i in handles)
-        managers[target] = _manager(steps, start) if is_with else None
-    return tuple((start, end, target, managers[target]) for start, end, target in rows)
+        return (
+            _manager(steps, first[target]) if any(i.opname == "WITH_EXCEPT_START" for i in handles) else None
+        )
+
+    return tuple((start, end, target, manager(target)) for start, end, target in rows)
 
 
 def _manager(steps: list[dis.Instruction], inside: int) -> _Manager:
     """The manager of the `with` whose body begins at an offset: its expression ends where it is entered."""
-    entered = [
-        k
-        for k, i in enumerate(steps)
-        if i.offset < inside
-        and (i.opname == "BEFORE_WITH" or (i.opname == "LOAD_SPECIAL" and "exit" in i.argrepr))
+    enters = [
+        i.opname == "BEFORE_WITH" or (i.opname == "LOAD_SPECIAL" and "exit" in i.argrepr) for i in steps
     ]
+    entered = [k for k, i in enumerate(steps) if enters[k] and i.offset < inside]
     k = entered[-1] if entered else 0
     if steps[k].opname == "LOAD_SPECIAL":
         k -= 1  # behind a COPY of the manager
     named = _expression(steps, k)
     if named is None or steps[named.start].opname not in (*_FREE, "LOAD_FAST"):
         return _Manager("", ())
-    path = []
-    for i in steps[named.start + 1 : k]:
-        if i.opname not in _LOADS_ATTRIBUTE:
-            break
-        path.append(str(i.argval))
-    return _Manager(str(steps[named.start].argval), tuple(path))
+    path = itertools.takewhile(lambda i: i.opname in _LOADS_ATTRIBUTE, steps[named.start + 1 : k])
+    return _Manager(str(steps[named.start].argval), tuple(str(i.argval) for i in path))
 
 
 def _entered(code: types.CodeType, offset: int) -> Iterator[_Manager]:
@@ -626,66 +593,56 @@ def _entered(code: types.CodeType, offset: int) -> Iterator[_Manager]:
             yield found[3]
 
 
-_suspects: dict[int, tuple[types.CodeType, bool]] = {}  # by id of the code, whose hash reads its constants
-
-
-def _is_suspect(code: types.CodeType) -> bool:
-    found = "acquire" in code.co_names or any(row[3] is not None for row in _handlers(code))
-    if len(_suspects) >= 4096:
-        _suspects.clear()
-    _suspects[id(code)] = code, found
-    return found
-
-
-# By id of a code: it, whether it is the user's, and whether it may hold something. C walks the stack with it.
+# By id of a code, whose hash reads its constants: it, whether it is the user's, and whether it may hold something. C
+# walks the stack with it.
 _frames: dict[int, tuple[types.CodeType, bool, bool]] = {}
+
+
+def _known(frame: types.FrameType) -> tuple[types.CodeType, bool, bool]:
+    code = frame.f_code
+    found = _frames.get(id(code))
+    if found is None:
+        if len(_frames) >= 4096:
+            _frames.clear()
+        own = in_users_code(code, frame.f_globals)
+        holds = own and ("acquire" in code.co_names or any(row[3] is not None for row in _handlers(code)))
+        found = _frames[id(code)] = code, own, holds
+    return found
 
 
 def waiting_frame() -> tuple[types.FrameType | None, Callable[[], bool]]:
     """The innermost frame of the user's code, and what says whether it, or one further out, holds what all share."""
     found = _fast.waiting_frame(_frames) if ExtensionSwitch.on else None
     if found is not None:
-        return found, _nothing
-    if len(_frames) >= 4096:
-        _frames.clear()
+        return found, lambda: False
     outer: types.FrameType | None = sys._getframe(0)
     while outer is not None:
-        code = outer.f_code
-        if id(code) not in _frames:
-            own = in_users_code(code, outer.f_globals)
-            _frames[id(code)] = code, own, own and _is_suspect(code)
+        _known(outer)
         outer = outer.f_back
     frame = user_frame()
     return frame, functools.partial(holds_what_is_shared, frame)
-
-
-def _nothing() -> bool:
-    return False
 
 
 def holds_what_is_shared(frame: types.FrameType | None) -> bool:
     """Whether a frame of the user's code, from this one outwards, is inside a `with` whose manager may hold what all
     instances share (a lock, a file, a global setting), or takes a lock itself."""
     while frame is not None:
-        code = frame.f_code
-        known = _suspects.get(id(code))
-        if (_is_suspect(code) if known is None else known[1]) and in_users_code(code, frame.f_globals):
-            if "acquire" in code.co_names:
-                return True
-            if not all(_is_own(manager, frame) for manager in _entered(code, frame.f_lasti)):
-                return True
+        code, _, may_hold = _known(frame)
+        if may_hold and (
+            "acquire" in code.co_names
+            or not all(_is_own(manager, frame) for manager in _entered(code, frame.f_lasti))
+        ):
+            return True
         frame = frame.f_back
     return False
 
 
 def _is_own(manager: _Manager, frame: types.FrameType) -> bool:
     """Whether what is named so is one of torch's modes, or of what holds nothing."""
-    for where in (frame.f_locals, frame.f_globals, vars(builtins)):
-        if manager.root in where:
-            found = where[manager.root]
-            break
-    else:
+    variables = collections.ChainMap(frame.f_locals, frame.f_globals, vars(builtins))
+    if manager.root not in variables:
         return False
+    found = variables[manager.root]
     for attribute in manager.path:
         found = getattr(found, attribute, None)
     kind = found if isinstance(found, type) else type(found)

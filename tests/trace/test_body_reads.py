@@ -279,7 +279,6 @@ def test_values_that_come_back_build_nothing() -> None:
     [
         lambda: (Sub(lambda self, x: x * self.scale, scale=0.0), "scale"),
         lambda: (nn.LeakyReLU(), "negative_slope"),
-        lambda: (nn.ELU(), "alpha"),
     ],
 )
 def test_a_number_that_keeps_changing_becomes_an_input(sub: Any) -> None:
