@@ -107,6 +107,9 @@ class Template:
         leaves, spec = tree_flatten(tree)
         return Template(tuple(leaves), spec)
 
+    def __reduce__(self) -> Any:  # as a plain pytree: specs don't pickle without warnings
+        return Template.of, (tree_unflatten(list(self.leaves), self.spec),)
+
     def fill(self, **tensors: Any) -> Any:
         """The pytree with each Slot replaced: `fill(input=[...], shared=[...])`."""
         leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]

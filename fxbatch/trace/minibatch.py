@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -217,37 +218,32 @@ def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     if not instances:
         return frozenset()
     first = instances[0][0]
+
+    def is_vector(a: Any) -> bool:
+        numbers = type(a) is torch.Tensor and a.dim() == 1 and a.layout is torch.strided
+        return numbers and (a.dtype.is_floating_point or a.dtype.is_complex)
+
+    def is_like(b: Any, a: torch.Tensor) -> bool:
+        return type(b) is torch.Tensor and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
+
     return frozenset(
         i
         for i, a in enumerate(first)
-        if type(a) is torch.Tensor
-        and a.dim() == 1
-        and (a.dtype.is_floating_point or a.dtype.is_complex)
-        and a.layout is torch.strided
-        and all(
-            len(args) == len(first)
-            and type(args[i]) is torch.Tensor
-            and (args[i].shape, args[i].dtype, args[i].device) == (a.shape, a.dtype, a.device)
-            for args, _ in instances
-        )
+        if is_vector(a) and all(len(args) == len(first) and is_like(args[i], a) for args, _ in instances)
     )
 
 
+@dataclass(slots=True, eq=False)
 class _Parked:
     """An instance that waits for values."""
 
-    __slots__ = ("answer", "greenlet", "instance", "modes", "plain", "turn", "values")
-
-    def __init__(
-        self, instance: int, waiting: Any, values: list[Value], plain: bool, modes: ThreadModes
-    ) -> None:
-        self.instance = instance
-        self.greenlet = waiting
-        self.values = values
-        self.modes = modes
-        self.turn = False  # whether it waits for all earlier instances, and for no value
-        self.plain = plain  # whether it waits for Python numbers
-        self.answer: list[Any] = []
+    instance: int
+    greenlet: Any
+    values: list[Value]
+    plain: bool  # whether it waits for Python numbers
+    modes: ThreadModes
+    turn: bool = False  # whether it waits for all earlier instances, and for no value
+    answer: Sequence[Any] = ()
 
 
 class _Run:
@@ -446,7 +442,7 @@ class _Run:
         self.statistics.asked(None if frame is None else (frame.f_code, frame.f_lasti))
         del frame, holds  # which would hold the instance's variables
         self._park(parked)
-        return parked.answer
+        return list(parked.answer)
 
     def _park(self, parked: _Parked) -> None:
         self.parked.append(parked)
@@ -480,8 +476,7 @@ class _Run:
             raise TraceError(
                 f"an attribute that earlier instances may still set is read where it can't be waited for{at_line()}"
             )
-        parked = _Parked(self.running, me, [], False, ThreadModes())
-        parked.turn = True
+        parked = _Parked(self.running, me, [], False, ThreadModes(), turn=True)
         self.statistics.suspensions += 1
         self._park(parked)
 
@@ -503,8 +498,7 @@ class _Run:
         return answer
 
 
-def _instance(parked: _Parked) -> int:
-    return parked.instance
+_instance = operator.attrgetter("instance")
 
 
 class LazyBatch:

@@ -105,19 +105,9 @@ class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
     __slots__ = (
-        "aliases",
-        "guards",
-        "is_tuple",
-        "named",
-        "outcome",
-        "sid",
-        "signature",
-        "single",
-        "target",
-        "types",
-        "write",
+        "aliases", "guards", "is_tuple", "named", "outcome", "sid", "signature", "single", "target", "types", "write",
         "written",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, sid: int, signature: Signature, types: tuple[int, ...], outcome: Outcome | None
@@ -127,10 +117,11 @@ class Entry:
         self.types = types  # type id of each output
         self.outcome = outcome
         leaf = outcome is None or outcome.result.spec.is_leaf()
+        kind = None if outcome is None else _kind_of_row(outcome.result, len(types))
         # Whether the result is one tensor, or a plain tuple of all outputs; or what makes torch's named tuple of them.
         self.single = leaf and len(types) == 1
-        self.is_tuple = outcome is not None and _is_tuple(outcome.result, len(types))
-        self.named = None if outcome is None or self.is_tuple else _named_row(outcome.result, len(types))
+        self.is_tuple = kind is tuple
+        self.named = kind if kind is not None and kind.__module__ == "torch.return_types" else None
         linked = outcome is not None and any(a >= 0 for a in outcome.aliases)
         # Of each output the input that it is a view of, or -1; () where none is.
         self.aliases = outcome.aliases if linked and outcome is not None else ()
@@ -140,21 +131,12 @@ class Entry:
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 
 
-def _is_tuple(result: Template, outputs: int) -> bool:
-    if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
-        return False
-    rebuilt = result.fill(output=range(outputs))
-    return type(rebuilt) is tuple and rebuilt == tuple(range(outputs))
-
-
-def _named_row(result: Template, outputs: int) -> Callable[[Iterable[Any]], Any] | None:
-    """What makes one of torch's named tuples (of `max`, `topk`) of all outputs; None for other results."""
+def _kind_of_row(result: Template, outputs: int) -> type | None:
+    """The class of a tuple of all outputs in order: a plain one, or one of torch's (of `max`, `topk`); else None."""
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
         return None
     rebuilt = result.fill(output=range(outputs))
-    kind = type(rebuilt)
-    named = kind.__module__ == "torch.return_types" and tuple(rebuilt) == tuple(range(outputs))
-    return kind if named else None
+    return type(rebuilt) if isinstance(rebuilt, tuple) and tuple(rebuilt) == tuple(range(outputs)) else None
 
 
 @dataclass(frozen=True)

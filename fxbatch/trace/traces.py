@@ -45,7 +45,7 @@ from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import RecordedUnder, entered_modes, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
-from fxbatch.trace.user_line import user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
 from fxbatch.views import program_to_fx, program_to_networkx
 
@@ -70,38 +70,21 @@ class Reference:
             raise StaleTraceError(
                 f"the trace calls {self.module}.{self.name}, which is gone: {error}"
             ) from None
-        return _unwrapped(found)
-
-
-def _unwrapped(func: Any) -> Any:
-    return func.__wrapped__ if getattr(func, "__fxbatch_operation__", False) is True else func
+        return found.__wrapped__ if getattr(found, "__fxbatch_operation__", False) is True else found
 
 
 def refer(func: Any) -> Reference:
     """The reference of a function; TraceError when there is none (a lambda, a local function)."""
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "")
     if module and name and "<" not in name:
-        reference = Reference(module, name)
-        try:
-            if reference.resolve() is func:
+        with contextlib.suppress(StaleTraceError):
+            if (reference := Reference(module, name)).resolve() is func:
                 return reference
-        except StaleTraceError:
-            pass
     try:
         data = pickle.dumps(func)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TraceError(f"a trace can't be kept: {name or func!r} has no import path ({error})") from None
     return Reference("", name, data)
-
-
-def as_tree(template: Template | None) -> Any:
-    """A template as a plain pytree: specs of pytrees don't pickle without warnings."""
-    return None if template is None else (tree_unflatten(list(template.leaves), template.spec),)
-
-
-def from_tree(tree: Any) -> Template | None:
-    """The template of such a pytree."""
-    return None if tree is None else Template.of(tree[0])
 
 
 @dataclass(frozen=True)
@@ -122,12 +105,6 @@ class Described:
     lifted: int = -1  # the input that is a lifted number ...
     number: Any = 0  # ... and one such number
     key: str = field(default="", compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "arguments": as_tree(self.arguments)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, arguments=from_tree(state["arguments"]))
 
     def __str__(self) -> str:
         takes, gives = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
@@ -185,7 +162,7 @@ def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | Non
     with tracing(scratch), entered_modes(s.modes, ("cpu", "cuda")):
         _record_again(s, scratch, inputs, model)
     if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
-        raise StaleTraceError(f"{s} is no operation of this model any more{_at()}")
+        raise StaleTraceError(f"{s} is no operation of this model any more{at_line()}")
     return scratch.sigs[-1]
 
 
@@ -232,11 +209,6 @@ def _attribute(model: torch.nn.Module, name: str) -> Any:
     return found
 
 
-def _at() -> str:
-    line = user_line()
-    return f" ({line})" if line else ""
-
-
 _KEPT = 256  # digests of traces whose signatures are known
 
 
@@ -259,12 +231,7 @@ class Trace:
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "live": None, "result": as_tree(self.result)}
-        state.pop("_integers", None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, result=from_tree(state["result"]))
+        return {name: x for name, x in self.__dict__.items() if name != "_integers"} | {"live": None}
 
     def __len__(self) -> int:
         return len(self.sig)
@@ -273,9 +240,8 @@ class Trace:
     def row(self) -> bool:
         """Whether the result is a plain tuple of different values."""
         leaves = self.result.leaves
-        if not leaves or any(type(x) is not Slot for x in leaves) or len(self.outputs) != len(leaves):
-            return False
-        return tree_unflatten(leaves, self.result.spec) == tuple(leaves)
+        each = len(self.outputs) == len(leaves) > 0 and all(type(x) is Slot for x in leaves)
+        return each and tree_unflatten(leaves, self.result.spec) == tuple(leaves)
 
     @functools.cached_property
     def leaf(self) -> bool:
@@ -286,19 +252,13 @@ class Trace:
         """The constants that are integers without dimensions, by signature: read once, and again when one was
         written to."""
         found: dict[int, IntegerColumn] | None = self.__dict__.get("_integers")
-        if found is not None:
-            for column in found.values():
-                if column.written_to():
-                    break
-            else:
-                return found
-        found = {}
-        for k, payload in self.constants.items():
-            s = self.signatures[k]
-            read = read_payload(s.outputs[0], s.kind, payload, watched=True)
-            if read is not None:
-                found[k] = read
-        self.__dict__["_integers"] = found  # a cache: the trace says the same
+        if found is None or any(column.written_to() for column in found.values()):
+            found = self.__dict__["_integers"] = {}  # a cache: the trace says the same
+            for k, payload in self.constants.items():
+                s = self.signatures[k]
+                read = read_payload(s.outputs[0], s.kind, payload, watched=True)
+                if read is not None:
+                    found[k] = read
         return found
 
     def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
@@ -478,30 +438,19 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
         elif trace.leaf:
             results.append(values[trace.outputs[0]] if trace.outputs else trace.result.leaves[0])
         else:
-            results.append(trace.result.fill(output=_Offset(values)))
+            results.append(trace.result.fill(output=values))
         start += trace.values
     recorder.finish()
     return Recording(recorder, results, Statistics(len(traces)), integers)
 
 
-class _Offset:
-    """A sequence that gives the Value of a trace's value number."""
-
-    def __init__(self, values: dict[int, Value]) -> None:
-        self.values = values
-
-    def __getitem__(self, number: int) -> Value:
-        return self.values[number]
-
-
 def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...], *, whole: bool) -> None:
     """whole: `now` also tells what the forward reads, not its modules alone."""
-    checked: dict[bytes, bool] = {}
     under = RecordedUnder.now()
+    first: dict[bytes, tuple[int, Trace]] = {}
     for i, trace in enumerate(traces):
-        if trace.digest in checked:
-            continue
-        checked[trace.digest] = True
+        first.setdefault(trace.digest, (i, trace))
+    for i, trace in first.values():
         if not trace.under.hold_in(under):
             raise StaleTraceError(f"trace {i} was made with {trace.under}, now there is {under}")
         if trace.fingerprint != now if whole else trace.fingerprint[: len(now)] != now:
@@ -517,14 +466,12 @@ def _signature_ids(
     found: dict[str, int] = {}
     out = []
     with contextlib.ExitStack() as stack:
-        entered = False
         for trace in traces:
             ids = known.ids.get(trace.digest)
             if ids is None:
                 missing = [s for s in trace.signatures if s.key not in found]
-                if missing and not entered:
+                if missing:
                     stack.enter_context(patched())
-                    entered = True
                 for s in missing:
                     found[s.key] = find_again(s, recorder.table, model)
                 ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
