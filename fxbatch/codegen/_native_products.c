@@ -9,7 +9,6 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
 static Sgemm sgemm;
 
 typedef struct {
-    const char *level;
     void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
     void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
 } Tiles;
@@ -20,146 +19,73 @@ typedef struct {
 #define VECTORISED
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
-static inline __m256i some_of_8(int64_t count)
+#define TILE_OF(name) avx2_##name
+#define MM(name) _mm256_##name
+#define LANES 8
+#define V __m256
+#define MASK __m256i
+#define LOAD_SOME(at, mask) _mm256_maskload_ps(at, mask)
+#define STORE_SOME(at, mask, v) _mm256_maskstore_ps(at, mask, v)
+static inline MASK avx2_some(int64_t count)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-static inline __m128 sum4_of_8(__m256 a, __m256 b, __m256 c, __m256 d)
+static inline __m128 avx2_sum4(V a, V b, V c, V d)
 {
-    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    V all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
-static inline void transpose_8(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+/* Quarters and halves of a transpose change places: those of r to t. */
+static inline void avx2_across(V *r, V *t)
 {
-    __m256 r[8], t[8];
-    __m256i some = some_of_8(depth);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        r[i] = i < lines ? _mm256_maskload_ps(from + i * sf, some) : _mm256_setzero_ps();
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
         t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        if (i < depth)
-            _mm256_storeu_ps(to + i * st, t[i]);
 }
-#define TILE_OF(name) avx2_##name
-#define LEVEL "avx2"
-#define LANES 8
-#define V __m256
-#define MASK __m256i
-#define ZERO _mm256_setzero_ps()
-#define LOAD(at) _mm256_loadu_ps(at)
-#define LOAD_SOME(at, mask) _mm256_maskload_ps(at, mask)
-#define STORE(at, v) _mm256_storeu_ps(at, v)
-#define STORE_SOME(at, mask, v) _mm256_maskstore_ps(at, mask, v)
-#define SPREAD_OUT(x) _mm256_set1_ps(x)
-#define MULTIPLY_ADD(x, y, z) _mm256_fmadd_ps(x, y, z)
-#define SOME some_of_8
-#define SUM4 sum4_of_8
-#define TRANSPOSE transpose_8
 #include "_native_tiles.h"
 #pragma GCC pop_options
-#undef TILE_OF
-#undef LEVEL
-#undef LANES
-#undef V
-#undef MASK
-#undef ZERO
-#undef LOAD
-#undef LOAD_SOME
-#undef STORE
-#undef STORE_SOME
-#undef SPREAD_OUT
-#undef MULTIPLY_ADD
-#undef SOME
-#undef SUM4
-#undef TRANSPOSE
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
-static inline __mmask16 some_of_16(int64_t count)
+#define TILE_OF(name) avx512_##name
+#define MM(name) _mm512_##name
+#define LANES 16
+#define V __m512
+#define MASK __mmask16
+#define LOAD_SOME(at, mask) _mm512_maskz_loadu_ps(mask, at)
+#define STORE_SOME(at, mask, v) _mm512_mask_storeu_ps(at, mask, v)
+static inline MASK avx512_some(int64_t count)
 {
-    return (__mmask16)((1u << count) - 1);
+    return (MASK)((1u << count) - 1);
 }
-static inline __m128 sum4_of_16(__m512 a, __m512 b, __m512 c, __m512 d)
+static inline __m128 avx512_sum4(V a, V b, V c, V d)
 {
-    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    V ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    V cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    V all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
     all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1)); /* each quarter is one sum */
     __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
     return _mm512_castps512_ps128(_mm512_permutexvar_ps(first, all));
 }
-static inline void transpose_16(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+static inline void avx512_across(V *r, V *t)
 {
-    __m512 r[16], t[16];
-    __mmask16 some = some_of_16(depth);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        r[i] = i < lines ? _mm512_maskz_loadu_ps(some, from + i * sf) : _mm512_setzero_ps();
+    V s[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        s[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        s[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        s[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        s[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        t[i] = _mm512_shuffle_f32x4(s[i], s[8 + i], 0x88);
+        t[8 + i] = _mm512_shuffle_f32x4(s[i], s[8 + i], 0xdd);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
-        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
-        r[4 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88);
-        r[12 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < depth)
-            _mm512_storeu_ps(to + i * st, r[i]);
 }
-#define TILE_OF(name) avx512_##name
-#define LEVEL "avx512"
-#define LANES 16
-#define V __m512
-#define MASK __mmask16
-#define ZERO _mm512_setzero_ps()
-#define LOAD(at) _mm512_loadu_ps(at)
-#define LOAD_SOME(at, mask) _mm512_maskz_loadu_ps(mask, at)
-#define STORE(at, v) _mm512_storeu_ps(at, v)
-#define STORE_SOME(at, mask, v) _mm512_mask_storeu_ps(at, mask, v)
-#define SPREAD_OUT(x) _mm512_set1_ps(x)
-#define MULTIPLY_ADD(x, y, z) _mm512_fmadd_ps(x, y, z)
-#define SOME some_of_16
-#define SUM4 sum4_of_16
-#define TRANSPOSE transpose_16
 #include "_native_tiles.h"
 #pragma GCC pop_options
 #endif

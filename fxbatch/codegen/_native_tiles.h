@@ -1,5 +1,5 @@
 /* Products of float32 matrices, compiled once a level of the processor: whoever includes this defines TILE_OF(name),
-   LANES, the vector V, MASK, and what is done with them.
+   MM(name) of an intrinsic, LANES, the vector V, MASK, and what differs between levels.
 
    Each element is one chain of multiplications and additions in the order of the depth, however many rows or threads
    there are, so that no piece of a result depends on how it was cut. Only `dots`, for few rows of a product with
@@ -23,19 +23,19 @@ static inline __attribute__((always_inline)) void TILE_OF(tile)(
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             float *at = out + i * so + v * LANES;
-            sum[i][v] = !add ? ZERO : v < vectors - 1 ? LOAD(at) : LOAD_SOME(at, last);
+            sum[i][v] = !add ? MM(setzero_ps)() : v < vectors - 1 ? MM(loadu_ps)(at) : LOAD_SOME(at, last);
         }
     for (int64_t p = 0; p < depth; p++, a += step_of_a, b += sb) {
         V row[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            row[v] = v < vectors - 1 ? LOAD(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
+            row[v] = v < vectors - 1 ? MM(loadu_ps)(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            V x = SPREAD_OUT(a[i * row_of_a]);
+            V x = MM(set1_ps)(a[i * row_of_a]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
-                sum[i][v] = MULTIPLY_ADD(x, row[v], sum[i][v]);
+                sum[i][v] = MM(fmadd_ps)(x, row[v], sum[i][v]);
         }
     }
 #pragma GCC unroll 6
@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void TILE_OF(tile)(
         for (int v = 0; v < vectors; v++) {
             float *at = out + i * so + v * LANES;
             if (v < vectors - 1)
-                STORE(at, sum[i][v]);
+                MM(storeu_ps)(at, sum[i][v]);
             else
                 STORE_SOME(at, last, sum[i][v]);
         }
@@ -77,12 +77,39 @@ static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), 
 #undef TILES
 #undef TILE_NAMES
 
+/* to[j][i] = from[i][j] of lines x depth elements, both at most LANES. */
+static inline void TILE_OF(transpose)(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+{
+    V r[LANES], t[LANES];
+    MASK some = TILE_OF(some)(depth);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        r[i] = i < lines ? LOAD_SOME(from + i * sf, some) : MM(setzero_ps)();
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+        t[2 * i] = MM(unpacklo_ps)(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = MM(unpackhi_ps)(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / 4; i++) {
+        r[4 * i] = MM(shuffle_ps)(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = MM(shuffle_ps)(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = MM(shuffle_ps)(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = MM(shuffle_ps)(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    TILE_OF(across)(r, t);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (i < depth)
+            MM(storeu_ps)(to + i * st, t[i]);
+}
+
 /* Columns [0, width) of b', rows [0, depth): b's rows turned, as rows of COLUMNS elements. */
 static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t depth, int64_t width)
 {
     for (int64_t j = 0; j < width; j += LANES)
         for (int64_t p = 0; p < depth; p += LANES)
-            TRANSPOSE(to + p * COLUMNS + j, COLUMNS, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
+            TILE_OF(transpose)(to + p * COLUMNS + j, COLUMNS, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
                       depth - p < LANES ? depth - p : LANES);
 }
 
@@ -95,7 +122,7 @@ static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_o
         int64_t deep = depth - p < PANEL_DEPTH ? depth - p : PANEL_DEPTH;
         for (int64_t j = 0; j < width; j += COLUMNS) {
             int64_t wide = width - j < COLUMNS ? width - j : COLUMNS, vectors = (wide + LANES - 1) / LANES, sb = ldb;
-            MASK last = SOME(wide - (vectors - 1) * LANES);
+            MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
             const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
             if (turned) {
                 TILE_OF(turn)(panel, from, ldb, deep, wide);
@@ -132,32 +159,32 @@ static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, f
     const float *b1 = columns > 1 ? b + ldb : b, *b2 = columns > 2 ? b + 2 * ldb : b, *b3 = columns > 3 ? b + 3 * ldb : b;
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
-        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = ZERO;
+        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = MM(setzero_ps)();
     int64_t p = 0;
     for (; p + LANES <= depth; p += LANES) {
-        V w[4] = {LOAD(b + p), LOAD(b1 + p), LOAD(b2 + p), LOAD(b3 + p)};
+        V w[4] = {MM(loadu_ps)(b + p), MM(loadu_ps)(b1 + p), MM(loadu_ps)(b2 + p), MM(loadu_ps)(b3 + p)};
 #pragma GCC unroll 4
         for (int i = 0; i < rows; i++) {
-            V x = LOAD(a + i * lda + p);
+            V x = MM(loadu_ps)(a + i * lda + p);
 #pragma GCC unroll 4
             for (int v = 0; v < 4; v++)
-                sum[i][v] = MULTIPLY_ADD(x, w[v], sum[i][v]);
+                sum[i][v] = MM(fmadd_ps)(x, w[v], sum[i][v]);
         }
     }
     if (p < depth) {
-        MASK last = SOME(depth - p);
+        MASK last = TILE_OF(some)(depth - p);
         V w[4] = {LOAD_SOME(b + p, last), LOAD_SOME(b1 + p, last), LOAD_SOME(b2 + p, last), LOAD_SOME(b3 + p, last)};
 #pragma GCC unroll 4
         for (int i = 0; i < rows; i++) {
             V x = LOAD_SOME(a + i * lda + p, last);
 #pragma GCC unroll 4
             for (int v = 0; v < 4; v++)
-                sum[i][v] = MULTIPLY_ADD(x, w[v], sum[i][v]);
+                sum[i][v] = MM(fmadd_ps)(x, w[v], sum[i][v]);
         }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++) {
-        __m128 four = SUM4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+        __m128 four = TILE_OF(sum4)(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
         float *at = out + i * so;
         if (columns >= 4)
             _mm_storeu_ps(at, add ? _mm_add_ps(four, _mm_loadu_ps(at)) : four);
@@ -186,7 +213,7 @@ static void TILE_OF(dots)(float *out, int64_t so, const float *a, int64_t lda, c
     }
 }
 
-static const Tiles TILE_OF(level) = {LEVEL, TILE_OF(panels), TILE_OF(dots)};
+static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots)};
 
 #undef TILE_ROWS
 #undef VECTORS
@@ -194,3 +221,10 @@ static const Tiles TILE_OF(level) = {LEVEL, TILE_OF(panels), TILE_OF(dots)};
 #undef PANEL_DEPTH
 #undef LARGE
 #undef DOT_ROWS
+#undef TILE_OF
+#undef MM
+#undef LANES
+#undef V
+#undef MASK
+#undef LOAD_SOME
+#undef STORE_SOME
