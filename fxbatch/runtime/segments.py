@@ -44,6 +44,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     while waits.any() and waits.sum() < before:  # some were packed
         before = waits.sum()
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
+        run.packed_values = {}  # values have other numbers now
         program = packed.resolve(table, program, {}, grad=run.grad)
         waits = _packed_calls(packed, program)
     return program

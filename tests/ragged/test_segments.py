@@ -230,6 +230,39 @@ def test_the_nodes_of_a_tree_are_a_memory() -> None:
     assert packed_calls(model)["stack"] > 0
 
 
+class Chart(nn.Module):
+    """The inside algorithm over the spans of a sentence: rows of a packed encoder, then stacks of what they score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.encoder = nn.LSTM(6, 4, bidirectional=True, batch_first=True)
+        self.span = nn.Linear(16, 1)
+
+    @fxbatch.autobatch
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(self.embed(words)[None])[0][0]
+        n = len(words)
+        chart = {(i, i + 1): self.span(torch.cat([h[i], h[i]]))[0] for i in range(n)}
+        for length in range(2, n + 1):
+            for i in range(n - length + 1):
+                j = i + length
+                splits = torch.stack([chart[i, k] + chart[k, j] for k in range(i + 1, j)])
+                chart[i, j] = torch.logsumexp(splits, 0) + self.span(torch.cat([h[i], h[j - 1]]))[0]
+        return chart[0, n]
+
+
+@pytest.mark.parametrize("seed", [4, 7, 18, 20, 21])
+def test_values_are_numbered_anew_after_a_segment(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, draw = Chart(), random.Random(seed)
+    for _ in range(4):
+        sentences = [torch.randint(0, 9, (draw.randint(1, 5),)) for _ in range(6)]
+        result = model(sentences)
+        with fxbatch.disabled():
+            torch.testing.assert_close(result, model(sentences))
+
+
 def test_explain_tells_of_them() -> None:
     model = Attention()
     model(sentences(0, FIRST))
