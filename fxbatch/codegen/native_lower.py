@@ -71,7 +71,6 @@ class NativeProgram:
     bases: np.ndarray
     instructions: np.ndarray
     fixed: tuple[FixedTensor, ...]
-    given: tuple[int, ...]  # the shared operands that `prepare` takes
 
 
 def make_program(
@@ -141,7 +140,7 @@ class Lowering:
         bases = np.array(self.bases, dtype=np.int64)
         code = np.array(self.items, dtype=np.int64).reshape(-1, 32)
         group_pointwise(code)
-        return NativeProgram(bases, code, tuple(self.fixed), self._given())
+        return NativeProgram(bases, code, tuple(self.fixed))
 
     # -- memory
 
@@ -194,7 +193,7 @@ class Lowering:
         """Whether instructions of its own write the node."""
         if node.op != "call_function" or node in self.hoisted or not is_tensor(node) or is_view(node):
             return False
-        return _number(node) is None
+        return constant_value(node) is None
 
     def _inputs(self) -> None:
         nodes = [x for x in self.graph.nodes if x.op == "placeholder"][1:]
@@ -224,16 +223,11 @@ class Lowering:
     def _prepared(self) -> None:
         """What the kernel computes once a run is read from the tensors that it made."""
         for i, node in enumerate(self.kept):
-            if _number(node) is not None:
+            if constant_value(node) is not None:
                 continue
             value = node.meta["values"][0]
             self.spans[node] = self._strided(shape(node), value.dtype, value, FIXED)
             self.fixed.append((i, tuple(value.shape), self.spans[node].strides))
-
-    def _given(self) -> tuple[int, ...]:
-        nodes = [x for x in self.graph.nodes if x.op == "placeholder"][1:]
-        first = len(nodes) - len(self.shared)
-        return tuple(i - first for i, x in enumerate(nodes) if any(u in self.hoisted for u in x.users))
 
     def span(self, node: Any) -> Span:
         """Where a node, or a number, is."""
@@ -243,7 +237,7 @@ class Lowering:
             raise NotNative("an argument that is no tensor")
         found = self.spans.get(node)
         if found is None:
-            number = _number(node)
+            number = constant_value(node)
             if number is None:
                 raise NotNative(f"{node.target}")
             dims = shape(node)
@@ -273,7 +267,7 @@ class Lowering:
             if isinstance(node.meta["values"][0], int) or node.target in _EXTREMES:
                 return  # sizes, which are known; pairs, of which each is written by itself
             raise NotNative(f"{node.target}")
-        if _number(node) is not None:
+        if constant_value(node) is not None:
             return
         if node in self.copied:
             for piece in self.copied[node]:
@@ -361,15 +355,6 @@ def _bits(number: float, dtype: torch.dtype) -> int:
     if dtype is torch.float32:
         return int(np.array([number, 0.0], dtype=np.float32).view(np.int64)[0])
     return int(number)
-
-
-def _number(node: fx.Node) -> float | None:
-    """The number that a constant tensor is filled with."""
-    while node.op == "call_function" and node.target in (aten.expand.default, aten.reshape.default):
-        node = node.args[0]  # type: ignore[assignment]
-    if node.op == "call_function" and node.target is aten.scalar_tensor.default:
-        return float(node.args[0])
-    return constant_value(node)
 
 
 def group_pointwise(code: np.ndarray) -> None:

@@ -31,14 +31,13 @@ InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, c
 
 @dataclass(frozen=True, eq=False)
 class NativeStep:
-    """A kernel as a program. `fixed`: what it reads of what the kernel prepares once a run; `given`: from which
-    shared operands that is made."""
+    """A kernel as a program. `fixed`: what it reads of what the kernel prepares once a run."""
 
     name: str  # of the operation
     program: Any
     kernel: Kernel
+    inputs: int  # before the shared operands
     fixed: tuple[FixedTensor, ...]
-    given: tuple[int, ...]
     forms: tuple[tuple[Shape, torch.dtype], ...]
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
     adding: Any = None  # the program that adds to its results, where there is one
@@ -47,7 +46,7 @@ class NativeStep:
         """The tensors that depend on shared operands alone; None where they aren't as the program has them."""
         if not self.fixed:
             return []
-        made = workspace.prepared(self.kernel, tuple(shared[i] for i in self.given))
+        made = workspace.prepared(self.kernel, tuple(shared[i - self.inputs] for i in self.kernel.given))
         found = []
         for position, dims, strides in self.fixed:
             tensor = made[position]
@@ -101,8 +100,9 @@ def make_step(
     made = make_program(module, shared)
     if isinstance(made, str):
         return made
-    inputs = (made.bases[:, 3] == INPUT).sum()
-    sizes = (made.bases[:, 1] * made.bases[:, 2])[inputs - len(shared) : inputs].tolist()
+    last = int((made.bases[:, 3] == INPUT).sum())
+    first = last - len(shared)
+    sizes = (made.bases[:, 1] * made.bases[:, 2])[first:last].tolist()
     columns = np.array(sources, dtype=np.int64).reshape(-1, 5)
     products.settle()
     try:
@@ -112,7 +112,7 @@ def make_step(
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, kernel, made.fixed, made.given, forms, tuple(sizes), adding)
+    return NativeStep(name, program, kernel, first, made.fixed, forms, tuple(sizes), adding)
 
 
 def forward_step(

@@ -118,6 +118,8 @@ def constant_value(node: Any) -> float | None:
     if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
         fill = node.args[2] if node.target is aten.new_full.default else node.args[1]
         return float(fill) if isinstance(fill, (int, float)) else None
+    if node.target is aten.scalar_tensor.default:
+        return float(node.args[0])
     if node.target in _ZEROS:
         return 0.0
     return 1.0 if node.target in _ONES else None
