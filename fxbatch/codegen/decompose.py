@@ -87,16 +87,6 @@ def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(x.dtype).to(x.device).expand(x.shape).clone()
 
 
-def fill(x: Tensor, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return copy(x, value)
-    return torch.full_like(x, value)
-
-
-def zero(x: Tensor) -> Tensor:
-    return torch.zeros_like(x)
-
-
 def masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
     return torch.where(mask, value.to(x.dtype), x)
 
@@ -179,12 +169,6 @@ def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Ten
     return aten.clone.default(x) if memory_format in _FORMATS else NotImplemented
 
 
-MEMORY: dict[Any, Callable[..., Any]] = {
-    aten._to_copy.default: to_copy,
-    aten.clone.default: clone,
-}
-
-
 # -- Random fills of tensors, as draws that vmap makes anew for each row.
 
 
@@ -210,13 +194,6 @@ def exponential(x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tenso
     if generator is not None:
         return NotImplemented
     return (-torch.log1p(-_unit(x)) / rate).to(x.dtype)
-
-
-RANDOM_FILLS: dict[Any, Callable[..., Any]] = {
-    aten.uniform.default: uniform,
-    aten.normal_functional.default: normal_functional,
-    aten.exponential.default: exponential,
-}
 
 
 # -- `nn.EmbeddingBag`: reductions of bags of rows, as scatters.
@@ -272,9 +249,9 @@ DECOMPOSITIONS: Decompositions = {
     aten.index_fill.int_Tensor: _index_fill,
     aten.take.default: take,
     aten.copy.default: copy,
-    aten.fill.Scalar: fill,
-    aten.fill.Tensor: fill,
-    aten.zero.default: zero,
+    aten.fill.Scalar: torch.full_like,
+    aten.fill.Tensor: copy,
+    aten.zero.default: torch.zeros_like,
     aten.masked_fill.Tensor: masked_fill,
     aten.masked_scatter.default: masked_scatter,
     aten.select_scatter.default: select_scatter,
@@ -283,8 +260,11 @@ DECOMPOSITIONS: Decompositions = {
     aten.index_put.default: index_put,
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
-    **RANDOM_FILLS,
-    **MEMORY,
+    aten.uniform.default: uniform,
+    aten.normal_functional.default: normal_functional,
+    aten.exponential.default: exponential,
+    aten._to_copy.default: to_copy,
+    aten.clone.default: clone,
 }
 
 
