@@ -11,7 +11,6 @@ import functools
 import linecache
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,37 +155,21 @@ def trace_with_sizes(
         kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
-    with mode, inline_compiled_functions(), _lengths_of_fakes():
+    with mode, inline_compiled_functions():
         graph = make_fx(
             function, tracing_mode="symbolic", pre_dispatch=True, decomposition_table=dict(decompositions)
         )(*fakes)
     return graph, env
 
 
-@contextlib.contextmanager
-def _lengths_of_fakes() -> Iterator[None]:
-    """`len(tensor)` gives the symbol of a fake tensor's first size, which `Tensor.__len__` may not.
-
-    For all threads, while a body is traced: what it gives for anything else is what it always was.
-    """
-    import builtins
-
-    plain = builtins.len
-
-    def length(x: Any, /) -> Any:
-        if isinstance(x, FakeTensor) and x.dim():
-            return x.shape[0]
-        return plain(x)
-
-    with _TRACING:
-        builtins.len = length
-        try:
-            yield
-        finally:
-            builtins.len = plain
+def without_symbols(fake: Any) -> bool:
+    """Whether the sizes of a fake tensor are plain numbers. Checked: 2.11.0, 2.13.0."""
+    return fake.fake_mode.shape_env is None
 
 
-_TRACING = threading.RLock()
+def depends_on_values(size: Any) -> bool:
+    """Whether a size is a symbol of which no example is known. Checked: 2.11.0, 2.13.0."""
+    return type(size) is torch.SymInt and not size.node.has_hint()
 
 
 @functools.cache

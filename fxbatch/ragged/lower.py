@@ -102,6 +102,7 @@ class Lowered:
     layouts: dict[str, str]  # by node of the graph: of what it gives
     reasons: dict[str, str]  # by node: why it runs instance by instance
     random: bool  # whether it draws numbers
+    by_values: bool = False  # whether a size depends on values
 
 
 class Emitter:
@@ -119,6 +120,9 @@ class Emitter:
         self.random = False  # whether an operator has drawn numbers
         self.draws = False  # whether the operator that is written draws numbers: no two are the same then
         self.reasons: dict[str, str] = {}
+        self.counted: dict[
+            Any, str
+        ] = {}  # symbol of a size that depends on values -> the column that holds it
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
 
@@ -160,6 +164,8 @@ class Emitter:
     def lengths(self, e: Any) -> str:
         """The Lengths of an expression (or of a number)."""
         e = expression(e) if isinstance(e, int) else e
+        if source := self._by_values(e):
+            return self.line(f"z.sized({source})")
         if e not in self.lengths_of:
             column_source(e, self._names)
             self.lengths_of[e] = f"L{len(self.lengths_of)}"
@@ -167,10 +173,29 @@ class Emitter:
 
     def column(self, e: Any) -> str:
         """A numpy column of an expression: one number an instance."""
+        if source := self._by_values(e):
+            return self.line(source)
         if e not in self.columns_of:
             column_source(e, self._names)
             self.columns_of[e] = f"c{len(self.columns_of)}"
         return self.columns_of[e]
+
+    def _by_values(self, e: Any) -> str:
+        """The source of a size that depends on values, "" of another."""
+        unseen: set[Any] = getattr(e, "free_symbols", set()) - self._names.keys()
+        if not unseen <= self.counted.keys():
+            raise NoRule("a size that depends on values")
+        names = {s: f"z.sizes[{i}]" for i, s in enumerate(self._names)}
+        return column_source(e, {**names, **self.counted}) if unseen else ""
+
+    def rows_where(self, mask: Packed, size: Any) -> str:
+        """The rows of all instances that a mask [T] picks; `size` is how many they are of an instance."""
+        own = self.lengths(mask.shape[0])
+        flags = mask.name if mask.layout == PACKED else self.line(f"{self.to_dense(mask).name}.reshape(-1)")
+        if not getattr(size, "is_Symbol", False):
+            raise NoRule("a mask")
+        self.counted[size] = self.line(f"z.counted({own}, {flags})")
+        return self.line(f"{flags}.nonzero().squeeze(1)")
 
     def made(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:
         """A new value of the shape and type of a traced tensor (or of another value)."""
@@ -388,7 +413,9 @@ def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule,
                     raise NoPackedForm("it returns a size")
                 value = e.env[x]
                 for a in value.axes:
-                    e.lengths(value.shape[a])
+                    size = e.lengths(value.shape[a])
+                    if value.shape[a] not in e.lengths_of:
+                        e.lines.append(f"z.keep({e.const(value.shape[a])}, {size})")
                 if any(
                     value.name == o.name and value is not o for o in outputs
                 ):  # two tensors, here as there
@@ -471,4 +498,6 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
     layouts = {node.name: value.layout for node, value in e.env.items() if isinstance(value, Packed)}
-    return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons, e.random)
+    return Lowered(
+        source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons, e.random, bool(e.counted)
+    )

@@ -29,8 +29,17 @@ from fxbatch.ragged.values_alone import alone, padded_together
 class Minibatch:
     """What the emitted function asks of a minibatch: its number of instances, their sizes and numbers."""
 
-    def __init__(self, n: int, lengths: list[Lengths], columns: list[Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        n: int,
+        lengths: list[Lengths],
+        columns: list[Any],
+        device: torch.device,
+        sizes: Sequence[np.ndarray] = (),
+    ) -> None:
         self.n = n
+        self.sizes = sizes  # one column a symbol
+        self.kept: dict[Any, Lengths] = {}  # sizes of results that depend on values
         self.lengths = lengths
         self.columns = columns
         self.device = device
@@ -38,6 +47,21 @@ class Minibatch:
     def tensor(self, column: Any, dtype: torch.dtype) -> torch.Tensor:
         """[n]: a number of each instance."""
         return torch.from_numpy(np.broadcast_to(np.asarray(column), (self.n,)).copy()).to(self.device, dtype)
+
+    def counted(self, size: Lengths, flags: torch.Tensor) -> np.ndarray:
+        """int64 [n]: how many rows of each instance a mask picks."""
+        before = np.zeros(size.total + 1, dtype=np.int64)
+        np.cumsum(flags.detach().cpu().numpy(), out=before[1:])
+        found: np.ndarray = before[size.starts + size.sizes] - before[size.starts]
+        return found
+
+    def sized(self, column: Any) -> Lengths:
+        """A size that depends on values."""
+        return Lengths.of(column, self.n, self.device)
+
+    def keep(self, expression: Any, size: Lengths) -> None:
+        """The size of a result."""
+        self.kept[expression] = size
 
     def fill(self, dtype: torch.dtype, how: str) -> Any:
         """What no element is beyond: padding that an extreme never is, unless all are."""
@@ -361,7 +385,7 @@ class PackedFunction:
         found = self.sizes(*sizes)
         count = len(self.lowered.lengths)
         lengths = [Lengths.of(x, n, device) for x in found[:count]]
-        z = Minibatch(n, lengths, found[count:], device)
+        z = Minibatch(n, lengths, found[count:], device, sizes)
         inputs = [  # what nobody reads may be anything
             self.packed(i, column, dims, sizes, device) if node.users else column[0]
             for i, (node, column, dims) in enumerate(
@@ -394,7 +418,8 @@ class PackedFunction:
             return [tensor] * z.n
         if output.layout == DENSE:
             return list(tensor.unbind(0))
-        lengths = [z.lengths[self.lowered.lengths.index(output.shape[a])] for a in output.axes]
+        own = [output.shape[a] for a in output.axes]
+        lengths = [z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in own]
         if output.layout == PACKED:
             parts = tensor.split(lengths[0].list)
             return [p.movedim(0, output.axes[0]) for p in parts] if output.axes[0] else list(parts)

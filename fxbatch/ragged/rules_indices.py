@@ -68,7 +68,7 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     val = node.meta["val"]
     indices = [given[i] for i in places]
     if any(v.dtype == torch.bool for v in indices):
-        raise NoRule("a mask")
+        return _by_mask(e, x, indices, places, val)
     if x.layout == WHOLE:
         return _of_whole(e, node, x, given, places, val)
     if places != list(range(len(places))):
@@ -92,6 +92,26 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
         return e.made(f"{table}.index_select(0, {names[0]})", val)
     return e.made(f"{table}[{', '.join(names)}]", val)
+
+
+def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: Any) -> Packed:
+    """The rows that a mask of one dimension picks: how many of each instance is known when it runs."""
+    if len(indices) > 1 or indices[0].rank != 1 or x.shape[places[0]] != indices[0].shape[0]:
+        raise NoRule("a mask")
+    d = places[0]
+    table, _ = _table(e, e.to_dense(x), d)
+    return e.made(f"{table}.index_select(0, {e.rows_where(indices[0], shape_of(val)[d])})", val)
+
+
+@rule("nonzero")
+def _nonzero(e: Emitter, node: fx.Node) -> Packed:
+    """The places of a mask of rows."""
+    x, val = e.bound(node)["self"], node.meta["val"]
+    if x.rank != 1:
+        raise NoRule("a mask of more dimensions")
+    size = e.lengths(x.shape[0])
+    picked = e.rows_where(x, shape_of(val)[0])
+    return e.made(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
 
 
 def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[Any, ...]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ plain numbers, and is the graph where the two have the same nodes.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import logging
@@ -36,7 +37,15 @@ from fxbatch.ragged.expressions import (
     know_numbers,
 )
 from fxbatch.ragged.recurrent import recurrent_as_nodes
-from fxbatch.torch_private import FakeTensor, composite_operators, trace_with_sizes, tree_flatten, tree_leaves
+from fxbatch.torch_private import (
+    FakeTensor,
+    composite_operators,
+    depends_on_values,
+    trace_with_sizes,
+    tree_flatten,
+    tree_leaves,
+    without_symbols,
+)
 from fxbatch.trace.operations import one_hot_within
 
 TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
@@ -74,6 +83,7 @@ class SizedGraph:
                 self.symbols.append(original)
                 self.free.append(expression(node.meta["val"].shape[d]))
         self._refuse_specialised()
+        self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
             self._holds = columns_function(self.guards, self.symbols)
@@ -99,6 +109,23 @@ class SizedGraph:
         for symbol, now in zip(self.symbols, self.free, strict=True):
             if not depends(now) and depends(symbol):
                 raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
+
+    def unseen(self, size: Any) -> bool:
+        """Whether a size depends on values, as that of `x[mask]` does."""
+        return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
+
+    def _refuse_questions_about_values(self, env: Any) -> None:
+        """What torch takes for granted of a size that depends on values, which nothing would compare: that it is not 1
+        where a dimension of 1 is left out, that it equals another."""
+        asked = [str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found]
+        for node in self.module.graph.nodes:
+            if str(node.target).startswith("aten.squeeze"):
+                shape = node.args[0].meta["val"].shape
+                dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+                dims = dims if isinstance(dims, (list, tuple, range)) else [dims]
+                asked += [str(shape[d]) for d in dims if self.unseen(shape[d])]
+        if asked:
+            raise NoPackedForm(f"it asks about a size that depends on values: {asked[0]}")
 
     def certain(self, smallest: Sequence[int]) -> bool:
         """Whether nothing but the smallest of each size has to be known for the graph to be the body."""
@@ -186,7 +213,7 @@ def _trace(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with recurrent_as_nodes(), IndexByTensor(), own_derivatives_refused():
+        with recurrent_as_nodes(), IndexByTensor(), own_derivatives_refused(), _sizes_of_fakes():
             made = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -198,6 +225,37 @@ def _trace(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
     return module, env
+
+
+@contextlib.contextmanager
+def _sizes_of_fakes() -> Iterator[None]:
+    """`len(tensor)` gives the symbol of a fake tensor's first size, which `Tensor.__len__` may not, and `max(size, 1)`
+    and `min(size, k)` are symbols too where the size depends on values, and can't be compared.
+
+    For all threads, while a body is traced: what they give for anything else is what it always was.
+    """
+    plain = builtins.len, builtins.max, builtins.min
+
+    def length(x: Any, /) -> Any:
+        if isinstance(x, FakeTensor) and x.dim():
+            return x.shape[0]
+        return plain[0](x)
+
+    def extreme(usual: Any, of_sizes: Any) -> Any:
+        def found(*given: Any, **options: Any) -> Any:
+            if plain[0](given) == 2 and not options and any(map(depends_on_values, given)):
+                return of_sizes(*given)
+            return usual(*given, **options)
+
+        return found
+
+    with _LOCK:
+        builtins.len = length
+        builtins.max, builtins.min = extreme(plain[1], torch.sym_max), extreme(plain[2], torch.sym_min)
+        try:
+            yield
+        finally:
+            builtins.len, builtins.max, builtins.min = plain
 
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
@@ -220,6 +278,12 @@ class WithoutPlainSizes(TorchFunctionMode):
             func = functools.partial(_fill_diagonal, func)
         elif func is torch.Tensor.__getitem__ and _counts(args[1]):
             func = _row_of_own_place
+        elif func is torch.Tensor.__getitem__:
+            args = (args[0], _all_rows(args[1]))
+        elif func in (torch.nonzero, torch.Tensor.nonzero) or (
+            func is torch.where and len(args) == 1 and not kwargs
+        ):
+            func = functools.partial(_nonzero, func)
         return func(*args, **(kwargs or {}))
 
 
@@ -263,6 +327,23 @@ def _row_of_own_place(x: torch.Tensor, index: Any) -> torch.Tensor:
     for d, i in reversed(list(enumerate(index if type(index) is tuple else (index,)))):
         x = x if isinstance(i, slice) else x.select(d, i)
     return x
+
+
+def _all_rows(index: Any) -> Any:
+    """An index with a mask of rows on fake tensors without symbols, as if it picked all: what is asked of such a run is
+    what the code does besides."""
+    if isinstance(index, tuple):
+        return tuple(map(_all_rows, index))
+    is_mask = isinstance(index, FakeTensor) and index.dtype == torch.bool and index.dim() == 1
+    return torch.arange(len(index), device=index.device) if is_mask and without_symbols(index) else index
+
+
+def _nonzero(plain: Any, x: torch.Tensor, as_tuple: bool = False) -> Any:
+    """The places of a mask of rows; on fake tensors without symbols as if it picked all."""
+    if not isinstance(x, FakeTensor) or x.dim() != 1:
+        return plain(x, as_tuple=True) if as_tuple else plain(x)
+    places = _all_rows(x != 0) if without_symbols(x) else torch.ops.aten.nonzero(x).select(1, 0)
+    return (places,) if as_tuple or plain is torch.where else places.unsqueeze(1)
 
 
 def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any = 0) -> Any:
@@ -501,14 +582,15 @@ def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int])
 
 def _number(x: Any, values: dict[Any, int]) -> Any:
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
-        return float(expression(x).subs(values))
+        found = expression(x).subs(values)
+        return str(found) if depends(found) else float(found)
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
 def _shapes(node: fx.Node, values: dict[Any, int]) -> Any:
     leaves = tree_flatten(node.meta.get("val"))[0]
     return [
-        (tuple(int(expression(d).subs(values)) for d in x.shape), x.dtype)
+        (tuple(str(expression(d).subs(values)) for d in x.shape), x.dtype)
         for x in leaves
         if isinstance(x, torch.Tensor)
     ]

@@ -205,7 +205,10 @@ class PackedCalls:
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
             with torch.inference_mode(False):
-                family.function = PackedFunction.of(body, example, dynamic, operands, flags_known=False)
+                function = PackedFunction.of(body, example, dynamic, operands, flags_known=False)
+            if function.lowered.by_values:
+                raise NoPackedForm("a size depends on values")
+            family.function = function
             family.signature = signature
             self.families.append(family)
         except NoPackedForm as error:
