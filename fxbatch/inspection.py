@@ -26,6 +26,7 @@ from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.schedule import longest_chains
 from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.autograd import take_results
+from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
@@ -33,7 +34,6 @@ from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
 from fxbatch.runtime.segments import after_packed_calls
-from fxbatch.runtime.unrolled_run import Unrolled, UnrolledRun
 from fxbatch.trace.minibatch import Recording
 
 

@@ -28,28 +28,26 @@ from fxbatch.codegen import native_calls as calls
 from fxbatch.codegen.kernel import find_prepared
 from fxbatch.codegen.native_calls import Pointwise, pointwise
 from fxbatch.codegen.native_layouts import (
+    ONE,
     NotNative,
     Span,
-    contiguous,
-    element_bytes,
-    rows_and_width,
-    view,
-    walk,
-)
-from fxbatch.codegen.native_operands import (
-    ONE,
     around,
     as_matrix,
     as_rows,
+    contiguous,
     dense,
     dtype_name,
+    element_bytes,
     even_rows,
     narrow,
     need,
     of_type,
+    rows_and_width,
     same_rows,
     turned,
-)  # fmt: skip
+    view,
+    walk,
+)
 from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.shapes import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value

@@ -14,7 +14,7 @@ import torch
 from fxbatch.errors import GradientError, TraceError
 from fxbatch.runtime.autograd import LazyRun, mixes_constants, take_results
 from fxbatch.runtime.count_run import count_run
-from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.differentiable import DifferentiableRun, UnrolledRun
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls
 from fxbatch.runtime.packed_route import PackedRoute
@@ -22,7 +22,6 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run
 from fxbatch.runtime.segments import after_packed_calls
-from fxbatch.runtime.unrolled_run import UnrolledRun
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real
 from fxbatch.trace.left_behind import handing_over
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch

@@ -9,9 +9,9 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
 from fxbatch.passes.schedule import batch_by_lookahead
+from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planner import Planner
-from fxbatch.runtime.unrolled_run import Unrolled, UnrolledRun
 from tests import models as M
 from tests.passes.reference import results_by_hand
 from tests.programs import F4, ProgramBuilder, programs
