@@ -353,6 +353,13 @@ class Plan:
     row_of_value: np.ndarray  # int64 [values]: row in the arena of the value's type
     constant_order: dict[int, np.ndarray | None]  # signature -> permutation of its payload, None: as recorded
 
+    @staticmethod
+    def of(*columns: Any) -> Plan:
+        """The plan of these columns, in their order: each phase makes one, and a frozen class sets them one by one."""
+        made = object.__new__(Plan)
+        made.__dict__.update(zip(Plan.__dataclass_fields__, columns, strict=True))
+        return made
+
     def __len__(self) -> int:
         return len(self.step_signature)
 

@@ -398,15 +398,11 @@ class _ArenaPlanner:
 
     def plan(self, program: Program, schedule: Schedule) -> Plan:
         """The plan, when its columns are filled."""
-        capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows = self.columns[:9]
-        first_block, block_arena, block_start, entry_offsets, entries, row_of_value = self.columns[9:]
+        *columns, entry_offsets, entries, rows = self.columns
         unordered = self.out_of_order()
-        order = {s: _order_of(schedule, step_sig, s) if s in unordered else None for s in program.constants}
-        return Plan(
-            program.types, capacity, step_sig, step_rows, step_offset, first_gather, arena, kind, start, rows,
-            first_block, block_arena, block_start, self.made[self.cut : self.cut + self.indexed], entries,
-            entry_offsets, row_of_value, order,
-        )  # fmt: skip
+        order = {s: _order_of(schedule, columns[1], s) if s in unordered else None for s in program.constants}
+        indices = self.made[self.cut : self.cut + self.indexed]
+        return Plan.of(program.types, *columns, indices, entries, entry_offsets, rows, order)
 
     @cython.cfunc
     def piece(self, items: Int) -> Written:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,8 +88,7 @@ class SignatureGraph:
         return component, column, size
 
 
-@dataclass(frozen=True, eq=False)
-class Survey:
+class Survey(NamedTuple):
     """What is known of a program; arrays are not to be written to."""
 
     counts: np.ndarray  # int64 [signatures]: calls of each
@@ -302,12 +302,32 @@ def find_needs(
 
 def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
     """A byte an input slot of the signatures: whether it reads an early value with a gradient; b"" where none does."""
-    if known_needs is None or not known_needs.any():
+    if known_needs is None or not program.known:
         return b""
-    slot_needs = np.zeros(int(program.arity.sum()), dtype=bool)
-    early = program.inputs < program.known
-    slot_needs[flat_slots(program)[early][known_needs[program.inputs[early]]]] = True
-    return slot_needs.tobytes()
+    first_slot = program.columns.first_slot
+    slots = np.zeros(first_slot[len(first_slot) - 1], dtype=np.uint8)
+    found = _mark_early(program.sig, first_slot, program.inputs, known_needs, program.known, slots)
+    return slots.tobytes() if found else b""
+
+
+def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int, slots: Marks) -> bool:
+    at = 0
+    found = False
+    if needs.shape[0] < known:
+        raise IndexError(NOT_THERE)
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if s < 0 or s >= first.shape[0] - 1 or at + first[s + 1] - first[s] > inputs.shape[0]:
+            raise IndexError(NOT_THERE)
+        for i in range(first[s], first[s + 1]):
+            v = inputs[at]
+            at += 1
+            if v < 0:
+                raise IndexError(NOT_THERE)
+            if v < known and needs[v]:
+                slots[i] = 1
+                found = True
+    return found
 
 
 @kept_by_signatures(64)

@@ -23,7 +23,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -142,8 +142,7 @@ class Kinds:
         return Kinds(tuple(types), width, numbers, tuple(devices))
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayLayout:
+class ArrayLayout(NamedTuple):
     """Where arrays lie: of each the piece, and in it the offset, the bytes, and whether it is part of an arena."""
 
     lines: tuple[tuple[torch.device, int], ...]  # of each piece

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from fxbatch.trace.integers import PLAIN_TENSORS
 Programs = tuple[Any, ...]  # a signature; None where Python runs it
 
 
-@dataclass(frozen=True)
-class Pointers:
+class Pointers(NamedTuple):
     """The columns of one run, and what they point to that has no other owner."""
 
     rows: np.ndarray  # int64 [rows, 3]
@@ -39,8 +38,7 @@ class Pointers:
     held: list[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Filled:
+class Filled(NamedTuple):
     """Pointers of one phase, for the next one with the same operations."""
 
     programs: Programs
