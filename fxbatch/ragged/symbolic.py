@@ -555,6 +555,8 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> boo
     place = {n: i for i, n in enumerate(ours)}
     place.update({n: i for i, n in enumerate(theirs)})
     for a, b in zip(ours, theirs, strict=True):
+        if a.op == "get_attr" and b.op == "get_attr" and not torch.equal(_constant(a), _constant(b)):
+            return False
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
             return False
         if a.op != "placeholder" and _arguments(a, place, values) != _arguments(b, place, values):
@@ -562,6 +564,11 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> boo
         if _shapes(a, values) != _shapes(b, values):
             return False
     return True
+
+
+def _constant(node: fx.Node) -> torch.Tensor:
+    found: torch.Tensor = getattr(node.graph.owning_module, str(node.target))
+    return found
 
 
 def is_size(node: fx.Node) -> bool:

@@ -125,6 +125,7 @@ class PackedForward:
         self.content = 0
         self.reason = ""
         self.classes: tuple[type, ...] = ()  # of objects among the arguments
+        self.numbers: set[int] = set()  # places of integers among the arguments that have differed
         self.unlike = 0  # minibatches of objects with other structures, one after another
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
@@ -197,14 +198,14 @@ class PackedForward:
         args, kwargs = instances[0]
         met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
         if not met:
-            return _of_containers(instances, once=once)
+            return _of_containers(instances, self.numbers, once=once)
         if not met.keys() <= set(self.classes):
             self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
         if self.unlike > MOST_UNLIKE or (look := self._look(fn)) is None:
             return None
         names = look.reads.attributes()
         columns = _of_objects(instances, names) or _of_containers(
-            instances, lambda x: opened(x, names), once=once
+            instances, self.numbers, lambda x: opened(x, names), once=once
         )
         self.unlike = 0 if columns is not None else self.unlike + 1
         return columns
@@ -412,7 +413,9 @@ class _Body:
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
         """The forward's own result."""
         given = iter(tensors)
-        own = [next(given) if x is _TENSOR else x for x in self.plain]
+        own = [
+            next(given) if x is _TENSOR else next(given).shape[0] if x is _NUMBER else x for x in self.plain
+        ]
         leaves = [next(given) if x is _TENSOR_OF_ALL else x for x in own]
         args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
@@ -453,8 +456,8 @@ class _Body:
         return changed_attribute(self.twins)
 
 
-_TENSOR, _TENSOR_OF_ALL = object(), object()
-_TENSORS = (_TENSOR, _TENSOR_OF_ALL)
+_TENSOR, _TENSOR_OF_ALL, _NUMBER = object(), object(), object()
+_GIVEN = (_TENSOR, _TENSOR_OF_ALL, _NUMBER)
 
 
 @dataclass
@@ -462,7 +465,7 @@ class _Columns:
     """The instances of a minibatch as columns."""
 
     kind: _Kind
-    plain: tuple[Any, ...]  # the leaves of an instance, _TENSOR for each tensor
+    plain: tuple[Any, ...]  # the leaves of an instance, _TENSOR for each tensor, _NUMBER for its integers
     tensors: list[list[torch.Tensor]]  # per tensor leaf, those of all instances
     shapes: list[np.ndarray]  # int64 [n, dimensions] each
     bounds: list[Bounds]
@@ -486,15 +489,19 @@ class _Columns:
 
 
 def _of_containers(
-    instances: Sequence[Instance], opened: Callable[[Any], Any] = lambda x: x, *, once: bool = False
+    instances: Sequence[Instance],
+    numbers: set[int],
+    opened: Callable[[Any], Any] = lambda x: x,
+    *,
+    once: bool = False,
 ) -> _Columns | None:
-    """The instances as columns of tensors; None where they are not alike or hold something else than plain data. once:
-    whether a tensor that all instances have is given once."""
+    """The instances as columns of tensors; None where they are not alike or hold something else than plain data.
+    numbers: places of integers that have differed, which are sizes; once: whether a tensor that all instances have is
+    given once."""
     args, kwargs = instances[0]
     leaves, spec = tree_flatten(opened((args[1:], kwargs)))
-    plain = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
-    places = [i for i, x in enumerate(plain) if x is _TENSOR]
-    if not places or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
+    plain = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+    if _TENSOR not in plain or not all(x is _TENSOR or type(x) in ATOMS for x in plain):
         return None
     classes = _named(spec)
     if classes is None:
@@ -502,18 +509,33 @@ def _of_containers(
     rows = []
     for args, kwargs in instances:
         found, other = tree_flatten(opened((args[1:], kwargs)))
-        if other != spec or not _equal_plain(found, plain):
+        if other != spec:
             return None
         rows.append(found)
-    columns = [[row[i] for row in rows] for i in places]
-    if not once:
-        return _alike(columns, plain, spec, classes)
-    same = [all(x is column[0] for x in column) for column in columns]
-    of_all = {i for i, is_same in zip(places, same, strict=True) if is_same}
-    plain = tuple(_TENSOR_OF_ALL if i in of_all else x for i, x in enumerate(plain))
-    own = [c for c, is_same in zip(columns, same, strict=True) if not is_same]
-    whole = [c[0] for c, is_same in zip(columns, same, strict=True) if is_same]
-    return _alike(own, plain, spec, classes, whole)
+    own: list[list[torch.Tensor]] = []
+    whole: list[torch.Tensor] = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        if plain[i] is _TENSOR:
+            if not all(isinstance(x, torch.Tensor) for x in column):
+                return None
+            if once and all(x is column[0] for x in column):
+                plain[i] = _TENSOR_OF_ALL
+                whole.append(column[0])
+            else:
+                own.append(list(column))
+        elif i in numbers or not _all_equal(column):
+            if not all(type(x) is int and x >= 0 for x in column):
+                return None
+            numbers.add(i)
+            plain[i] = _NUMBER
+            own.append(list(map(_as_size, column)))
+    return _alike(own, tuple(plain), spec, classes, whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_size(number: int) -> torch.Tensor:
+    """A tensor without elements that has this size: an integer of an instance is a size of its own."""
+    return torch.empty(number, 0)
 
 
 def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> _Columns | None:
@@ -591,22 +613,15 @@ def _alike(
     if any(type(t) is not torch.Tensor or t.layout is not torch.strided for t in whole):
         return None
     kinds += [(t.shape, t.dtype, t.device, t.requires_grad) for t in whole]
-    keys = (
-        tuple(x if x in _TENSORS else static_key(x) for x in plain)
-        if whole
-        else tuple(static_key(x) for x in plain if x is not _TENSOR)
-    )
+    keys = tuple(x if x in _GIVEN else static_key(x) for x in plain)
     return _Columns(_Kind(spec, keys + classes, tuple(kinds)), plain, columns, shapes, bounds, list(whole))
 
 
-def _equal_plain(found: Sequence[Any], plain: Sequence[Any]) -> bool:
-    for x, y in zip(found, plain, strict=True):
-        if y is _TENSOR:
-            if not isinstance(x, torch.Tensor):
-                return False
-        elif type(x) not in ATOMS or static_key(x) != static_key(y):
-            return False
-    return True
+def _all_equal(column: Sequence[Any]) -> bool:
+    first = column[0]
+    if all(x is first for x in column):
+        return True
+    return all(type(x) in ATOMS for x in column) and len(set(map(static_key, column))) == 1
 
 
 def _stacked(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> Any:

@@ -30,3 +30,10 @@ def test_small_sizes(name: str) -> None:
     made = model(FORWARDS[name], {"l": nn.Linear(6, 6)}, adaptive=False)
     for sizes in MINIBATCHES:
         check_equal(made, [torch.randn(n, 6) for n in sizes])
+
+
+def test_constants_made_of_a_small_size() -> None:
+    """A graph with the same nodes, and another number in a tensor that is made of the size."""
+    made = model(lambda self, x: x.sum(0) * torch.tensor([len(x) % 3]), adaptive=False)
+    for sizes in ((5, 8, 2), (5, 1, 8), (5, 0, 2)):
+        check_equal(made, [torch.randn(n, 6) for n in sizes])
