@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fxbatch.torch_private import DisableTorchFunctionSubclass, inside_functorch, memory_is_real, tree_leaves
+from fxbatch.trace.arguments import row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
-from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.state import state
 from fxbatch.trace.values import GETITEM, POSITIONS, Value
 

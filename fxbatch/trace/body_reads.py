@@ -95,6 +95,7 @@ CODELESS = (
     BuiltinFunctionType, WrapperDescriptorType, MethodDescriptorType, MethodWrapperType, GetSetDescriptorType,
     MemberDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
+_CODE = (FunctionType, type, ModuleType, MethodType, property, staticmethod, classmethod, *CODELESS)
 _PLAIN_BASES = (object, Generic, Protocol, SimpleNamespace)
 _DYNAMIC = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__", "attrgetter", "methodcaller"})
 _UNKNOWABLE = frozenset({"globals", "locals", "eval", "exec", "__import__", "import_module"})
@@ -141,10 +142,10 @@ def names_of(code: CodeType) -> CodeNames:
         codes.extend(x for x in c.co_consts if isinstance(x, CodeType))
         for instruction in dis.get_instructions(c):
             op, name = instruction.opname, instruction.argval
-            if op in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if op in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 globals_[name] = None
-            elif op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                globals_[name] = written[name] = None
+                if op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                    written[name] = None
             elif op == "IMPORT_NAME":
                 imports[name] = None
             elif isinstance(name, str) and ("ATTR" in op or "METHOD" in op or op == "IMPORT_FROM"):
@@ -152,13 +153,8 @@ def names_of(code: CodeType) -> CodeNames:
                 if op in ("STORE_ATTR", "DELETE_ATTR"):
                     stored.add(name)
     return CodeNames(
-        tuple(globals_),
-        frozenset(attributes),
-        frozenset(stored),
-        tuple(written),
-        tuple(imports),
-        tuple(codes),
-    )
+        tuple(globals_), frozenset(attributes), frozenset(stored), tuple(written), tuple(imports), tuple(codes),
+    )  # fmt: skip
 
 
 def is_library(module_name: Any) -> bool:
@@ -231,11 +227,7 @@ class Walk:
     # What is found in a place
 
     def _place(self, kind: int, holder: Any, name: Any, value: Any, path: str, *, own: bool = False) -> Any:
-        data = not isinstance(
-            value,
-            (FunctionType, type, ModuleType, MethodType, property, staticmethod, classmethod, *CODELESS),
-        )
-        far = data and not own and not self._library
+        far = not isinstance(value, _CODE) and not own and not self._library
         self.items.append(Item(kind, holder, name, value, path, own, far))
         return None if value is MISSING else self.visit(value, path)
 
@@ -306,7 +298,9 @@ class Walk:
             return self._cannot(path, "a function that keeps its results")
         if hasattr(type(x), "__get__") and not is_transparent(type(x)):
             return ByIdentity(x)  # a descriptor in C: a field of a named tuple
-        return self._object(x, path)
+        if not is_transparent(type(x)):
+            return self._cannot(path, f"a {type(x).__qualname__}, which can't be compared")
+        return self._attributes(x, path)
 
     def _descriptor(self, x: Any, path: str) -> Any:
         if isinstance(x, property):
@@ -336,12 +330,8 @@ class Walk:
             return "decorated", self.visit(inner, path)
         if is_library(f.__globals__.get("__name__")):
             wrapped = None if inner is None else self.visit(inner, path)
-            return (
-                "library",
-                ByIdentity(f.__code__),
-                wrapped,
-                self._closure(f, path) if inner is not None else (),
-            )
+            closure = () if inner is None else self._closure(f, path)
+            return "library", ByIdentity(f.__code__), wrapped, closure
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self.items.append(Item(IN_SLOT, f, name, getattr(f, name), f"{path}.{name}", False, False))
         return (
@@ -363,9 +353,8 @@ class Walk:
 
     def _code(self, code: CodeType, globals_: dict[str, Any], path: str) -> Any:
         found = names_of(code)
-        if (
-            code in self._codes or globals_.get("__name__") == "_distutils_hack"
-        ):  # setuptools' finder of imports
+        setuptools = globals_.get("__name__") == "_distutils_hack"  # its finder of imports
+        if setuptools or code in self._codes:
             return ByIdentity(code)
         self._codes.update(found.codes)
         self.names |= found.attributes
@@ -431,9 +420,8 @@ class Walk:
             elif is_module:
                 self._library_method(value)
                 if name == "forward":
-                    self.items.append(
-                        Item(IN_TYPE, kind, name, value, f"{kind.__name__}.forward", False, False)
-                    )
+                    path = f"{kind.__name__}.forward"
+                    self.items.append(Item(IN_TYPE, kind, name, value, path, False, False))
         self._of_classes[kind] = ByIdentity(kind), tuple(tokens)
 
     def _library_method(self, value: Any) -> None:
@@ -461,12 +449,6 @@ class Walk:
         tensors = itertools.chain(m._parameters.values(), m._buffers.values(), state.values())
         owner = ByIdentity(m) if any(isinstance(t, torch.Tensor) for t in tensors) else None
         return ByIdentity(kind), owner, tuple(names) if everything else (), tuple(tokens)
-
-    def _object(self, x: Any, path: str) -> Any:
-        kind = type(x)
-        if not is_transparent(kind):
-            return self._cannot(path, f"a {kind.__qualname__}, which can't be compared")
-        return self._attributes(x, path)
 
     def _attributes(self, x: Any, path: str) -> Any:
         kind = type(x)
@@ -606,9 +588,8 @@ class Reads:
         finally:
             changed = self.changes()
             self.restore(changed)
-        return result, Effects(
-            changed[0][0].path if changed else "", watch.effect, tuple(watch.unknown.values())
-        )
+        what = changed[0][0].path if changed else ""
+        return result, Effects(what, watch.effect, tuple(watch.unknown.values()))
 
     def lines(self) -> tuple[str, ...]:
         """The same as text that does not depend on the process: for traces that are kept."""

@@ -25,7 +25,14 @@ from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Template
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_unflatten
-from fxbatch.trace.arguments import Arguments, ArrayArgument, view_of_shared, without_arrays, without_derived
+from fxbatch.trace.arguments import (
+    Arguments,
+    ArrayArgument,
+    row_of_parameter,
+    view_of_shared,
+    without_arrays,
+    without_derived,
+)
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import ExtensionSwitch, _fast
@@ -46,7 +53,6 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
-from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing
@@ -93,7 +99,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     recorder.sync_modes()
     func = plain_function(func)
     if type(func) is CustomFunction:
-        func = _examined_custom(recorder, func)
+        now = examined_function(recorder, func.cls)
+        func = now.custom = now.custom or CustomFunction(func.cls, now)
     asked = func
     if ExtensionSwitch.on and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return known
@@ -163,7 +170,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
 
 
 def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
-    """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed."""
+    """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed. Its states
+    with each content are kept, the last one first."""
     found = recorder.examined.get(id(func))
     if found is not None and found.reads.near():
         return found
@@ -171,35 +179,20 @@ def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
     found = known[0] if known else None
     if found is None or not found.reads.unchanged():
         reads = Reads.of_function(func) if found is None else found.reads.again()
-        found = _function_as_it_is(known, func, reads)
+        again = next((x for x in known if x.reads.key == reads.key and not x.reason), None)
+        if again is not None:
+            known.remove(again)
+            again.reads, again.guards = reads, reads.guards()
+        else:
+            many = known and not reads.opaque and len(known) >= MANY_STATES
+            reason = keeps_changing(known[0].reads.differs_from(reads)) if many else reads.opaque
+            again = ExaminedFunction(func, reads, len(known), reason)
+            if reason and found is not None and found.reason:
+                known.pop(0)
+        known.insert(0, again)
+        found = again
     recorder.examined[id(func)] = found
     return found
-
-
-def _function_as_it_is(known: list[ExaminedFunction], func: Any, reads: Reads) -> ExaminedFunction:
-    """The one of a function's states that has this content, made where it is new; it becomes the first."""
-    for i, x in enumerate(known):
-        if x.reads.key == reads.key and not x.reason:
-            known.insert(0, known.pop(i))
-            x.reads, x.guards = reads, reads.guards()
-            return x
-    through = reads.opaque
-    if not through and len(known) >= MANY_STATES:
-        through = keeps_changing(known[0].reads.differs_from(reads))
-    made = ExaminedFunction(func, reads, len(known), through)
-    if not through or not known or not known[0].reason:
-        known.insert(0, made)
-    else:
-        known[0] = made
-    return made
-
-
-def _examined_custom(recorder: RecordedCalls, func: CustomFunction) -> CustomFunction:
-    """The CustomFunction of a class for what its code reads now."""
-    found = examined_function(recorder, func.cls)
-    if found.custom is None:
-        found.custom = CustomFunction(func.cls, found)
-    return found.custom
 
 
 def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:

@@ -24,9 +24,9 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import CONSTANT_KINDS, Program, Signature
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.trace.arguments import take_parameter_row
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.operations import Attribute, on_views, take_row
-from fxbatch.trace.parameter_rows import take_parameter_row
 from fxbatch.trace.python_numbers import call_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import state, tracing

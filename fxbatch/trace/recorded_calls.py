@@ -99,7 +99,7 @@ class RecordedCalls(Columns):
         self.constants = {}
         self.unchecked = []
         self.numbers: dict[Any, Value] = {}
-        self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/parameter_rows.py)
+        self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/arguments.py)
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted = {}, {}

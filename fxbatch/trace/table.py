@@ -170,7 +170,7 @@ class SignatureTable:
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
-        # By parameter and leading dimensions: the rows that were met (trace/parameter_rows.py).
+        # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[Any, set[int]] = {}
         self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
         self.views: dict[Hashable, ByIdentity] = {}  # of parameters

@@ -40,6 +40,7 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_map,
 )
+from fxbatch.trace.arguments import row_of_parameter
 from fxbatch.trace.bare_calls import bare_function
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
@@ -47,7 +48,6 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
-from fxbatch.trace.parameter_rows import row_of_parameter
 from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
@@ -65,17 +65,12 @@ from fxbatch.trace.values import (
 )
 
 
-def extension_available() -> bool:
-    """Whether the C extension was built."""
-    return _fast is not None
-
-
 def use_extension(on: bool) -> None:
     """Record with the C extension, or with Python alone. Not while something is being recorded."""
-    if on and not extension_available():
+    if on and _fast is None:
         raise RuntimeError("fxbatch was installed without its C extension")
     ExtensionSwitch.on = on
-    if extension_available():
+    if _fast is not None:
         _fast.recycle(on)
     for name, (func, method) in (*BINARY.items(), ("__getitem__", _GETITEM)):
         setattr(Value, name, _fast.Method(func, method) if on else method)
@@ -124,7 +119,7 @@ def put_attributes(entries: Entries, saved: list[Entries]) -> None:
 def quicken_modules(on: bool) -> None:
     """Whether classes of modules that are met may look up their parameters and submodules in C; off: none does
     any more."""
-    if extension_available():
+    if _fast is not None:
         _fast.quicken_modules(on and ExtensionSwitch.on and _TORCHS_OWN)
 
 
@@ -132,7 +127,7 @@ _TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.
 _TORCH_FUNCTION = Value.__dict__["__torch_function__"]
 _GETITEM = GETITEM, Value.__dict__["__getitem__"]
 
-if extension_available():
+if _fast is not None:
     _fast.setup(
         {
             "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter,

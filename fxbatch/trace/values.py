@@ -27,17 +27,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.ir import TensorType
 from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.columns import _fast
-from fxbatch.trace.instances import Instances
-from fxbatch.trace.table import Entry, SignatureTable
+from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line, user_frame
 
 # Types whose numbers Python's conversions take as torch's do; others are asked for as tensors.
@@ -81,30 +79,6 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
 POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
 
 
-class Records(Protocol):
-    """What a Value asks of the recorder that made it."""
-
-    base: int
-    table: SignatureTable
-    watches_operands: bool
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def row_of(self, v: Value, index: int) -> Any: ...
-    def rebind(self, v: Value, new: Value, name: str) -> None: ...
-    def laid_out(self, v: Value) -> torch.Tensor: ...
-    def requires_grad(self, v: Value) -> bool: ...
-    def type_of(self, v: Value) -> TensorType: ...
-    def can_read(self) -> bool: ...
-    def tensor(self, v: Value) -> torch.Tensor | None: ...
-    def would_require_grad(self, v: Value) -> bool: ...
-    def passes_gradient_through(self, number: int) -> bool: ...
-    def knows_leaves(self) -> bool: ...
-    def is_real(self, tensor_of: Callable[[Value], torch.Tensor | None]) -> None: ...
-    def read(self, values: Sequence[Value]) -> list[torch.Tensor]: ...
-    def read_plain(self, v: Value) -> Any: ...
-    def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]: ...
-
-
 class Alias:
     """A Value's place among the Values that share its memory."""
 
@@ -143,7 +117,7 @@ class Value(torch.Tensor):
 
     __slots__ = ("_alias", "_recorder", "_type", "_value")
     _alias: Alias
-    _recorder: Records
+    _recorder: Any  # the RecordedCalls that made it, which stands above this
     _type: int  # type id in the recorder's table
     _value: int  # the value's number, in the recorder's range
 
@@ -158,7 +132,6 @@ class Value(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        recorder: Records | None
         if args and type(args[0]) is Value:
             recorder = args[0]._recorder
         else:
@@ -549,18 +522,11 @@ def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, ag
 RECORD = "_fxbatch_written"
 
 
-class Runs(Protocol):
-    """What a written tensor asks of the recorder."""
-
-    running: int  # the instance whose code runs
-    waiting: Instances | None
-
-
 @dataclass(eq=False)
 class Written:
     """A tensor that was written to: what it stands for, and what it was."""
 
-    recorder: Runs
+    recorder: Any  # the RecordedCalls, as of a Value
     tensor: torch.Tensor  # the user's object
     before: torch.Tensor  # what it was, with its memory
     value: Value

@@ -55,12 +55,8 @@ def _pure_forms() -> dict[Any, Any]:
             if written is not None and pure is not None:
                 forms[written] = pure
     for name in _PURE_DUNDERS:
-        written, pure = (
-            getattr(torch.Tensor, f"__i{name}__", None),
-            getattr(torch.Tensor, f"__{name}__", None),
-        )
-        if written is not None and pure is not None:
-            forms[written] = pure
+        if hasattr(torch.Tensor, f"__i{name}__"):
+            forms[getattr(torch.Tensor, f"__i{name}__")] = getattr(torch.Tensor, f"__{name}__")
     return forms
 
 

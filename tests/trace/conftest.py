@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxbatch.trace.torch_patches import extension_available, use_extension
+from fxbatch.trace.columns import _fast
+from fxbatch.trace.torch_patches import use_extension
 
 
 @pytest.fixture(autouse=True, params=["python", "extension"])
 def recorded_by(request: pytest.FixtureRequest) -> Iterator[str]:
     """What records in this test."""
     on = request.param == "extension"
-    if on and not extension_available():
+    if on and _fast is None:
         pytest.skip("fxbatch was installed without its C extension")
     use_extension(on)
     yield request.param
-    use_extension(extension_available())
+    use_extension(_fast is not None)

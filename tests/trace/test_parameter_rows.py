@@ -12,7 +12,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError
-from fxbatch.trace.parameter_rows import MANY_ROWS, take_parameter_row
+from fxbatch.trace.arguments import MANY_ROWS, take_parameter_row
 from tests.oracle import check_equal
 
 Rows = list[int]
