@@ -232,9 +232,8 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
 
 
 def _by_integer_value(x: Any, index: Any) -> bool:
-    return (
-        type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32) and x.dim() > 0
-    )
+    whole = type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32)
+    return whole and x.dim() > 0
 
 
 def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
@@ -316,10 +315,8 @@ def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
     """Functional batch_norm in training writes running statistics that are not declared as written."""
     if func not in (F.batch_norm, F.instance_norm):
         return
-    given = dict(
-        zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)
-    )
-    given.update(kwargs)
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     training = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
     if given.get("running_mean") is not None and training:
         raise BatchCoupledError(
@@ -362,15 +359,10 @@ def operation(target: Marked) -> Marked:
     the module's parameters and buffers. A body that needs values of tensors, or other objects, is traced
     through instead; `fxbatch.explain` says why.
     """
-    if isinstance(target, type):
-        if not issubclass(target, torch.nn.Module):
-            raise TypeError(
-                f"@operation takes a function, a method or a torch.nn.Module class, got {target!r}"
-            )
-        target.__fxbatch_operation__ = True  # type: ignore[attr-defined]  # read by the recorder
-        return target
-    if isinstance(target, torch.nn.Module):
-        target.__fxbatch_operation__ = True  # type: ignore[assignment]  # one module object
+    if isinstance(target, type) and not issubclass(target, torch.nn.Module):
+        raise TypeError(f"@operation takes a function, a method or a torch.nn.Module class, got {target!r}")
+    if isinstance(target, (type, torch.nn.Module)):  # all modules of a class, or one
+        target.__fxbatch_operation__ = True  # type: ignore[union-attr]  # read by the recorder
         return target
 
     @functools.wraps(target)

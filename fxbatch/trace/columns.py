@@ -36,20 +36,9 @@ def new_column() -> Any:
     return _fast.Column() if ExtensionSwitch.on else array("q")
 
 
-class NoCallTable:
-    """What stands for the table of calls where there is no C extension: every call goes the long way."""
-
-    def clear(self) -> None:
-        """There is nothing to forget."""
-
-    def lasts(self) -> bool:
-        """Nothing in it will be untrue in the next minibatch."""
-        return True
-
-
 def new_call_table() -> Any:
-    """An empty table of calls that were met before, see _fast_columns.h."""
-    return _fast.CallTable() if ExtensionSwitch.on else NoCallTable()
+    """An empty table of calls that were met before, see _fast_columns.h; without C it stays empty."""
+    return _fast.CallTable() if ExtensionSwitch.on else {}
 
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension

@@ -28,7 +28,7 @@ from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import POSITIONS, Value
 
 _BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
 
@@ -58,8 +58,8 @@ def must_not_switch() -> bool:
     return _inside.depth > 0
 
 
+_WHOLE = (*POSITIONS, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _MASKS = (torch.bool, torch.uint8)
-_POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def call_with_values(func: Any, arguments: Arguments, key: Any, reason: str) -> Any:
@@ -87,16 +87,8 @@ def call_with_values(func: Any, arguments: Arguments, key: Any, reason: str) -> 
 def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any:
     """Arguments with integer values of shape [] after the first replaced by Python ints: `x.view(n)`."""
     leaves, spec = tree_flatten((args, kwargs))
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if i
-        and type(x) is Value
-        and not x.shape
-        and not x.dtype.is_floating_point
-        and not x.dtype.is_complex
-        and x.dtype is not torch.bool
-    ]
+    scalars = [i for i, x in enumerate(leaves) if i and type(x) is Value and not x.shape]
+    places = [i for i in scalars if leaves[i].dtype in _WHOLE]
     if not places:
         return None
     for i, real in zip(places, recorder.read([leaves[i] for i in places]), strict=True):
@@ -121,7 +113,7 @@ def _indices(recorder: RecordedCalls, index: Any) -> Any:
         index = recorder.read([index])[0]
     if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _MASKS:
         return bool(index)  # a new dimension of length one or zero
-    if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _POSITIONS:
+    if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in POSITIONS:
         return int(index)
     return index
 
@@ -153,7 +145,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
     if not any(isinstance(x, torch.Tensor) for x in leaves):
         return result
     if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
-        return _as_constants(recorder, result)
+        return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
     types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
     key = ("dependent", key, types)
     entry = recorder.functions.get(key)
@@ -169,7 +161,3 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
             )
             recorder.functions[key] = entry
     return recorder.emit(entry, arguments.ids())
-
-
-def _as_constants(recorder: RecordedCalls, result: Any) -> Any:
-    return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)

@@ -209,15 +209,8 @@ def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:
     Exact only: eager casts the number to the computation's dtype, so a [] tensor of that dtype is the same.
     """
     dtype = t.dtype
-    if func in LIFTS:
-        floats = dtype in (torch.float32, torch.float64)
-        if not floats and dtype is not torch.int64:
-            return None
-    elif func in LIFTS_FLOAT:
-        floats = dtype in (torch.float32, torch.float64)
-        if not floats:
-            return None
-    else:
+    floats = dtype in (torch.float32, torch.float64)
+    if not (func in LIFTS and (floats or dtype is torch.int64)) and not (func in LIFTS_FLOAT and floats):
         return None
     if type(number) is int:
         return dtype if -(2**63) <= number < 2**63 else None

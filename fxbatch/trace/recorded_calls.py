@@ -109,9 +109,8 @@ class RecordedCalls(Columns):
         self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
         self.modules: ModulesMet | None = None  # all modules as they were when owners were found
         self.seen: frozenset[int] = frozenset()  # their ids
-        self.operands: list[
-            tuple[str, torch.Tensor, int]
-        ] = []  # parameters and buffers, with version at first sight
+        # Parameters and buffers, with version at first sight.
+        self.operands: list[tuple[str, torch.Tensor, int]] = []
         self.watches_operands = False  # whether its calls run here and now, before the user's next step
         self.recalled = False  # whether it began with, and leaves, what is known of modules
         self.lasts = True  # whether what is known of them may be true in the next minibatch too
@@ -411,7 +410,9 @@ class RecordedCalls(Columns):
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
-        if not self.lasts or self.owners is None or self.modules is None or not self.call_table.lasts():
+        if not self.lasts or self.owners is None or self.modules is None:
+            return
+        if self.in_c and not self.call_table.lasts():
             return
         if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
             self.examined = {key: x for key, x in self.examined.items() if x.lasts}
@@ -568,9 +569,11 @@ class RecordedCalls(Columns):
         if not len(self.sigs):
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         inputs = (
-            np.frombuffer(self.inputs, dtype=np.int64) if len(self.inputs) else np.zeros(0, dtype=np.int64)
+            np.frombuffer(self.inputs, dtype=np.int64) - self.base
+            if len(self.inputs)
+            else np.zeros(0, np.int64)
         )
-        return np.frombuffer(self.sigs, dtype=np.int64).astype(np.int32), inputs - self.base
+        return np.frombuffer(self.sigs, dtype=np.int64).astype(np.int32), inputs
 
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""

@@ -93,9 +93,8 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
-        usual = (
-            None if _fast is None or self.recorder is None else _fast.usual_modes(self.recorder, self.grad)
-        )
+        asked = _fast is not None and self.recorder is not None
+        usual = _fast.usual_modes(self.recorder, self.grad) if asked else None
         if usual is None:
             usual = (
                 torch.is_grad_enabled() is self.grad
@@ -118,11 +117,9 @@ def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 
 def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> None:
+    known = {kind: (enabled, dtype) for kind, enabled, dtype in wanted or ()}
     for kind in _AUTOCAST_KINDS:
-        enabled, dtype = False, None
-        for k, e, d in wanted or ():
-            if k == kind:
-                enabled, dtype = e, d
+        enabled, dtype = known.get(kind, (False, None))
         torch.set_autocast_enabled(kind, enabled)
         if dtype is not None:
             torch.set_autocast_dtype(kind, dtype)

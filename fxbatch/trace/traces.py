@@ -22,6 +22,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,9 +64,7 @@ class Reference:
         if self.pickled:
             return pickle.loads(self.pickled)
         try:
-            found: Any = importlib.import_module(self.module)
-            for part in self.name.split("."):
-                found = getattr(found, part)
+            found = operator.attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError) as error:
             raise StaleTraceError(
                 f"the trace calls {self.module}.{self.name}, which is gone: {error}"
@@ -200,13 +199,10 @@ def _record_again(
 
 
 def _attribute(model: torch.nn.Module, name: str) -> Any:
-    found: Any = model
-    for part in name.split(".") if name else ():
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
-    return found
+    try:
+        return operator.attrgetter(name)(model) if name else model
+    except AttributeError:
+        raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
 
 
 _KEPT = 256  # digests of traces whose signatures are known
