@@ -336,12 +336,13 @@ static PyObject *not_as_expected(void)
 
 #define EACH(i, table) for (size_t i = 0; i < sizeof table / sizeof *table; i++)
 
-/* setup(what is given by name, addresses of torch's C++): what the Python objects are; once. */
+/* setup(what is given by name, addresses of torch's C++, where storages say whether they may be resized); once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *given, *pointer;
     unsigned long long address[4];
-    if (!PyArg_ParseTuple(args, "O!(KKKK)", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3]))
+    if (!PyArg_ParseTuple(args, "O!(KKKK)(nnn)", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3],
+                          &to_impl, &to_storage, &to_resizable))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -384,11 +385,6 @@ static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
         return empty_value();
     PyErr_SetString(PyExc_TypeError, "makes Values only");
     return NULL;
-}
-
-static PyObject *find_resizable(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return PyArg_ParseTuple(args, "nnn", &to_impl, &to_storage, &to_resizable) ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *recycle(PyObject *Py_UNUSED(module), PyObject *on)
@@ -448,7 +444,6 @@ static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
-    {"find_resizable", find_resizable, METH_VARARGS, "Say where storages say whether they may be resized; once."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
     {"waiting_frame", waiting_frame, METH_O, "The user's frame that waits, where it holds nothing."},

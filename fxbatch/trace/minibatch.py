@@ -316,8 +316,9 @@ class _Run:
         calls = self.recorder.pending
         with unheard(self.recorder):
             self.execution.run(self.recorder.pending_program([]))
-            answers = self._read([p for p in self.resuming if not p.plain], self.execution.read)
-            numbers = self._read([p for p in self.resuming if p.plain], self.execution.numbers)
+            found = {
+                False: self._read(False, self.execution.read), True: self._read(True, self.execution.numbers)
+            }  # fmt: skip
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
@@ -325,8 +326,7 @@ class _Run:
             if p.turn and self.waiting is not None and self.waiting.settled < p.instance:
                 self.parked.append(p)
                 continue
-            found = numbers if p.plain else answers
-            p.answer = [found[v._value] for v in p.values]
+            p.answer = [found[p.plain][v._value] for v in p.values]
             self._runs(p.instance)
             if self.waiting is not None:
                 self.waiting.enter(p.instance)
@@ -342,11 +342,9 @@ class _Run:
         self.resuming = []
         self._start()
 
-    def _read(
-        self, parked: Sequence[_Parked], read: Callable[[Sequence[int]], Sequence[Any]]
-    ) -> dict[int, Any]:
-        """What parked instances wait for, each value once."""
-        wanted = list(dict.fromkeys([v._value for p in parked for v in p.values]))
+    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[Any]]) -> dict[int, Any]:
+        """What instances wait for as numbers (plain) or as tensors, each value once."""
+        wanted = list(dict.fromkeys([v._value for p in self.resuming if p.plain == plain for v in p.values]))
         base = self.recorder.base
         return dict(zip(wanted, read([w - base for w in wanted]), strict=True)) if wanted else {}
 
@@ -530,12 +528,12 @@ class LazyBatch:
             self.run()
         self.recorder.finish()
         left = LeftBehind.of(self.recorder, held=False)
-        if left is not None and error is not None:
-            left.abandon()
-        elif left is not None:
-            left.give(self._give(left.values))
         if error is None:
+            if left is not None:
+                left.give(self._give(left.values))
             self.recorder.ask = self._ask
+        elif left is not None:
+            left.abandon()
 
     def value(self, x: torch.Tensor) -> Any:
         """A real tensor as a value of this batch, so that plain torch functions of it are recorded."""

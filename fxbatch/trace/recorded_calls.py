@@ -127,7 +127,6 @@ class RecordedCalls(Columns):
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
-        self.frozen: dict[str, str] = {}  # what a kept trace would freeze -> the user's line
         self._mode_key: Any = None
         self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
         self.call_table = new_call_table()
@@ -137,13 +136,8 @@ class RecordedCalls(Columns):
 
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
-        if (
-            self._mode_key is not None
-            and self.autocast is False
-            and not any_autocast()
-            and torch.is_grad_enabled() is self.grad
-            and torch.get_default_dtype() is self.floats
-        ):
+        known = self._mode_key is not None and self.autocast is False and not any_autocast()
+        if known and torch.is_grad_enabled() is self.grad and torch.get_default_dtype() is self.floats:
             return
         self.grad = torch.is_grad_enabled()
         self.graded = self.graded or self.grad
@@ -217,17 +211,7 @@ class RecordedCalls(Columns):
 
     def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
         """Record one call; its result with Values."""
-        if self.in_c:
-            return _fast.emit(self, entry, ids)
-        outputs = self.row(entry, ids)
-        if entry.single:
-            return outputs[0]
-        if entry.is_tuple:
-            return tuple(outputs)
-        if entry.named is not None:
-            return entry.named(outputs)
-        assert entry.signature.result is not None
-        return entry.signature.result.fill(output=outputs)
+        return _fast.emit(self, entry, ids) if self.in_c else entry.result(self.row(entry, ids))
 
     def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry) -> None:
         """Calls like this one, of a function or a module, are recorded in C from now on."""
@@ -245,9 +229,7 @@ class RecordedCalls(Columns):
     def value(self, number: int, type_id: int) -> Value:
         """A Value object with this id."""
         v = new_value(Value)
-        v._value = number
-        v._type = type_id
-        v._recorder = self
+        v._value, v._type, v._recorder = number, type_id, self
         return v
 
     def finish(self) -> None:
@@ -293,7 +275,7 @@ class RecordedCalls(Columns):
 
     def read_plain(self, v: Value) -> Any:
         """A value as Python numbers in nested lists; may suspend the instance."""
-        return self._ask([v], True)[0] if self.ask is None else self.ask([v], True)[0]
+        return self._ask([v], True)[0]
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:
         if self.ask is None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import struct
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,15 @@ class Entry:
         self.write: Outcome | None = None  # of the call as the user made it
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The result of the call that gave these."""
+        if self.single:
+            return outputs[0]
+        if self.is_tuple or self.named is not None:
+            return (self.named or tuple)(outputs)
+        assert self.signature.result is not None
+        return self.signature.result.fill(output=outputs)
+
 
 def _kind_of_row(result: Template, outputs: int) -> type | None:
     """The class of a tuple of all outputs in order: a plain one, or one of torch's (of `max`, `topk`); else None."""
@@ -156,7 +165,6 @@ class SignatureTable:
         self.limit = limit
         self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
         self.lock = threading.RLock()
-        self.hits = 0
         self.forward = forward  # the decorated callable, where there is one
         self.signatures: list[Signature] = []
         self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -91,13 +91,6 @@ def handle_torch_function_method() -> Any:
     return _fast.handle_torch_function if ExtensionSwitch.on else handle_torch_function
 
 
-def _build_result(entry: Entry, outputs: Sequence[Any]) -> Any:
-    if entry.named is not None:
-        return entry.named(outputs)
-    assert entry.signature.result is not None
-    return entry.signature.result.fill(output=outputs)
-
-
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
@@ -134,7 +127,7 @@ if _fast is not None:
             "BareParameter": BareParameter, "BareView": BareView, "bare_function": bare_function,
             "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
-            "plain_new": plain_new, "build_result": _build_result,
+            "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
             "Alias": Alias, "getitem": GETITEM,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
@@ -142,9 +135,8 @@ if _fast is not None:
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
             "modes_enabled": function_modes_enabled,
         },
-        mode_addresses(),
+        mode_addresses(), resizable_place(),
     )  # fmt: skip
-    _fast.find_resizable(*resizable_place())
     _MODULE_CALL = _fast.Method(None, traced_call)
     use_extension(True)
 
