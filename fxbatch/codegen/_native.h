@@ -14,8 +14,8 @@
 #define MOST_APART 4
 
 /* A piece of memory that instructions name by its number. */
-/* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once; NULL
-   where it is not. */
+/* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once, or
+   of weights that may be turned; NULL where they are not. */
 enum { INPUT, OUTPUT, FIXED, OWN, BLOCK, APART };
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
@@ -36,7 +36,8 @@ typedef struct {
     int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
     int64_t group; /* pointwise instructions of one number run fused, -1: none */
     int64_t apart; /* the base of a product that may be done apart, 0: none */
-    int64_t spare[6];
+    int64_t turned; /* the base of its weights turned once a run, 0: none */
+    int64_t spare[5];
 } Instruction;
 
 typedef struct {
@@ -57,7 +58,8 @@ typedef struct {
     Source *sources; /* where the step finds the inputs that are not shared */
     Segment *segments;
     int64_t base_count, length, source_count, segment_count, inputs, outputs, fixed;
-    int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart; their bases are the last */
+    int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart */
+    int64_t turned_count, turned[MOST_APART]; /* instructions whose weights may be turned */
 } Program;
 
 /* Memory of one Python thread that programs write their intermediates to, and how many threads they may run on. */
@@ -69,6 +71,7 @@ typedef struct {
     size_t *apart_size;
     int64_t apart_count;
     long shared; /* products that were done for several steps at once, counted a step */
+    long turned; /* weights that were turned for a run */
     long threads;
 } Room;
 
@@ -103,8 +106,8 @@ int run_program(const Program *program, int64_t n, char **bases, Fill *fills, in
 /* On n rows, of `all` that the step has: a block of them, or all. */
 int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *spare,
                      int64_t threads);
-/* out = a b on all rows of several steps. */
-void product_apart(const Instruction *x, char *out, char *a, char *b, int64_t rows, int64_t threads);
+/* out = a b on all rows of several steps; turned: b, which lies as it is read, or NULL. */
+void product_apart(const Instruction *x, char *out, char *a, char *b, const char *turned, int64_t rows, int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
 const char *chosen_loops(void);
@@ -126,6 +129,14 @@ void multiply(const Product *product);
 void choose_tiles(const char *level);
 void set_products(void *single);
 PyObject *native_product(PyObject *module, PyObject *args);
+/* Weights [width, depth], rows `line` apart, as [depth, width], rows turned_line(width) apart. */
+int can_turn(void);
+void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth);
+static inline int64_t turned_line(int64_t width) /* whole vectors; not as long as pages, whose lines are in each other's way */
+{
+    int64_t line = (width + 15) / 16 * 16;
+    return line % 256 ? line : line + 16;
+}
 int has_products(void); /* 1: BLAS, 2: loops of ours, 3: both */
 void set_choice(const int8_t *choice);
 

@@ -11,6 +11,7 @@ static Sgemm sgemm;
 typedef struct {
     void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
     void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
+    void (*turn)(float *, int64_t, const float *, int64_t, int64_t, int64_t);
 } Tiles;
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -115,6 +116,16 @@ int has_products(void)
 void set_choice(const int8_t *choice)
 {
     memcpy(chosen, choice, sizeof chosen);
+}
+
+int can_turn(void)
+{
+    return tiles != NULL;
+}
+
+void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth)
+{
+    tiles->turn(to, turned_line(width), weights, line, width, depth);
 }
 
 static int class_of(int64_t rows)

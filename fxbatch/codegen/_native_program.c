@@ -228,10 +228,18 @@ static void run_product(const Instruction *x, char **at, int64_t rows, int64_t d
         product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
-void product_apart(const Instruction *x, char *out, char *a, char *b, int64_t rows, int64_t threads)
+/* A product by turned weights. */
+static Instruction by_turned(const Instruction *x)
 {
-    Instruction whole = *x;
-    char *at[] = {out, a + x->in[0].offset * 4, b + x->in[1].offset * 4};
+    Instruction turned = *x;
+    turned.in[1] = (Operand){x->turned, 0, turned_line(x->width), 1};
+    return turned;
+}
+
+void product_apart(const Instruction *x, char *out, char *a, char *b, const char *turned, int64_t rows, int64_t threads)
+{
+    Instruction whole = turned ? by_turned(x) : *x;
+    char *at[] = {out, a + x->in[0].offset * 4, turned ? (char *)turned : b + x->in[1].offset * 4};
     whole.out.stride = x->width;
     whole.flag = 0;
     run_product(&whole, at, rows, x->depth_rest, rows, threads);
@@ -399,9 +407,15 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
             return 1;
         if (x->apart && bases[x->apart])
             take_product(p, x, (const float *)bases[x->apart], (float *)at[0], rows);
-        else if (x->code == PRODUCT)
+        else if (x->code == PRODUCT) {
+            Instruction turned;
+            if (x->turned && bases[x->turned]) {
+                at[2] = bases[x->turned];
+                turned = by_turned(x);
+                x = &turned;
+            }
             run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), rows_of(x->per_row, x->rest, all), threads);
-        else if (run_rows(x, at, rows, threads))
+        } else if (run_rows(x, at, rows, threads))
             return 1;
         i++;
     }

@@ -26,7 +26,10 @@ typedef struct {
     Room *room;
     int64_t *index_of_gather; /* where the indices of each gather begin */
     struct Apart *apart; /* of each program, MOST_APART; NULL where no product may be done apart */
+    char **turned; /* likewise, weights */
     int64_t *nearest; /* of each step, the next one of its signature, for backward the one before; -1: none */
+    int64_t *work; /* of each program, 16 for a block of rows whose product gains from turned weights */
+    int64_t end; /* the first step from the first on, for backward from the last down, that has no program */
 } Steps;
 
 /* An instruction's product on the rows of all steps [first, last) of its signature, done apart from them. */
@@ -37,6 +40,7 @@ typedef struct Apart {
 /* Rows of a step and of all that are done at once, so that they stay in the cache; rows of a step of which none is waited
    for; how many steps are looked at. */
 enum { MOST_APART_ROWS = 96, ALL_APART_ROWS = 256, FEW_ROWS = 32, MOST_APART_STEPS = 1024 };
+enum { ROWS_THAT_GAIN = 4, ROWS_OF_BLOCK = 128, WORTH_TURNING = 5 * 16 };
 
 typedef struct {
     char *at;
@@ -49,9 +53,11 @@ static void release_steps(Steps *s)
         PyBuffer_Release(&s->views[--s->taken]);
     PyMem_Free(s->index_of_gather);
     PyMem_Free(s->apart);
+    PyMem_Free(s->turned);
     PyMem_Free(s->nearest);
     s->index_of_gather = s->nearest = NULL;
     s->apart = NULL;
+    s->turned = NULL;
 }
 
 static int take_steps(Steps *s, PyObject *columns, int count)
@@ -59,6 +65,7 @@ static int take_steps(Steps *s, PyObject *columns, int count)
     s->taken = 0;
     s->index_of_gather = s->nearest = NULL;
     s->apart = NULL;
+    s->turned = NULL;
     if (!PyTuple_Check(columns) || PyTuple_GET_SIZE(columns) != count) {
         PyErr_Format(PyExc_TypeError, "a tuple of %d columns was expected", count);
         return -1;
@@ -210,8 +217,17 @@ static int64_t find_ahead(const Steps *s, const Program *p, int64_t source, int6
     return end;
 }
 
+/* The weights of one of step k's instructions as they were turned, or NULL. */
+static char *turned_of(const Steps *s, const Program *p, int64_t k, const Instruction *x)
+{
+    for (int64_t c = 0; c < p->turned_count; c++)
+        if (&p->code[p->turned[c]] == x)
+            return s->turned[s->at[SIGNATURE][k] * MOST_APART + c];
+    return NULL;
+}
+
 /* Do an instruction's product for steps from k on, as far as their inputs are there and all is as expected. */
-static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t k, int64_t last, Apart *apart)
+static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t k, Apart *apart)
 {
     const Instruction *x = &p->code[p->apart[c]];
     const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], source = x->in[0].base;
@@ -220,7 +236,7 @@ static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t 
     *apart = (Apart){k, k + 1, NULL};
     if (p->bases[source].kind != INPUT || s->nearest[k] < 0)
         return;
-    int64_t end = find_ahead(s, p, source, k, last, &rows);
+    int64_t end = find_ahead(s, p, source, k, s->end, &rows);
     char *b = end > k + 1 ? same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + p->outputs - blocks) : NULL;
     char *room = b ? room_apart(s->room, apart - s->apart, (size_t)(rows * (row_bytes + x->width * 4)) + 64) : NULL, *to = room;
     if (!room)
@@ -235,8 +251,27 @@ static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t 
     }
     *apart = (Apart){k, end, (char *)aligned((size_t)to)};
     int before = products_alone(s->room->threads);
-    product_apart(x, apart->at, room, b, rows, usable_threads(s->room->threads));
+    product_apart(x, apart->at, room, b, turned_of(s, p, k, x), rows, usable_threads(s->room->threads));
     products_as_before(before);
+}
+
+/* Turn the weights of step k's program, where the steps of this call gain more by them. */
+static void turn(Steps *s, const Program *p, int64_t k)
+{
+    int64_t signature = s->at[SIGNATURE][k], worth = s->work[signature] >= WORTH_TURNING;
+    int64_t outputs = p->outputs - s->at[FIRST_BLOCK][k + 1] + s->at[FIRST_BLOCK][k];
+    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][signature];
+    s->work[signature] = 0;
+    for (int64_t c = 0; worth && c < p->turned_count; c++) {
+        const Instruction *x = &p->code[p->turned[c]];
+        int64_t number = signature * MOST_APART + c, bytes = x->depth_rest * turned_line(x->width) * 4;
+        const char *weights = same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + outputs);
+        char *to = weights ? room_apart(s->room, s->program_count * MOST_APART + number, (size_t)bytes) : NULL;
+        if (to)
+            turn_weights((float *)to, (const float *)weights + x->in[1].offset, x->in[1].inner, x->width, x->depth_rest);
+        s->turned[number] = to;
+        s->room->turned += to != NULL;
+    }
 }
 
 static int run_forward_step(const Steps *s, const Program *p, int64_t k)
@@ -290,11 +325,13 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
     }
     for (int64_t c = 0; c < p->apart_count; c++) {
         Apart *apart = &s->apart[s->at[SIGNATURE][k] * MOST_APART + c];
-        bases[p->base_count - p->apart_count + c] = apart->at;
+        bases[p->code[p->apart[c]].apart] = apart->at;
         s->room->shared += apart->at != NULL;
         if (apart->at)
             apart->at += n * p->code[p->apart[c]].width * 4;
     }
+    for (int64_t c = 0; c < p->turned_count; c++)
+        bases[p->code[p->turned[c]].turned] = s->turned[s->at[SIGNATURE][k] * MOST_APART + c];
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
@@ -439,7 +476,7 @@ static void multiply_later(const Steps *s, const Program *p, int64_t c, int64_t 
     if (find_product(s, p, &p->code[p->apart[c]], low, rows, at))
         return;
     int before = products_alone(s->room->threads);
-    product_apart(&p->code[p->apart[c]], at[0], at[1], at[2], rows, usable_threads(s->room->threads));
+    product_apart(&p->code[p->apart[c]], at[0], at[1], at[2], NULL, rows, usable_threads(s->room->threads));
     products_as_before(before);
 }
 
@@ -490,37 +527,45 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
     }
     for (int64_t c = 0; c < p->apart_count; c++) {
         char *later = s->apart[s->at[SIGNATURE][k] * MOST_APART + c].at;
-        bases[p->base_count - p->apart_count + c] = later;
+        bases[p->code[p->apart[c]].apart] = later;
         s->room->shared += later != NULL;
     }
+    for (int64_t c = 0; c < p->turned_count; c++)
+        bases[p->code[p->turned[c]].turned] = NULL;
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
-/* What products apart need, where there may be some; -1 with an exception. */
-static int take_apart(Steps *s, int forward)
+/* What products apart and turned weights need, where there may be some; -1 with an exception. */
+static int take_apart(Steps *s, int forward, int64_t first, int64_t last)
 {
-    int64_t steps = s->length[SIGNATURE], some = 0;
-    for (int64_t i = 0; i < s->program_count; i++)
-        some |= s->programs[i] != Py_None && ((const Program *)s->programs[i])->apart_count;
+    int64_t steps = s->length[SIGNATURE], count = s->program_count * MOST_APART, some = 0;
+    for (int64_t i = 0; i < s->program_count; i++) {
+        const Program *p = (const Program *)s->programs[i];
+        some |= s->programs[i] != Py_None && (p->apart_count || p->turned_count);
+    }
     if (!some)
         return 0;
-    s->apart = PyMem_Calloc((size_t)s->program_count * MOST_APART, sizeof(Apart));
-    s->nearest = PyMem_Malloc((size_t)(steps + s->program_count) * 8);
-    if (!s->apart || !s->nearest || room_count(s->room, s->program_count * MOST_APART) < 0) {
+    s->apart = PyMem_Calloc((size_t)count, sizeof(Apart));
+    s->turned = PyMem_Calloc((size_t)count, sizeof(char *));
+    s->nearest = PyMem_Calloc((size_t)(steps + 2 * s->program_count), 8);
+    if (!s->apart || !s->turned || !s->nearest || room_count(s->room, 2 * count) < 0) {
         release_steps(s);
         PyErr_NoMemory();
         return -1;
     }
     int64_t *met = s->nearest + steps;
+    s->work = met + s->program_count;
     for (int64_t i = 0; i < s->program_count; i++)
         met[i] = -1;
-    for (int64_t i = 0; i < steps; i++) {
-        int64_t k = forward ? steps - 1 - i : i, signature = s->at[SIGNATURE][k];
-        s->nearest[k] = -1;
-        if (signature >= 0 && signature < s->program_count) {
-            s->nearest[k] = met[signature];
-            met[signature] = k;
-        }
+    s->end = forward ? first : last;
+    while (forward ? s->end < last && program_of(s, s->end) : s->end > first && program_of(s, s->end - 1))
+        s->end += forward ? 1 : -1;
+    for (int64_t i = 0, all = forward ? s->end - first : last - s->end; i < all; i++) {
+        int64_t k = forward ? s->end - 1 - i : s->end + i, signature = s->at[SIGNATURE][k], n = s->at[ROWS][k];
+        s->nearest[k] = met[signature];
+        met[signature] = k;
+        if (forward && n >= ROWS_THAT_GAIN && can_turn())
+            s->work[signature] += n < 16 ? n : (n + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK * 16;
     }
     return 0;
 }
@@ -547,7 +592,7 @@ static int take_arguments(Steps *s, PyObject *args, int count, long long *first,
         PyErr_SetString(PyExc_ValueError, "steps or pointers out of range");
         return -1;
     }
-    return take_apart(s, count == FORWARD_COLUMNS);
+    return take_apart(s, count == FORWARD_COLUMNS, *first, *last);
 }
 
 /* forward(programs, room, columns, first, last) -> the first step that was not run, `last` if all were. */
@@ -562,10 +607,12 @@ PyObject *native_forward(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     for (; k < last; k++) {
         const Program *p = program_of(&s, k);
+        if (p && p->turned_count && s.work[s.at[SIGNATURE][k]])
+            turn(&s, p, k);
         for (int64_t c = 0; p && c < p->apart_count; c++) {
             Apart *apart = &s.apart[s.at[SIGNATURE][k] * MOST_APART + c];
             if (k >= apart->last)
-                multiply_ahead(&s, p, c, k, last, apart);
+                multiply_ahead(&s, p, c, k, apart);
         }
         if (!p || run_forward_step(&s, p, k))
             break;
@@ -595,7 +642,7 @@ PyObject *native_backward(PyObject *module, PyObject *args)
         Apart *apart = s.apart + s.at[SIGNATURE][k - 1] * MOST_APART;
         for (int64_t c = 0; c < p->apart_count; c++)
             if (!apart[c].last || k - 1 < apart[c].first)
-                find_later(&s, p, c, k - 1, first, &apart[c]);
+                find_later(&s, p, c, k - 1, s.end, &apart[c]);
         if (run_backward_step(&s, p, k - 1))
             break;
         for (int64_t c = 0; c < p->apart_count; c++)

@@ -104,13 +104,13 @@ static inline void TILE_OF(transpose)(float *to, int64_t st, const float *from, 
             MM(storeu_ps)(to + i * st, t[i]);
 }
 
-/* Columns [0, width) of b', rows [0, depth): b's rows turned, as rows of COLUMNS elements. */
-static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t depth, int64_t width)
+/* b [width, depth], rows ldb apart, turned: whole vectors of rows st apart are written. */
+static void TILE_OF(turn)(float *to, int64_t st, const float *b, int64_t ldb, int64_t width, int64_t depth)
 {
     for (int64_t j = 0; j < width; j += LANES)
         for (int64_t p = 0; p < depth; p += LANES)
-            TILE_OF(transpose)(to + p * COLUMNS + j, COLUMNS, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
-                      depth - p < LANES ? depth - p : LANES);
+            TILE_OF(transpose)(to + p * st + j, st, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
+                               depth - p < LANES ? depth - p : LANES);
 }
 
 /* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
@@ -125,7 +125,7 @@ static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_o
             MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
             const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
             if (turned) {
-                TILE_OF(turn)(panel, from, ldb, deep, wide);
+                TILE_OF(turn)(panel, COLUMNS, from, ldb, wide, deep);
                 from = panel;
                 sb = COLUMNS;
             }
@@ -213,7 +213,7 @@ static void TILE_OF(dots)(float *out, int64_t so, const float *a, int64_t lda, c
     }
 }
 
-static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots)};
+static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots), TILE_OF(turn)};
 
 #undef TILE_ROWS
 #undef VECTORS

@@ -1,4 +1,4 @@
-"""Products by weights that C does for many steps at once: before the first step, and after the last one in backward."""
+"""Products that C does for many steps at once, before the first step or after the last, and weights that it turns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ How = Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], int]]:
-    """How many products were done for several steps at once, of all rooms so far."""
+def counts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """What all rooms so far counted: products that were done for several steps at once, weights that were turned."""
     rooms: dict[int, Any] = {}
     before = Workspace.native_room
 
@@ -32,7 +32,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], int]]:
         return found
 
     monkeypatch.setattr(Workspace, "native_room", room)
-    return [lambda: sum(x.apart for x in rooms.values())]
+    return lambda name: sum(getattr(x, name) for x in rooms.values())
 
 
 @pytest.fixture
@@ -139,15 +139,15 @@ def test_as_the_loop(how: How, lengths: tuple[int, ...]) -> None:
     ("how", "forward", "both"), [(chain, 8, 16), (two_directions, 24, 48), (fed_back, 0, 0)]
 )
 def test_words_are_multiplied_at_once(
-    how: How, forward: int, both: int, apart: list[Callable[[], int]]
+    how: How, forward: int, both: int, counts: Callable[[str], int]
 ) -> None:
     wide = 0 if how is fed_back else 32  # words in an arena of their own
     made, instances = made_of(how, SIZE + wide), sentences(9)
     with torch.no_grad():
         made(instances)
-    assert apart[0]() == forward
+    assert counts("apart") == forward
     made(instances).sum().backward()
-    assert apart[0]() == forward + both
+    assert counts("apart") == forward + both
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -160,12 +160,25 @@ def test_the_same_on_two_threads(how: How, threads: None) -> None:
     assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # type: ignore[arg-type]
 
 
-def test_under_a_profiler_steps_run_one_by_one(apart: list[Callable[[], int]]) -> None:
+def test_under_a_profiler_steps_run_one_by_one(counts: Callable[[str], int]) -> None:
     made, instances = made_of(chain), sentences(4, 6)
     wanted = run(made, [instances])
-    before = apart[0]()
+    before = counts("apart")
     with torch.profiler.profile():
         found = run(made, [instances])
-    assert apart[0]() == before
+    assert counts("apart") == before
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_weights_are_turned_once_a_run(counts: Callable[[str], int]) -> None:
+    """Where steps of enough rows repay it, and never kept: a write through `.data` leaves no trace."""
+    made, instances = made_of(fed_back), sentences(*[6] * 40)
+    with torch.no_grad():
+        made(instances[:2])
+        assert counts("turned") == 0
+        made(instances)
+        assert counts("turned") == 2  # for input and state
+        made.cell.weight_hh.data.mul_(0.5)
+        check_equal(made, instances, gradients=False)
+        assert counts("turned") > 2
