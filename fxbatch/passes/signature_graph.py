@@ -380,17 +380,23 @@ def _spread_needs(
 
 def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) -> list[np.ndarray]:
     """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`, or what
-    a later phase reads."""
+    such calls of a later phase read. What was computed to be asked for alone reaches none."""
     results = results if results.dtype == np.int64 else results.astype(np.int64)
     marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
     _mark(results, marked)
-    reached = []
-    for program, _ in reversed(phases):
+    found = []
+    for program, needs in reversed(phases):
+        c = program.columns
         hit = np.zeros(int(program.width.sum()), dtype=np.uint8)
-        _reach(program.sig, program.columns.first_output, program.inputs, program.known, marked, hit)
-        reached.append(hit.tobytes())
-    pairs = zip(phases, reversed(reached), strict=True)
-    return [needs.wanted(program.columns, outs) for (program, needs), outs in pairs]
+        _reach(program.sig, c.first_output, program.known, marked, hit)
+        wanted = needs.wanted(c, hit.tobytes())
+        leads = np.zeros(len(c.width), dtype=np.uint8)
+        _mark_read(
+            program.sig, c.first_output, c.first_slot, program.inputs, program.known, wanted.astype(np.uint8), marked,
+            leads,
+        )  # fmt: skip
+        found.append(wanted & leads.view(bool))
+    return list(reversed(found))
 
 
 def _mark(results: Ints, marked: Marks) -> None:
@@ -400,8 +406,8 @@ def _mark(results: Ints, marked: Marks) -> None:
         marked[results[i]] = 1
 
 
-def _reach(sig: Shorts, first: Ints, inputs: Ints, known: Int, marked: Marks, hit: Marks) -> None:
-    """Mark the outputs whose values are marked, then the earlier values that are read."""
+def _reach(sig: Shorts, first: Ints, known: Int, marked: Marks, hit: Marks) -> None:
+    """Mark the outputs whose values are marked."""
     v = known
     for c in range(sig.shape[0]):
         s = sig[c]
@@ -410,8 +416,29 @@ def _reach(sig: Shorts, first: Ints, inputs: Ints, known: Int, marked: Marks, hi
         for i in range(first[s], first[s + 1]):
             hit[i] |= marked[v]
             v += 1
-    for i in range(inputs.shape[0]):
-        if not 0 <= inputs[i] < marked.shape[0]:
+
+
+def _mark_read(
+    sig: Shorts, first: Ints, slot: Ints, inputs: Ints, known: Int, wanted: Marks, marked: Marks, leads: Marks
+) -> None:
+    """Mark the signatures of calls that lead to marked values, what these calls read of their phase, and of earlier
+    ones what the wanted among them read."""
+    v, e, calls = known, inputs.shape[0], sig.shape[0]
+    for c in range(calls):
+        v += first[sig[c] + 1] - first[sig[c]]
+    for c in range(calls):
+        s = sig[calls - 1 - c]
+        v -= first[s + 1] - first[s]
+        e -= slot[s + 1] - slot[s]
+        if e < 0:
             raise IndexError(NOT_THERE)
-        if inputs[i] < known:
-            marked[inputs[i]] = 1
+        found = 0
+        for i in range(first[s + 1] - first[s]):
+            found |= marked[v + i]
+        if found:
+            leads[s] = 1
+            for i in range(e, e + slot[s + 1] - slot[s]):
+                if not 0 <= inputs[i] < marked.shape[0]:
+                    raise IndexError(NOT_THERE)
+                if inputs[i] >= known or wanted[s]:
+                    marked[inputs[i]] = 1

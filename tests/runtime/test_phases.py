@@ -184,3 +184,29 @@ def test_numbers_that_were_computed_are_read_without_a_wait(monkeypatch: pytest.
     monkeypatch.setattr(Run, "numbers", counted)
     forward(list(torch.randn(4, 3)))
     assert len(asked) == 5, "once a phase"
+
+
+def test_what_was_computed_to_be_asked_for_alone_gives_its_parameters_no_gradients() -> None:
+    """None and not zeros, as in the loop: an optimizer with momentum or decay would move them."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked, self.used = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.start = nn.Parameter(torch.randn(4))
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, steps = torch.tanh(self.used(x)), 0
+            waits = torch.tanh(self.start + torch.tanh(x))
+            while waits.abs().max() > 0.3 and steps < 3:
+                waits, steps = torch.tanh(self.asked(waits)) * 0.5, steps + 1
+            return y if steps < 2 else torch.tanh(self.used(y))
+
+    torch.manual_seed(0)
+    model = Asks()
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(6, 4)).sum().backward()
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == {"used.weight", "used.bias"}
+    check_equal(model, torch.randn(6, 4))
