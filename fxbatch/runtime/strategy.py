@@ -190,7 +190,9 @@ class Strategy:
         if mode.tried or mode.measured or not mode.grad or not 1 < mode.minibatches <= TRIALS_UNTIL:
             return False  # without gradients the guess is a good one, and a trial is dear
         found = self._verdict(mode, instances)
-        if not WORTH_IT * found.loop < found.batched <= DOUBT * found.loop:
+        if (
+            found.batched > DOUBT * found.loop
+        ):  # what is estimated to pay, and can't be paid yet, is counted as well
             return False
         if (
             mode.seen.derivatives or 10 * found.counts.unbatched > found.counts.calls
@@ -230,10 +232,24 @@ class Strategy:
             mode.verdicts.clear()
             self._earn(mode, instances, 0.0)
             if mode.minibatches >= mode.again_at > 0:
-                mode.measured.clear()  # tried anew, if what was counted says so
-                mode.verdicts.clear()
-                mode.again_at = 0
+                if self._would_pay_built(mode, instances):
+                    mode.measured.clear()  # tried anew, if what was counted says so
+                    mode.verdicts.clear()
+                    mode.again_at = 0
+                else:
+                    mode.again_at = mode.minibatches + mode.again_after
+                    mode.again_after *= 2
             return self._take(mode, instances, self._best(mode, instances, packs))
+
+    def _would_pay_built(self, mode: _Mode, instances: int) -> bool:
+        """Whether what was measured leaves it open that batching pays: graphs were missing, and with them it would; or
+        none were, and the minibatches may be others by now."""
+        counts = self._counts(mode, instances)
+        if not counts.late:
+            return True
+        built = replace(counts, steps=_steps(counts), python_steps=0, late_steps=0, new=0, long_calls=0)
+        found = self._verdict(mode, instances)
+        return found.batched - batched_cost(counts) + batched_cost(built) <= WORTH_IT * found.loop
 
     def not_packed(self, instances: int, *, grad: bool, tried: bool) -> How:
         """How a minibatch runs that was to be packed, and has no packed form after all. tried: it took time."""

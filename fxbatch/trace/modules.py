@@ -36,6 +36,7 @@ from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, s
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views
 
+MOST_MADE = 8  # modules without tensors that instances make of one class, each with other attributes
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 
 
@@ -237,6 +238,9 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     record = table.modules.get((id(module), method))
     if record is None and id(module) not in recorder.seen and (same := stateless_key(module)) is not None:
         with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
+            like = table.stateless.get(same)
+            if like is None and sum(known[0] == same[0] for known in table.stateless) >= MOST_MADE:
+                return _ever_another(recorder, module, method)
             like = table.stateless.setdefault(same, structural_twin(module, {}))
             return table.modules.setdefault((id(like), method), ModuleRecord(like, method))
     if record is None:
@@ -248,7 +252,15 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     return record
 
 
-def stateless_key(module: torch.nn.Module) -> Any:
+def _ever_another(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
+    """Of a module that an instance made with attributes of its own (`nn.Dropout(p)`), after others of its class."""
+    record = ModuleRecord(module, method)
+    record.through = "is made with other attributes each time: its parts are recorded with what they are"
+    _note(recorder, module, method, record.through)
+    return record
+
+
+def stateless_key(module: torch.nn.Module) -> tuple[Any, ...] | None:
     """What tells modules without tensors apart: class, mode, plain attributes, parts; None for other modules."""
     state = module.__dict__
     tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())

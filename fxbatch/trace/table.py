@@ -174,7 +174,9 @@ class SignatureTable:
         self.type_ids: dict[TensorType, int] = {}
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
-        self.stateless: dict[Hashable, torch.nn.Module] = {}  # one of all equal modules without tensors
+        self.stateless: dict[
+            tuple[Any, ...], torch.nn.Module
+        ] = {}  # one of all equal modules without tensors
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}

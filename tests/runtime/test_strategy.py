@@ -220,6 +220,31 @@ def test_a_minibatch_in_doubt_is_recorded_on_trial_and_counts_decide(batches: li
     assert engine.strategy is not None and 12 - engine.strategy.looped(grad=True) == len(batches)
 
 
+def test_what_is_estimated_to_pay_once_built_is_counted_before_anything_is_built(batches: list[int]) -> None:
+    """Scouts don't see that each instance sets a float of its own, which takes its calls out of C."""
+
+    class Annealed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 2)
+
+        def forward(self, x: torch.Tensor, p: float) -> torch.Tensor:
+            self.drop.p = p
+            return self.last(self.drop(torch.relu(self.first(x))))
+
+    model = Annealed()
+    f = decorated(model)
+    engine = engine_of(f, model)
+    for round in range(120):
+        x, p = torch.randn(32, 32), [0.05 + 0.01 * i + 0.001 * round for i in range(32)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fxbatch.LoopWarning)
+            f(list(x), p).sum().backward()
+    assert batches == [32], "one on trial"
+    assert not any(x.graphs for x in engine.operations._entries.values())
+    assert engine.strategy is not None and engine.strategy.looped(grad=True) == 119
+
+
 def test_adaptive_false_and_options_that_say_how_always_batch(batches: list[int]) -> None:
     for options in (
         {"adaptive": False},

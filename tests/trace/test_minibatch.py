@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxbatch
 from fxbatch.errors import TraceError
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
@@ -219,3 +220,23 @@ def test_dropout_is_drawn_anew_and_random_is_noted() -> None:
     assert (got != got[0]).any()
     (dropout,) = [s for s in execution.programs[0].signatures if s.name == "Dropout"]
     assert dropout.operation.random and dropout.modes.training
+
+
+def test_modules_that_instances_make_with_floats_of_their_own_make_no_signature_each() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor, slope: float) -> torch.Tensor:
+            return nn.LeakyReLU(slope)(self.cell(x))
+
+    model = Made()
+    x, slopes = list(torch.randn(60, 4)), [0.01 * i for i in range(60)]
+    expected = torch.stack(
+        [nn.functional.leaky_relu(model.cell(a), s) for a, s in zip(x, slopes, strict=True)]
+    )
+    torch.testing.assert_close(model(x, slopes), expected)
+    report = fxbatch.explain(model, x, slopes)
+    assert len(report.operations) < 20
