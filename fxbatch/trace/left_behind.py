@@ -59,7 +59,7 @@ class LeftBehind:
         written = list(recorder.written.values())
         recorder.written = {}
         kept = [x for x in written if sys.getrefcount(x.tensor) > _OURS]
-        values, places = _held(recorder, results, len(written)) if held else ([], [])
+        values, places = _held(recorder, results, written) if held else ([], [])
         return LeftBehind(recorder, kept, values, places) if kept or values else None
 
     @property
@@ -146,14 +146,19 @@ def handing_over(
     return taking
 
 
-def _held(recorder: RecordedCalls, results: Sequence[Any], written: int) -> tuple[list[Value], list[Place]]:
+def _held(
+    recorder: RecordedCalls, results: Sequence[Any], written: Sequence[Written]
+) -> tuple[list[Value], list[Place]]:
     """The values of a recording that somebody else than its results holds.
 
     Each value refers to its recorder, so that counting says whether there are any; then they are looked for where
     models leave them, and only if some are missing among all objects.
     """
-    expected = _ITS_OWN + written + (recorder.waiting is not None)
+    expected = _ITS_OWN + len(written) + (recorder.waiting is not None)
     known, again = _known(recorder, results)
+    for record in written:
+        if sys.getrefcount(record.value) <= _OURS:  # nobody but its record has it
+            known[id(record.value)] = record.value
     missing = sys.getrefcount(recorder) - expected - len(known) - again
     if missing > recorder.table.unexplained:
         gc.collect(1)  # a function within the forward that calls itself keeps what it refers to in a circle

@@ -562,7 +562,8 @@ class WrittenTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__hash__":
             return object.__hash__(args[0])
-        pairs = [(x, value_of(x)) for x in tree_leaves((args, kwargs or {})) if type(x) is WrittenTensor]
+        flat = args if not kwargs and _is_flat(args) else tree_leaves((args, kwargs or {}))
+        pairs = [(x, value_of(x)) for x in flat if type(x) is WrittenTensor]
         args, kwargs = with_values(tuple(args), kwargs or {})
         if name == "__get__":
             return getattr(args[0], _attribute(func))
@@ -595,8 +596,18 @@ def value_of(t: torch.Tensor) -> Value:
     return record.used()
 
 
+_FLAT = frozenset({WrittenTensor, Value, torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), str})
+
+
+def _is_flat(args: Sequence[Any]) -> bool:
+    """Whether none of these holds others, as in most calls."""
+    return _FLAT.issuperset(map(type, args))
+
+
 def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with values in place of WrittenTensors."""
+    if not kwargs and _is_flat(args):
+        return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
         [value_of(x) if type(x) is WrittenTensor else x for x in leaves], spec

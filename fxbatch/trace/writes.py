@@ -164,7 +164,7 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
         path.append(alias.source)
         alias = alias_of(alias.source)
     root = path[-1]
-    if any(kept[0] is root for kept in recorder.constants.values()):
+    if id(root) in {id(kept) for kept, *_ in recorder.constants.values()}:
         raise InPlaceError(
             f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
         )

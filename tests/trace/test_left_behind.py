@@ -175,3 +175,27 @@ def test_what_is_detached_wants_no_gradient_in_a_list() -> None:
             return layer(x), layer(x).detach()
 
         assert [t.requires_grad for pair in code(instances()) for t in pair] == [True, False] * 3
+
+
+def test_tensors_that_a_forward_wrote_to_cost_no_search_among_all_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        @fxbatch.autobatch
+        def forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+            total = torch.zeros(3)
+            for row in rows:
+                total += self.layer(row)
+            return total * 2
+
+    searched: list[object] = []
+    search = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *x: searched.append(x) or search(*x))
+    model, data = Sums(), [list(torch.randn(k, 3)) for k in (1, 3, 2)]
+    expected = torch.stack([2 * sum(model.layer(row) for row in rows) for rows in data])
+    torch.testing.assert_close(model(data), expected)
+    assert not searched

@@ -37,7 +37,7 @@ def test_loops_on_values_advance_together() -> None:
     assert len(phases) <= 9
     assert phases[0].instances == len(X)
     assert len(execution.reads) == len(phases)
-    assert list(recording.statistics.lines) == ["test_minibatch.py:25"]
+    assert list(recording.statistics.lines) == ["test_minibatch.py:26"]
 
 
 def test_many_instances() -> None:
