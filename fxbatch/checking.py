@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from fxbatch.errors import CheckWarning, DifferenceError, FxbatchError
 from fxbatch.ir import Program, Schedule
-from fxbatch.passes.slots import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxbatch.on_demand import rich_console, rich_table, rich_text
-from fxbatch.passes.slots import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.trace.minibatch import Statistics

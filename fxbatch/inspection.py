@@ -23,8 +23,8 @@ from fxbatch.explanation import Explanation, UnbatchedRow, describe_operations
 from fxbatch.ir import INDEX, Plan, Program, Schedule
 from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
+from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
-from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
 from fxbatch.runtime.engine import Engine, Instance

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
@@ -33,8 +33,7 @@ PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class PassRecord:
+class PassRecord(NamedTuple):
     """What a pass did to the last program."""
 
     name: str
@@ -53,20 +52,20 @@ class Pipeline:
                 raise OptionError(f"unknown pass {name!r}; known are {', '.join(known)}")
         self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
         self.verify = verify
-        self._did: list[tuple[str, int, int, float]] = []
+        self._did: list[PassRecord] = []
         # By columns and who is called: programs of fewer calls that the passes after the first leave as they are.
         self._idle: dict[Hashable, int] = {}
 
     @property
     def records(self) -> tuple[PassRecord, ...]:
         """What each pass did to the last program."""
-        left = self._did[-1][2] if self._did else 0
-        others = [(name, left, left, 0.0) for name in [*self.passes][len(self._did) :]]
-        return tuple(PassRecord(*did) for did in (*self._did, *others))
+        left = self._did[-1].after if self._did else 0
+        others = [PassRecord(name, left, left, 0.0) for name in [*self.passes][len(self._did) :]]
+        return (*self._did, *others)
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes; an exception gets a note that names the pass."""
-        did: list[tuple[str, int, int, float]] = []
+        did: list[PassRecord] = []
         calls, clock = len(program.sig), time.perf_counter()
         first, family = program, None
         for name, rewrite in self.passes.items():
@@ -86,17 +85,11 @@ class Pipeline:
             if rewritten is not program:
                 program, calls = rewritten, len(rewritten.sig)
             clock = time.perf_counter()
-            did.append((name, before, calls, clock - start))
+            did.append(PassRecord(name, before, calls, clock - start))
         self._did = did
         if program is first and family is not None:
             if len(self._idle) >= _KEPT:
                 self._idle.clear()
             others = [*self.passes.values()][1:]
-            self._idle[family] = min(getattr(x, "idle_below", _never)(program) for x in others)
+            self._idle[family] = min(x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others)
         return program
-
-
-def _never(program: Program) -> int:
-    """How many calls the programs of this family have at least that a pass does something to, when nothing is known of
-    it."""
-    return 0

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fxbatch.ir import Layout, Plan, Program, Schedule, SignatureColumns
+from fxbatch.ir import CONSTANT_KINDS, Layout, Plan, Program, Schedule, Signature, offsets
 from fxbatch.passes.room import ArrayTable, place_arrays, rows_of_arrays
-from fxbatch.passes.slots import SlotTable, tabulate_slots
 
 try:
     import cython
@@ -45,8 +44,13 @@ NOT_THERE = "a column names a call or a value that is not there"
 
 
 @cython.cclass
-class Tables:
-    """The columns of signatures and their slot table, as the planner reads them: made once a SlotTable."""
+class Slots:
+    """How operations take their inputs, beside the columns of their signatures: made once a set of operations.
+
+    Of each slot, flat over signatures: members of earlier groups of its signature, members of its own, position in it.
+    Of each signature where its groups begin, of each group its members and the id of their type. layouts: None means
+    one group a slot.
+    """
 
     arity: Ints
     width: Ints
@@ -63,25 +67,33 @@ class Tables:
     signatures: Int
     types: Int
 
-    def __init__(self, columns: SignatureColumns, slots: SlotTable) -> None:
-        self.arity, self.width, self.constant = columns.arity, columns.width, columns.constant
-        self.first_output, self.output_types = columns.first_output, columns.output_types
-        self.first_slot, self.prior = slots.first_slot, slots.prior
-        self.size, self.member = slots.size, slots.member
-        self.first_group, self.group_size, self.group_type = (
-            slots.first_group,
-            slots.group_size,
-            slots.group_type,
-        )
-        self.signatures, self.types = len(columns.arity), len(columns.types)
+    def __init__(self, program: Program, layouts: Sequence[Layout | None]) -> None:
+        c = program.columns
+        self.arity, self.width, self.constant, self.first_slot = c.arity, c.width, c.constant, c.first_slot
+        self.first_output, self.output_types = c.first_output, c.output_types
+        self.signatures, self.types = len(c.arity), len(c.types)
+        slots: list[tuple[int, int, int]] = []
+        groups: list[tuple[int, int]] = []
+        counts = []
+        for signature, layout in zip(program.signatures, layouts, strict=True):
+            arity = len(signature.inputs)
+            own = [(i,) for i in range(arity)] if layout is None else layout.groups
+            rows, before = [(0, 0, 0)] * arity, 0
+            for group in own:
+                for position, slot in enumerate(group):
+                    rows[slot] = (before, len(group), position)
+                before += len(group)
+                groups.append((len(group), c.type_ids[signature.inputs[group[0]]]))
+            slots += rows
+            counts.append(len(own))
+        self.first_group = offsets(np.array(counts, dtype=np.int64))
+        self.prior, self.size, self.member = np.array(slots, dtype=np.int64).reshape(-1, 3).T.copy()
+        self.group_size, self.group_type = np.array(groups, dtype=np.int64).reshape(-1, 2).T.copy()
 
 
-def _checked(columns: SignatureColumns, slots: SlotTable) -> Tables:
-    """These columns and those of the signatures."""
-    found: Tables | None = slots.checked.get(columns)
-    if found is None:
-        found = slots.checked[columns] = Tables(columns, slots)
-    return found
+def is_constant(signature: Signature) -> bool:
+    """Whether calls of it have a payload instead of a body."""
+    return signature.operation.kind in CONSTANT_KINDS
 
 
 def plan_arenas(
@@ -89,7 +101,7 @@ def plan_arenas(
     schedule: Schedule,
     layouts: Sequence[Layout | None],
     *,
-    slots: SlotTable | None = None,
+    slots: Slots | None = None,
     known_rows: np.ndarray | None = None,
     used: np.ndarray | None = None,
     run_before: np.ndarray | None = None,
@@ -102,8 +114,7 @@ def plan_arenas(
     signature already run. reuse: rows are used again when their last reader has run (inference).
     """
     assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
-    table = tabulate_slots(program, layouts) if slots is None else slots
-    planner = _ArenaPlanner(program, schedule, _checked(program.columns, table))
+    planner = _ArenaPlanner(program, schedule, Slots(program, layouts) if slots is None else slots)
     planner.allot(known_rows)
     if used is not None:
         planner.columns[0][:] = used
@@ -130,14 +141,14 @@ class WholePlan(NamedTuple):
 def plan_whole(
     program: Program,
     schedule: Schedule,
-    slots: SlotTable,
+    slots: Slots,
     arrays: ArrayTable,
     needs: np.ndarray,
     *,
     reuse: bool,
 ) -> WholePlan:
     """The plan of a minibatch's only phase. needs: bool [outputs of the signatures]."""
-    planner = _ArenaPlanner(program, schedule, _checked(program.columns, slots))
+    planner = _ArenaPlanner(program, schedule, slots)
     planner.allot(None)
     planner.finish(reuse)
     type_of, needed = np.empty(planner.values, dtype=np.int64), np.empty(planner.values, dtype=bool)
@@ -201,7 +212,7 @@ class RunColumns:
         self,
         program: Program,
         schedule: Schedule,
-        slots: SlotTable,
+        slots: Slots,
         arrays: ArrayTable,
         numbers: np.ndarray,
         operations: np.ndarray,
@@ -215,7 +226,7 @@ class RunColumns:
         operation: Ints = operations
         owner: Ints = arrays.owner
         members: Ints = arrays.members
-        planner = _ArenaPlanner(program, schedule, _checked(program.columns, slots))
+        planner = _ArenaPlanner(program, schedule, slots)
         if planner.known > self.count:
             raise IndexError(NOT_THERE)
         self.planned = planner.values
@@ -261,7 +272,7 @@ class _ArenaPlanner:
     first: Ints  # step k runs order[first[k] : first[k + 1]]
     inputs: Ints
     outputs: Ints
-    t: Tables
+    t: Slots
     calls: Int
     steps: Int
     entries: Int
@@ -296,7 +307,7 @@ class _ArenaPlanner:
     whole: Written
     cut: Int
 
-    def __init__(self, program: Program, schedule: Schedule, tables: Tables) -> None:
+    def __init__(self, program: Program, schedule: Schedule, tables: Slots) -> None:
         self.sig, self.order, self.first = program.sig, schedule.order, schedule.offsets
         self.inputs, self.outputs, self.t = program.inputs, program.outputs, tables
         self.calls, self.steps, self.entries = len(self.sig), len(self.first) - 1, len(self.inputs)
@@ -419,7 +430,7 @@ class _ArenaPlanner:
         g = 0
         b = 0
         entry = 0
-        t: Tables = self.t
+        t: Slots = self.t
         for k in range(self.steps):
             s, rows = self.sig[self.order[self.first[k]]], self.first[k + 1] - self.first[k]
             self.step_signature[k], self.step_rows[k], self.step_offset[k] = s, rows, self.ran[s]
@@ -457,7 +468,7 @@ class _ArenaPlanner:
     def read_inputs(self) -> cython.bint:
         """The values that each step reads, in the order of its gathers; what each gather finds (see `Plan`)."""
         base = 0
-        t: Tables = self.t
+        t: Slots = self.t
         entry: Written = self.entry
         inputs: Ints = self.inputs
         begin: Written = self.begin
@@ -516,7 +527,7 @@ class _ArenaPlanner:
     def tell(self, types: Ints, needs: Flags, type_of: Written, needed: Marks) -> cython.void:
         """Write what stands for each output of the signatures at each value of the program: the number of its type,
         and whether gradients go through it."""
-        t: Tables = self.t
+        t: Slots = self.t
         if types.shape[0] < t.types or needs.shape[0] < t.first_output[t.signatures]:
             raise IndexError(NOT_THERE)
         for c in range(self.calls):

@@ -227,19 +227,14 @@ def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Writt
         out[i] = maker[v] if v >= 0 else -1
 
 
-def flat_slots(program: Program) -> np.ndarray:
-    """int64 [len(inputs)]: each entry's slot among those of all signatures."""
-    arity = program.arity[program.sig]
-    first = program.input_offsets
-    within = np.arange(len(program.inputs)) - np.repeat(first[: len(program)], arity)
-    return np.repeat(program.columns.first_slot[program.sig], arity) + within
-
-
 def _find_pairs(program: Program) -> np.ndarray:
     """The pairs of a program of so many signatures that a table of all would be too large."""
     made = program.inputs >= program.known
     output = program.output_of_value[program.inputs[made] - program.known]
-    return np.unique(flat_slots(program)[made] * int(program.width.sum()) + output)
+    arity = program.arity[program.sig]
+    within = np.arange(len(program.inputs)) - np.repeat(program.input_offsets[: len(program)], arity)
+    slots = np.repeat(program.columns.first_slot[program.sig], arity) + within
+    return np.unique(slots[made] * int(program.width.sum()) + output)
 
 
 # -- gradients --------------------------------------------------------------------------------------

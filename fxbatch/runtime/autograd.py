@@ -57,14 +57,7 @@ class LazyRun(Run):
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real tensors that carry gradients, by one autograd function."""
-        ids = np.asarray(values, dtype=np.int64)
-        kinds = self.value_type[ids]
-        out: list[torch.Tensor | None] = [None] * len(ids)
-        places = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-        for where, rows in zip(places, take_results(self, [ids[w] for w in places]), strict=True):
-            for place, row in zip(where.tolist(), rows.unbind(0), strict=True):
-                out[place] = row
-        return [t for t in out if t is not None]
+        return self.by_type(values, lambda requests: [t.unbind(0) for t in take_results(self, requests)])
 
 
 def mixes_constants(run: Run) -> bool:

@@ -15,8 +15,8 @@ import torch
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorType
 from fxbatch.passes.gradients import PhaseGradients, plan_gradients
+from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.passes.slots import is_constant
 from fxbatch.runtime.memory import GradientRows
 from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation

@@ -13,7 +13,7 @@ import torch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.step_functions import Source
 from fxbatch.ir import BROADCAST, INDEX
-from fxbatch.passes.slots import is_constant
+from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.constants import fill_constants
 from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.native_stretches import forward_steps

@@ -30,9 +30,8 @@ import torch
 
 from fxbatch.codegen.native import address
 from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
-from fxbatch.passes.plan import RunColumns, WholePlan
+from fxbatch.passes.plan import RunColumns, Slots, WholePlan
 from fxbatch.passes.room import LINE, ArrayTable, place_arrays
-from fxbatch.passes.slots import SlotTable
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.torch_private import storage_uses
 
@@ -175,7 +174,6 @@ class Arrays:
     columns: Kinds
     arenas: int  # how many of them are arenas
     compiled: tuple[CompiledOperation | None, ...]
-    owners: tuple[tuple[int, int], ...]  # of all others: the signature that has it, and rows a call
     first: tuple[int, ...]  # of each signature: its first array
     table: ArrayTable
 
@@ -208,18 +206,12 @@ class Arrays:
         columns, group = Kinds.of(kinds), np.array(groups, dtype=np.int64)
         devices = len(columns.devices)
         table = ArrayTable(owner, members, group, columns.width, columns.device, devices, len(first))
-        return Arrays(columns, len(types), tuple(compiled), tuple(owners), tuple(first), table)
+        return Arrays(columns, len(types), tuple(compiled), tuple(first), table)
 
     @functools.cached_property
     def first_of(self) -> dict[CompiledOperation, int]:
         """The first array of each operation."""
         return {c: i for c, i in zip(self.compiled, self.first, strict=True) if c is not None}
-
-    def counts_of(self, layout: ArrayLayout) -> Sequence[int]:
-        """The calls of each operation of `first_of`."""
-        if len(self.first_of) == len(self.compiled):
-            return layout.counts
-        return [n for c, n in zip(self.compiled, layout.counts, strict=True) if c is not None]
 
     def lay_out(self, found: WholePlan) -> ArrayLayout:
         """Arenas as large as the plan has them, rows for all calls; rows that lie together in an arena stay there."""
@@ -324,7 +316,7 @@ class Memory(Pieces):
         self.phases = (
             RunColumns()
         )  # what they leave of values, arrays and operations, where there are several
-        self._calls: dict[CompiledOperation, int] = {}  # where there is one
+        self._calls: dict[CompiledOperation | None, int] = {}  # where there is one
         self._operation: dict[CompiledOperation, int] = {}  # the number of each, where there are several
         self._arena: list[int] = []  # the array of each type
         self._first: dict[CompiledOperation, int] = {}  # the first array of each
@@ -394,7 +386,7 @@ class Memory(Pieces):
         self.add(arrays.kinds, layout)
         self._arena = list(range(arrays.arenas))
         self._first.update(arrays.first_of)
-        self._calls.update(zip(arrays.first_of, arrays.counts_of(layout), strict=True))
+        self._calls.update(zip(arrays.compiled, layout.counts, strict=True))
 
     def calls(self, compiled: CompiledOperation) -> int:
         """Calls of an operation over all steps so far: how many rows it has kept."""
@@ -402,7 +394,7 @@ class Memory(Pieces):
         return self._calls[compiled] if number is None else int(self.phases.calls_of(number))
 
     def plan(
-        self, program: Program, schedule: Schedule, slots: SlotTable, arrays: Arrays, needs: np.ndarray
+        self, program: Program, schedule: Schedule, slots: Slots, arrays: Arrays, needs: np.ndarray
     ) -> Plan:
         """The plan of one more phase, with room for it: arrays that are too small move to a new piece, with twice the
         rows. needs: whether gradients go through each output of the signatures."""

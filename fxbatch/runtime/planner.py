@@ -5,25 +5,24 @@ long as a decorated callable, with its pool of memory.
 
     planner = Planner(Options())
     program, schedule = planner.prepare(program)
-    planned = planner.plan(program, schedule, template, reuse=True)
+    schedule, whole, layout = planner.plan(program, None, template, reuse=True)
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.ir import Plan, Program, Schedule, Signature
+from fxbatch.ir import Program, Schedule, Signature
 from fxbatch.passes.fold import add_pass_through_calls
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.pipeline import Pipeline
-from fxbatch.passes.plan import plan_whole
+from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.memory import ArrayLayout, GradientMemory, Pool
@@ -40,17 +39,6 @@ from fxbatch.runtime.structure_cache import (
     PlanKey,
     StructureCache,
 )
-
-
-class Planned(NamedTuple):
-    """The steps of a program, where its values live and what its steps read, where all of it lies, and of each value
-    the number of its type and whether gradients go through it."""
-
-    schedule: Schedule
-    plan: Plan
-    layout: ArrayLayout
-    type_of: np.ndarray
-    needed: np.ndarray
 
 
 class _PerThread(threading.local):
@@ -178,17 +166,17 @@ class Planner:
 
     def plan(
         self, program: Program, schedule: Schedule | None, template: FamilyTemplate, *, reuse: bool
-    ) -> Planned:
-        """The steps of a minibatch's only phase, where values live and what steps read; found again by content.
-        schedule: by the policy of the options where it is not given. reuse: rows of values that have no further
-        reader."""
+    ) -> tuple[Schedule, WholePlan, ArrayLayout]:
+        """The steps of a minibatch's only phase, where values live and what steps read, and where all of it lies; found
+        again by content. schedule: by the policy of the options where it is not given. reuse: rows of values that have
+        no further reader."""
 
-        def make() -> Planned:
+        def make() -> tuple[Schedule, WholePlan, ArrayLayout]:
             arrays, steps = operations.arrays, self.schedule(program) if schedule is None else schedule
             found = plan_whole(
                 program, steps, operations.slots, arrays.table, template.needs.outputs, reuse=reuse
             )
-            return Planned(steps, found.plan, arrays.lay_out(found), found.type_of, found.needed)
+            return steps, found, arrays.lay_out(found)
 
         operations = template.operations
         key = PlanKey(program, template, reuse)

@@ -10,7 +10,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -121,9 +121,9 @@ class Run:
         operations, memory = template.operations, self.memory
         if last and not self.phases:
             memory.types_of(program)
-            found = self.planner.plan(program, schedule, template, reuse=not self.grad)
-            facts = found.plan.row_of_value, found.type_of, found.needed
-            return Phase(program, found.schedule, found.plan, template.needs, operations, found.layout, facts)
+            schedule, whole, layout = self.planner.plan(program, schedule, template, reuse=not self.grad)
+            facts = whole.plan.row_of_value, whole.type_of, whole.needed
+            return Phase(program, schedule, whole.plan, template.needs, operations, layout, facts)
         schedule = self.planner.schedule(program) if schedule is None else schedule
         needs = template.needs.outputs
         plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
@@ -211,17 +211,22 @@ class Run:
         arena = self.memory.arena(kind)
         return torch.index_select(arena, 0, to_device(rows, arena.device))
 
+    def by_type(
+        self, values: Sequence[int] | np.ndarray, take: Callable[[list[np.ndarray]], Iterable[Sequence[Any]]]
+    ) -> list[Any]:
+        """One item a value. take: gives, for each request of values of one type, an item a value."""
+        ids = np.asarray(values, dtype=np.int64)
+        kinds = self.value_type[ids]
+        places = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+        out: list[Any] = [None] * len(ids)
+        for where, items in zip(places, take([ids[w] for w in places]), strict=True):
+            for place, item in zip(where.tolist(), items, strict=True):
+                out[place] = item
+        return out
+
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer a type and call."""
-        wanted = np.asarray(values, dtype=np.int64)
-        out: list[torch.Tensor | None] = [None] * len(wanted)
-        kinds = self.value_type[wanted]
-        for kind in np.unique(kinds).tolist():
-            places = np.flatnonzero(kinds == kind)
-            rows = self.rows(wanted[places])
-            for place, row in zip(places.tolist(), rows.unbind(0), strict=True):
-                out[place] = row
-        return [x for x in out if x is not None]
+        return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
 
     def numbers(self, values: Sequence[int]) -> list[Any]:
         """The values as Python numbers in nested lists: one transfer a type and call."""
@@ -245,12 +250,7 @@ class Run:
                 else host.take(self.value_row.take(wanted), axis=0).tolist()
             )
             return found
-        out: list[Any] = [None] * len(wanted)
-        for kind in np.unique(kinds).tolist():
-            places = np.flatnonzero(kinds == kind)
-            for place, row in zip(places.tolist(), self.rows(wanted[places]).tolist(), strict=True):
-                out[place] = row
-        return out
+        return self.by_type(values, lambda requests: [self.rows(ids).tolist() for ids in requests])
 
     def settled(self, base: int) -> Any:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""

@@ -9,7 +9,7 @@ of its own, a segment; its values are constants of the rest, through which gradi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -96,15 +96,13 @@ def _run(run: Run, program: Program) -> list[torch.Tensor]:
     part = Run(run.planner, grad=run.grad)
     run.segments.append(part)
     renumber = part.finish(program, program.outputs)
-    values = renumber(program.outputs)
-    found: list[torch.Tensor] = [torch.empty(0)] * len(values)
-    kinds = part.value_type[values]
-    places = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-    for where, rows in zip(places, take_results(part, [values[w] for w in places]), strict=True):
-        needs = part.value_needs[values[where]].tolist()
-        for place, row, need in zip(where.tolist(), rows.unbind(0), needs, strict=True):
-            found[place] = row if need else row.detach()
-    return found
+
+    def attached(requests: list[np.ndarray]) -> Iterator[list[torch.Tensor]]:
+        for values, rows in zip(requests, take_results(part, requests), strict=True):
+            needs = part.value_needs[values].tolist()
+            yield [row if need else row.detach() for row, need in zip(rows.unbind(0), needs, strict=True)]
+
+    return part.by_type(renumber(program.outputs), attached)
 
 
 def _with_constants(

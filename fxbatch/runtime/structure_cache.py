@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from fxbatch.ir import Layout, Program, SharedOperand, Signature
+from fxbatch.passes.plan import Slots, is_constant
 from fxbatch.passes.select import checksum
 from fxbatch.passes.signature_graph import Needs
-from fxbatch.passes.slots import SlotTable, is_constant, tabulate_slots
 from fxbatch.runtime.memory import Arrays
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pointer_table import PointerTable, is_plain
@@ -123,7 +123,7 @@ class OperationSet:
     signatures: tuple[Signature, ...]
     compiled: tuple[CompiledOperation | None, ...]
     layouts: tuple[Layout | None, ...]  # how each takes its inputs
-    slots: SlotTable  # the same as columns
+    slots: Slots  # the same as columns
     arrays: Arrays  # what a run of them reads and writes
     forward: PointerTable | None  # for steps in C; None where Python runs all
     backward: PointerTable | None
@@ -134,9 +134,7 @@ class OperationSet:
         layouts = tuple(None if c is None else c.layout for c in compiled)
         arrays = Arrays.of(program.types, compiled)
         tables = [PointerTable.of(arrays, backward=b) for b in (False, True)]
-        return OperationSet(
-            program.signatures, compiled, layouts, tabulate_slots(program, layouts), arrays, *tables
-        )
+        return OperationSet(program.signatures, compiled, layouts, Slots(program, layouts), arrays, *tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,6 @@ from fxbatch import uncompiled
 from fxbatch.ir import Layout, Plan, Program, Schedule
 from fxbatch.passes import deduplicate, gradients, plan, schedule, select, signature_graph
 from fxbatch.passes.room import ArrayTable
-from fxbatch.passes.slots import tabulate_slots
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
 FOLDER = Path(fxbatch.passes.__file__).parent
@@ -112,7 +111,7 @@ def one_phase(module: ModuleType, program: Program, steps: Schedule) -> list[Any
         np.full(types + width, 12), np.zeros(types + width, dtype=np.int64), 1, width,
     )  # fmt: skip
     needs = np.arange(int(program.width.sum())) % 3 == 0
-    slots, numbers = tabulate_slots(program, [None] * width), np.arange(types + width)
+    slots, numbers = module.Slots(program, [None] * width), np.arange(types + width)
     columns.add(types + width, width)
     found: list[Any] = []
     for known in (program.known, program.values):

@@ -13,10 +13,9 @@ from torch import nn
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
 from fxbatch.ir import VIEW, Operation, Plan, Program, Signature, tensor_type
-from fxbatch.passes.plan import WholePlan
+from fxbatch.passes.plan import Slots, WholePlan
 from fxbatch.passes.room import LINE
 from fxbatch.passes.schedule import batch_by_depth
-from fxbatch.passes.slots import tabulate_slots
 from fxbatch.runtime.memory import ArrayLayout, Arrays, Kinds, Memory, Pieces, Pool, lay_out
 from tests import models as M
 from tests.oracle import check_equal
@@ -147,7 +146,7 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
             np.zeros(sum(more), np.int32), np.zeros(0, np.int64), known=sum(used),
         )  # fmt: skip
         plan = memory.plan(
-            program, batch_by_depth(program), tabulate_slots(program, [None, None]), arrays, np.zeros(2, bool)
+            program, batch_by_depth(program), Slots(program, [None, None]), arrays, np.zeros(2, bool)
         )
         assert plan.capacity.tolist() == [max(n, before) for n, before in zip(rows, used, strict=True)]
         memory.phases.ran()
