@@ -16,6 +16,9 @@ from fxbatch.runtime.postponed import REASON
 from fxbatch.runtime.run import Run
 from fxbatch.trace.minibatch import Recording
 
+WRITE = (
+    4  # other calls that are recorded in Python, which giving a tensor new contents in place takes as long as
+)
 _CONSTANT, _NATIVE, _PYTHON, _UNBATCHED, _LATE = range(5)
 
 
@@ -36,7 +39,7 @@ def count_run(run: Run, recording: Recording, *, new: int, packed: int = 0) -> C
     return Counts(
         instances=len(recording.results),
         calls=int(calls.sum()),
-        long_calls=recording.recorder.long_calls,
+        long_calls=recording.recorder.long_calls + WRITE * len(recording.recorder.rewritten),
         new=new,
         steps=int(steps[_NATIVE]),
         python_steps=int(steps[_PYTHON]) + packed,
