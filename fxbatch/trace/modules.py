@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,46 +73,87 @@ def call_module(
     """A module call that the fast path did not settle."""
     quicken(type(module))
     recorder.sync_modes()
-    if any(module is r for r in recorder.roots):
-        return module_call(module, *args, **kwargs)
-    through = functools.partial(module_call, module, *args, **kwargs)
-    return _call(recorder, module, None, args, kwargs, through)
+    call = ModuleCall(recorder, module, args, kwargs)
+    return call.through() if any(module is r for r in recorder.roots) else _recorded(call)
 
 
 def call_method(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a method that is marked `@operation`."""
     recorder.sync_modes()
-    module, *rest = args
-    return _call(
-        recorder, module, func.__name__, tuple(rest), kwargs, functools.partial(func, *args, **kwargs)
-    )
+    return _recorded(ModuleCall(recorder, args[0], args[1:], kwargs, func))
 
 
-def _call(
-    recorder: RecordedCalls,
-    module: torch.nn.Module,
-    method: str | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    through: Callable[[], Any],
-) -> Any:
-    _refuse_what_cannot_be_seen(module)
-    record = _record(recorder, module, method)
+@dataclass(slots=True)
+class ModuleCall:
+    """A call of a module, or of a method of it that is marked."""
+
+    recorder: RecordedCalls
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    marked: Any = None  # the method
+
+    @property
+    def method(self) -> str | None:
+        """The name of the method."""
+        return None if self.marked is None else self.marked.__name__
+
+    def through(self) -> Any:
+        """Run it: its parts are recorded."""
+        return (self.marked or module_call)(self.module, *self.args, **self.kwargs)
+
+    def pass_through(self) -> Any:
+        """Run what is no operation; what torch's own modules and their hooks see are values."""
+        if self.marked is None and _rule(self.module, None) is TORCH_MODULE:
+            arguments = Arguments(self.recorder, self.args, {})
+            with contextlib.suppress(OpaqueArgumentError):
+                arguments.key()
+            if len(arguments.values) == len(self.args):
+                return module_call(self.module, *arguments.values, **self.kwargs)
+        return self.through()
+
+    def note(self, reason: str) -> None:
+        """Remember why it is no operation."""
+        _note(self.recorder, self.module, self.method, reason)
+
+
+def _recorded(call: ModuleCall) -> Any:
+    _refuse_what_cannot_be_seen(call.module)
+    recorder, module = call.recorder, call.module
+    record = _record(recorder, module, call.method)
     if record.through:
-        return _pass_through(recorder, record, module, args, kwargs, through)
-    arguments = Arguments(recorder, args, kwargs)
+        return call.pass_through()
+    arguments = Arguments(recorder, call.args, call.kwargs)
     try:
         key = arguments.key()
     except OpaqueArgumentError as error:
-        _note(recorder, module, method, str(error))
-        return through()
+        call.note(str(error))
+        return call.through()
     if not arguments.values:
-        copies = None if method or kwargs else _copies_of_buffers(recorder, module, args)
-        return through() if copies is None else call_module(recorder, module, copies, {})
-    examined = _examined(recorder, record)
+        copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
+        return call.through() if copies is None else call_module(recorder, module, copies, {})
+    entry = _entry(call, record, arguments, key)
+    if type(entry) is not Entry:
+        return call.pass_through()
+    guards = recorder.examined[id(record)].guards
+    entry.guards = guards or None
+    result = recorder.emit(entry, arguments.ids())
+    if entry.aliases:
+        whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
+        link_views(entry, result, arguments.values, whole, functools.partial(_recorded, call))
+    elif (
+        call.marked is None and guards is not None and module is record.module
+    ):  # others: compared at each call
+        recorder.remember(module, call.args, call.kwargs, entry)
+    return result
+
+
+def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: Any) -> Entry | str:
+    """The entry of a call, or why it is no operation."""
+    recorder, examined = call.recorder, _examined(call.recorder, record)
     if examined.reason:
-        _note(recorder, module, method, examined.reason)
-        return _pass_through(recorder, record, module, args, kwargs, through)
+        call.note(examined.reason)
+        return examined.reason
     if examined.coupled:
         raise BatchCoupledError(
             f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
@@ -121,46 +162,14 @@ def _call(
     entries = examined.entries.get(recorder._mode_key)
     if entries is None:
         if _keeps_changing(recorder, record, examined):
-            return _pass_through(recorder, record, module, args, kwargs, through)
+            return record.through
         entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
         examined.entries[recorder._mode_key] = entries
-    entry = entries.get(key)
-    if entry is None:
-        try:
-            entry = _new_entry(record, examined, entries, key, arguments)
-        except LookAgain:
-            return _call(recorder, module, method, args, kwargs, through)
-    if type(entry) is not Entry:
-        return _pass_through(recorder, record, module, args, kwargs, through)
-    entry.guards = examined.guards or None
-    result = recorder.emit(entry, arguments.ids())
-    if entry.aliases:
-        again = functools.partial(_call, recorder, module, method, args, kwargs, through)
-        call = None if method or not _whole(entry) else (module, args, kwargs)
-        link_views(entry, result, arguments.values, call, again)
-    elif (
-        method is None and examined.guards is not None and module is record.module
-    ):  # others: compared at each call
-        recorder.remember(module, args, kwargs, entry)
-    return result
-
-
-def _pass_through(
-    recorder: RecordedCalls,
-    record: ModuleRecord,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    through: Callable[[], Any],
-) -> Any:
-    """Run a module that is no operation; what torch's own modules and their hooks see are values."""
-    if record.method is None and _rule(module, None) is TORCH_MODULE:
-        arguments = Arguments(recorder, args, {})
-        with contextlib.suppress(OpaqueArgumentError):
-            arguments.key()
-        if len(arguments.values) == len(args):
-            return module_call(module, *arguments.values, **kwargs)
-    return through()
+    entry: Entry | str | None = entries.get(key)
+    try:
+        return _new_entry(record, examined, entries, key, arguments) if entry is None else entry
+    except LookAgain:
+        return _entry(call, record, arguments, key)
 
 
 def _keeps_changing(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> bool:
