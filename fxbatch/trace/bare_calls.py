@@ -15,6 +15,7 @@ import torch
 from fxbatch.torch_private import DisableTorchFunctionSubclass, inside_functorch, memory_is_real, tree_leaves
 from fxbatch.trace.arguments import row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
+from fxbatch.trace.operations import named_functions
 from fxbatch.trace.state import state
 from fxbatch.trace.values import GETITEM, POSITIONS, Value
 
@@ -22,25 +23,15 @@ _NESTS = frozenset((tuple, list, dict))
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype))
 _TORCHS_OWN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # What says something of a tensor, and computes nothing.
-_TELLING = frozenset(
-    getattr(where, name)
-    for where in (torch, torch.Tensor)
-    for name in (
-        "dim", "ndimension", "size", "stride", "storage_offset", "numel", "nelement", "element_size", "is_contiguous",
-        "is_conj", "is_neg", "is_complex", "is_floating_point", "is_signed", "is_inference", "is_tensor", "data_ptr",
-        "is_same_size", "untyped_storage", "storage", "get_device", "is_set_to", "dim_order", "_is_view", "is_pinned",
-        "is_shared", "type", "item", "tolist", "numpy", "backward", "register_hook", "retain_grad", "__len__",
-        "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "__bool__", "__int__", "__float__",
-        "__index__", "__array__", "__iter__", "__contains__", "equal", "allclose",
-    )
-    if hasattr(where, name)
-)  # fmt: skip
-_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
-_IN_PLACE = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("__setitem__", *(f"__i{x}__" for x in _OPERATORS.split()))
-    if hasattr(torch.Tensor, name)
+_TELLING = named_functions(
+    "dim ndimension size stride storage_offset numel nelement element_size is_contiguous is_conj is_neg is_complex "
+    "is_floating_point is_signed is_inference is_tensor data_ptr is_same_size untyped_storage storage get_device "
+    "is_set_to dim_order _is_view is_pinned is_shared type item tolist numpy backward register_hook retain_grad "
+    "__len__ __hash__ __repr__ __format__ __deepcopy__ __reduce_ex__ __bool__ __int__ __float__ __index__ __array__ "
+    "__iter__ __contains__ equal allclose"
 )
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = named_functions("__setitem__ " + " ".join(f"__i{x}__" for x in _OPERATORS.split()))
 _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)
 
 

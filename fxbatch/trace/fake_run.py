@@ -30,7 +30,7 @@ from fxbatch.torch_private import (
     tree_flatten,
     without_saved_tensor_hooks,
 )
-from fxbatch.trace.operations import on_views
+from fxbatch.trace.operations import named_functions, on_views
 
 # What a body raises on fake tensors when it needs values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -81,20 +81,10 @@ class _RandomWatch(QuietDispatchMode):
 
 
 # What a tensor is besides its type and content: the fakes here don't say it as the real ones will.
-_OF_MEMORY = frozenset(
-    {
-        getattr(torch.Tensor, name)
-        for name in (
-            "stride", "storage_offset", "is_contiguous", "dim_order", "data_ptr", "const_data_ptr", "as_strided",
-            "as_strided_", "as_strided_copy", "as_strided_scatter", "storage", "untyped_storage", "set_", "is_set_to",
-            "is_shared", "is_pinned", "is_conj", "is_neg", "is_inference", "_is_view",
-        )
-        if hasattr(torch.Tensor, name)
-    }
-    | {torch.as_strided, torch.as_strided_copy, torch.as_strided_scatter}
-    | {torch.is_conj, torch.is_neg, torch.is_inference}
-    | {getattr(torch.Tensor, name).__get__ for name in ("_version", "_base", "_cdata", "output_nr")}
-)  # fmt: skip
+_OF_MEMORY = named_functions(
+    "stride storage_offset is_contiguous dim_order data_ptr const_data_ptr as_strided as_strided_ as_strided_copy "
+    "as_strided_scatter storage untyped_storage set_ is_set_to is_shared is_pinned is_conj is_neg is_inference _is_view"
+) | {getattr(torch.Tensor, name).__get__ for name in ("_version", "_base", "_cdata", "output_nr")}
 
 
 class _MemoryWatch(TorchFunctionMode):

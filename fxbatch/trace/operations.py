@@ -181,26 +181,20 @@ def on_views(func: Callable[..., Any], views: tuple[View, ...], *args: Any, **kw
     return func(*args, **kwargs)
 
 
-_BOTH = (
-    "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod",
-    "eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "greater_equal", "less_equal", "not_equal",
-    "subtract", "multiply", "divide",
-)  # fmt: skip
-_DUNDERS = (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__",
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__div__", "__rdiv__",
-)  # fmt: skip
-_POWERS = ("pow", "float_power", "__pow__", "__rpow__")
+def named_functions(names: str) -> frozenset[Any]:
+    """The functions of torch, and the methods of tensors, that have these names."""
+    places = (torch, torch.Tensor)
+    return frozenset(getattr(where, n) for n in names.split() for where in places if hasattr(where, n))
 
 
-def _functions(names: tuple[str, ...]) -> frozenset[Any]:
-    found = [getattr(where, n) for n in names for where in (torch, torch.Tensor) if hasattr(where, n)]
-    return frozenset(found)
-
-
-LIFTS = _functions(_BOTH + _DUNDERS)  # functions of two arguments whose number may be a tensor of shape []
-LIFTS_FLOAT = _functions(_POWERS)  # the same, for floating-point tensors only
+# Functions of two arguments whose number may be a tensor of shape []; the same, for floating-point tensors only.
+LIFTS = named_functions(
+    "add sub rsub mul div true_divide floor_divide remainder fmod eq ne lt le gt ge greater less greater_equal "
+    "less_equal not_equal subtract multiply divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
+    "__rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __div__ "
+    "__rdiv__"
+)
+LIFTS_FLOAT = named_functions("pow float_power __pow__ __rpow__")
 
 
 def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:

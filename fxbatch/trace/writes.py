@@ -34,14 +34,10 @@ _NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contig
 
 # In-place functions whose name without the underscore is the same function out of place.
 _PURE = (
-    "add", "sub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal",
-    "relu", "sigmoid",
-    "tanh", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "index_add",
-    "index_copy", "scatter",
-    "scatter_add", "addmm", "addcmul", "addcdiv", "lerp", "sin", "cos", "floor", "ceil", "round",
-    "tril", "triu",
-    "remainder", "fmod", "floor_divide", "true_divide", "subtract", "multiply", "divide", "masked_scatter",
-)  # fmt: skip
+    "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal relu sigmoid tanh clamp clamp_min clamp_max masked_fill "
+    "index_fill index_add index_copy scatter scatter_add addmm addcmul addcdiv lerp sin cos floor ceil round tril triu "
+    "remainder fmod floor_divide true_divide subtract multiply divide masked_scatter"
+)
 _PURE_DUNDERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 # The same, for functions that change the shape.
 _RESHAPING = ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
@@ -49,7 +45,7 @@ _RESHAPING = ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
 
 def _pure_forms() -> dict[Any, Any]:
     forms: dict[Any, Any] = {}
-    for name in (*_PURE, *_RESHAPING):
+    for name in (*_PURE.split(), *_RESHAPING):
         for where in (torch, torch.Tensor):
             written, pure = getattr(where, name + "_", None), getattr(torch.Tensor, name, None)
             if written is not None and pure is not None:
