@@ -42,6 +42,12 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return has_global_hooks() or any(map(module.__dict__.get, HOOKS))
 
 
+def _as_before(places: list[Item] | None, reads: Reads) -> bool:
+    """Whether modules, and what code reads besides, are as they were when these were made."""
+    seen = places is not None and first_changed(places) is None
+    return seen and not has_global_hooks() and reads.unchanged()
+
+
 class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
@@ -91,13 +97,7 @@ class Examined:
 
     def unchanged(self) -> bool:
         """Whether examining the module again would find the same."""
-        return (
-            self.lasts
-            and self.places is not None
-            and first_changed(self.places) is None
-            and not has_global_hooks()
-            and self.reads.unchanged()
-        )
+        return self.lasts and _as_before(self.places, self.reads)
 
 
 class ExaminedFunction:
@@ -173,12 +173,7 @@ class KnownModel:
 
     def is_true(self, model: torch.nn.Module | None) -> bool:
         """Whether it still holds."""
-        return (
-            self.model is model
-            and self.places is not None
-            and first_changed(self.places) is None
-            and self.reads.unchanged()
-        )
+        return self.model is model and _as_before(self.places, self.reads)
 
 
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:

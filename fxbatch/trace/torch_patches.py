@@ -81,16 +81,6 @@ def use_extension(on: bool) -> None:
         kind.__torch_function__ = _fast.torch_function if on else staticmethod(bare_function)  # type: ignore[method-assign]
 
 
-def module_call_method() -> Any:
-    """What `nn.Module.__call__` is while some thread traces."""
-    return _MODULE_CALL if ExtensionSwitch.on else traced_call
-
-
-def handle_torch_function_method() -> Any:
-    """What torch's Python functions call, while some thread traces, when they meet a subclass of Tensor."""
-    return _fast.handle_torch_function if ExtensionSwitch.on else handle_torch_function
-
-
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
@@ -252,7 +242,7 @@ class patched:
         put_off = put_dynamo_off()
         if not put_off:
             let_dynamo_read_torch()
-        put_attributes(_entries(handle_torch_function_method(), module_call_method(), put_off), cls.saved)
+        put_attributes(_entries(ExtensionSwitch.on, put_off), cls.saved)
         quicken_modules(True)
 
     def end(self) -> None:
@@ -305,7 +295,10 @@ class attributes_read(patched):
 
 
 @functools.cache
-def _entries(handle: Any, module_call: Any, without_dynamo: bool) -> Entries:
+def _entries(in_c: bool, without_dynamo: bool) -> Entries:
+    module_call = _MODULE_CALL if in_c else traced_call
+    # What torch's Python functions call when they meet a subclass of Tensor.
+    handle = _fast.handle_torch_function if in_c else handle_torch_function
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
     asked = () if without_dynamo else dynamo_questions()
     questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in asked)
