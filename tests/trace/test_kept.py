@@ -126,13 +126,13 @@ def test_what_differs_does_not_agree(what: str, recorded_by: str) -> None:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The modules whose calls went the long way, in order."""
     seen: list[nn.Module] = []
-    call = modules._call
+    recorded = modules._recorded
 
-    def counted(recorder: Any, module: nn.Module, *rest: Any) -> Any:
-        seen.append(module)
-        return call(recorder, module, *rest)
+    def counted(call: modules.ModuleCall) -> Any:
+        seen.append(call.module)
+        return recorded(call)
 
-    monkeypatch.setattr(modules, "_call", counted)
+    monkeypatch.setattr(modules, "_recorded", counted)
     return seen
 
 
