@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.expressions import depends, expression
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -103,12 +103,11 @@ def rule_of(target: Any) -> Rule:
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
     """The tensors among the arguments of a node."""
     found: list[Packed] = []
-    for x in (*node.args, *node.kwargs.values()):
-        for y in x if isinstance(x, (list, tuple)) else (x,):
-            if isinstance(y, fx.Node):
-                v = e.value(y)
-                if isinstance(v, Packed):
-                    found.append(v)
+    for x in _flat(node):
+        if isinstance(x, fx.Node):
+            v = e.value(x)
+            if isinstance(v, Packed):
+                found.append(v)
     return found
 
 
@@ -120,8 +119,6 @@ def _fixed(node: fx.Node) -> bool:
         for a in _flat(node)
         if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), (torch.SymInt, torch.SymFloat))
     ]
-    from fxbatch.ragged.expressions import expression
-
     return not any(own_dimensions(shape_of(t)) for t in results_of(node)) and not any(
         depends(expression(x)) for x in numbers
     )
@@ -388,14 +385,9 @@ def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if e.bound(node).get("dtype") is not None or x.dtype != node.meta["val"].dtype:
         dtype = node.meta["val"].dtype
         x = Packed(e.line(f"{x.name}.to({e.const(dtype)})"), x.layout, x.shape, dtype)
-    if x.layout == PADDED:
-        return _masked_reduction(e, node, x, dims, "0", "sum")
-    if product := _of_products(e, node, x, dims):
+    if product := _of_products(e, node, x, dims) or _weighted(e, node, x, dims):
         return _kept(e, node, product)
-    if weighted := _weighted(e, node, x, dims):
-        return _kept(e, node, weighted)
-    name, size = _reduced(e, node, x, dims, "sum")
-    return _kept(e, node, f"{size}.sum({name})")
+    return _summed(e, node, x, dims)
 
 
 def _weighted(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
@@ -554,10 +546,19 @@ def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 @over("count_nonzero")
 def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(f"({x.name} != 0).to(torch.int64)")
-    counted = Packed(name, x.layout, x.shape, torch.int64)
+    return _summed(e, node, Packed(name, x.layout, x.shape, torch.int64), dims)
+
+
+@over("nansum")
+def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    name = e.line(f"{x.name}.masked_fill({x.name}.isnan(), 0)")
+    return _summed(e, node, Packed(name, x.layout, x.shape, x.dtype), dims)
+
+
+def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout == PADDED:
-        return _masked_reduction(e, node, counted, dims, "0", "sum")
-    name, size = _reduced(e, node, counted, dims, "sum")
+        return _masked_reduction(e, node, x, dims, "0", "sum")
+    name, size = _reduced(e, node, x, dims, "sum")
     return _kept(e, node, f"{size}.sum({name})")
 
 
@@ -641,7 +642,7 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"{made}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
 
 
-@rule("group_norm")
+@rule("group_norm", "instance_norm")
 def _group_norm(e: Emitter, node: fx.Node) -> Any:
     """Groups of channels of items as long as the instance says: [items, channels, T]."""
     a = e.bound(node)
@@ -650,11 +651,16 @@ def _group_norm(e: Emitter, node: fx.Node) -> Any:
         x.layout != PACKED
         or x.axes[0] < 2
         or any(isinstance(v, Packed) and v.layout != WHOLE for v in (weight, bias))
+        or a.get("use_input_stats") is False
+        or a.get("running_mean") is not None
     ):
         raise NoRule("groups of this form")
-    size = e.lengths(x.shape[x.axes[0]])
+    size, groups = (
+        e.lengths(x.shape[x.axes[0]]),
+        a.get("num_groups", x.shape[1]),
+    )  # an instance's: a channel each
     given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
-    return e.made(f"{size}.group_norm({x.name}, {a['num_groups']}, {given}, {a['eps']})", node.meta["val"])
+    return e.made(f"{size}.group_norm({x.name}, {groups}, {given}, {a['eps']})", node.meta["val"])
 
 
 @rule("layer_norm", "rms_norm")

@@ -71,6 +71,8 @@ def _index(e: Emitter, node: fx.Node) -> Any:
         return _by_mask(e, x, indices, places, val)
     if x.layout == WHOLE:
         return _of_whole(e, node, x, given, places, val)
+    if all(v.layout == WHOLE for v in indices) and not any(d in x.axes for d in places):
+        return _columns(e, x, given, places, val)
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
     if x.layout == PADDED:
@@ -92,6 +94,17 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
         return e.made(f"{table}.index_select(0, {names[0]})", val)
     return e.made(f"{table}[{', '.join(names)}]", val)
+
+
+def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: Any) -> Packed:
+    """x[:, index] with an index that is the same for all instances: the same columns, elsewhere."""
+    if places != list(range(places[0], places[0] + len(places))):
+        raise NoRule("indices of later dimensions")  # what they give is put in front
+    held = [x.place(d) for d in places]
+    if held != list(range(held[0], held[0] + len(held))):
+        raise NoRule("indices of dimensions that lie apart")
+    picks = [given[d].name for d in places]
+    return e.made(f"{x.name}[{', '.join([':'] * held[0] + picks)}]", val)
 
 
 def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: Any) -> Packed:
@@ -151,6 +164,8 @@ def _index_select(e: Emitter, node: fx.Node) -> Any:
             raise NoRule("columns of a parameter")
         picked = f"{x.name}.index_select(0, {index.name}.reshape(-1))"
         return e.made(f"{picked}.reshape(*{index.name}.shape, *{x.name}.shape[1:])", val)
+    if a["index"].layout == WHOLE and d not in x.axes:
+        return e.made(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
     table, size = _table(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
     return _back(e, name, x, d, val)
@@ -179,6 +194,8 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x = e.to_dense(a["self"])
     given = a["indices"]
+    if len(given) == 1 and given[0] is not None and given[0].dtype == torch.bool:
+        return _put_where(e, x, given[0], a["values"], a["accumulate"], node.meta["val"])
     if any(v is None or v.dtype == torch.bool for v in given):
         raise NoRule("writes to a mask or to later dimensions")
     if len(given) > 1:
@@ -197,6 +214,19 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
     else:
         code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
     return _back(e, e.line(code), x, 0, node.meta["val"])
+
+
+def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: Any) -> Packed:
+    """x[mask] = values, where these are the same for all that the mask picks."""
+    rest = x.shape[mask.rank :]
+    if accumulate or values.rank > len(rest) or mask.shape != x.shape[: mask.rank] or values.dtype != x.dtype:
+        raise NoRule("writes to a mask")
+    wide = e.line(f"{mask.name}{'.unsqueeze(-1)' * len(rest)}")
+    flags = Packed(wide, mask.layout, (*mask.shape, *[1] * len(rest)), mask.dtype)
+    if any(a >= mask.rank for a in x.axes):
+        raise NoRule("writes to a mask of other dimensions than its own")
+    code = f"torch.where({e.aligned(flags, x.shape)}, {e.aligned(values, x.shape)}, {x.name})"
+    return e.made(code, val)
 
 
 def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> Any:
@@ -268,3 +298,24 @@ def _scatter(e: Emitter, node: fx.Node) -> Any:
         return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
     a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
     return e.made(e.call(node.target, a), node.meta["val"])
+
+
+def _beside(*names: str, first: str = "self", table: str) -> None:
+    """Register operators that look each element up in a table which is the same for all instances."""
+
+    def apply(e: Emitter, node: fx.Node) -> Packed:
+        a = e.bound(node)
+        x, other = a[first], a[table]
+        if not isinstance(x, Packed) or x.layout == WHOLE or not isinstance(other, Packed):
+            raise NoRule("a table of each instance")
+        if other.layout != WHOLE or other.rank != 1 or isinstance(a.get("sorter"), Packed):
+            raise NoRule("a table of each instance")
+        a[first] = Code(x.name)
+        return e.made(e.call(node.target, a), node.meta["val"])
+
+    rule(*names)(apply)
+
+
+_beside("bucketize", table="boundaries")
+_beside("searchsorted", table="sorted_sequence")
+_beside("isin", first="elements", table="test_elements")

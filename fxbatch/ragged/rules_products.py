@@ -37,10 +37,12 @@ def _linear(e: Emitter, node: fx.Node) -> Any:
     return e.made(e.call(node.target, a), node.meta["val"])
 
 
-@rule("matmul", "mm", "bmm", "mv", "dot")
+@rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
 def _matmul(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     left = a["self"]
+    if node.target is torch.ops.aten.vdot.default and left.dtype.is_complex:
+        raise NoRule("a product of conjugates")
     right = a.get("other", a.get("mat2", a.get("vec", a.get("tensor"))))
     return product(e, left, right, node.meta["val"])
 

@@ -221,6 +221,7 @@ def _trace(
     know_numbers(env, (g.expr for g in env.guards))
     _without_whole_slices(module.graph)
     _without_writes(module.graph)
+    _without_copies(module.graph)
     module.graph.eliminate_dead_code(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
@@ -459,6 +460,15 @@ def _without_writes(graph: fx.Graph) -> None:
                 user.replace_input_with(base, whole)
 
 
+def _without_copies(graph: fx.Graph) -> None:
+    """diagonal_copy(x) => diagonal(x): where nothing is written, a view is what its copy is."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.endswith("_copy") and schema.name != "aten::narrow_copy":
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_copy"), None)
+            node.target = getattr(packet, node.target._overloadname, node.target)
+
+
 def _without_write(schema: Any) -> Any:
     """The operator that gives what one writes: of the same types, since `pow_.Scalar` is `pow.Tensor_Scalar`."""
     packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
@@ -555,7 +565,7 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> boo
     place = {n: i for i, n in enumerate(ours)}
     place.update({n: i for i, n in enumerate(theirs)})
     for a, b in zip(ours, theirs, strict=True):
-        if a.op == "get_attr" and b.op == "get_attr" and not torch.equal(_constant(a), _constant(b)):
+        if a.op == "get_attr" and b.op == "get_attr" and not _same_numbers(_constant(a), _constant(b)):
             return False
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
             return False
@@ -569,6 +579,13 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> boo
 def _constant(node: fx.Node) -> torch.Tensor:
     found: torch.Tensor = getattr(node.graph.owning_module, str(node.target))
     return found
+
+
+def _same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two constants are one; what is no number is itself here."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def is_size(node: fx.Node) -> bool:

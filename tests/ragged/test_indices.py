@@ -109,3 +109,38 @@ def test_an_index_out_of_range_does_not_read_the_next_instance() -> None:
         columns = [[x, torch.randn(9, 6)], [torch.full((3,), wrong), torch.zeros(2, dtype=torch.int64)]]
         with pytest.raises(IndexError):
             function(columns, [], function.columns_of(columns), torch.device("cpu"))
+
+
+def put(x: torch.Tensor, where: Any, value: Any) -> torch.Tensor:
+    made = x * 1
+    made[where] = value
+    return made
+
+
+PERM, EDGES = torch.tensor([2, 0, -1]), torch.tensor([-1.0, 0.0, 0.5])
+
+SAME_FOR_ALL: dict[str, Callable[[torch.Tensor], Any]] = {
+    "columns": lambda x: x[:, PERM] * x[..., [0, 2, 3]],
+    "columns of columns": lambda x: x.view(len(x), 2, 3)[:, [1, 0, 1], PERM],
+    "columns before rows": lambda x: x.t()[PERM],
+    "a table of columns": lambda x: x[:, PERM[:, None].expand(3, 2)],
+    "index_select": lambda x: x.index_select(1, PERM.clamp(min=0)),
+    "columns of scores": lambda x: (x @ x.t()).unsqueeze(2).expand(-1, -1, 3)[:, :, PERM],
+    "a mask of rows that is written": lambda x: put(x, x[:, 0] > 0, 0.5),
+    "a row for all of a mask": lambda x: put(x, x.sum(1) > 0, W[0].to(x)),
+    "a mask of elements that is written": lambda x: put(x, x > 0.3, 0.0),
+    "a mask of scores that is written": lambda x: put(x @ x.t(), x[:, :1] > x[:, 0], -1.0),
+    "bins": lambda x: (torch.bucketize(x, EDGES), torch.searchsorted(EDGES, x), torch.isin(x.long(), PERM)),
+    "nansum": lambda x: (torch.where(x > 1, torch.nan, x).nansum(0), torch.where(x > 1, torch.nan, x).nanmean(0)),
+    "instance norm": lambda x: torch.nn.functional.instance_norm(x.t()[None], weight=W[0].to(x), bias=W[1].to(x)),
+    "views as copies": lambda x: torch.unsqueeze_copy(torch.transpose_copy(x, 0, 1), 0),
+    "a diagonal": lambda x: (x @ x.t()).diag(),
+    "vdot": lambda x: torch.vdot(x[:, 0], x[:, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_FOR_ALL)
+def test_what_is_the_same_for_all_instances(name: str) -> None:
+    sizes = [(3,), (5,), (4,)] if name in ("instance norm", "nansum") else ALL
+    made = check_packed(SAME_FOR_ALL[name], lambda t: [torch.randn(t, 6)], sizes, ((0,),))
+    assert not made.lowered.alone, made.lowered.alone
