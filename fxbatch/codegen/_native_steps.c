@@ -234,7 +234,7 @@ static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t 
     int64_t rows = 0, size = p->sources[source].size, row_bytes = p->bases[source].row_bytes;
     int64_t blocks = s->at[FIRST_BLOCK][k + 1] - s->at[FIRST_BLOCK][k];
     *apart = (Apart){k, k + 1, NULL};
-    if (p->bases[source].kind != INPUT || s->nearest[k] < 0)
+    if (p->bases[source].kind != INPUT || s->nearest[k] < 0 || s->at[FIRST_GATHER][k] + source >= s->length[GATHER_KIND])
         return;
     int64_t end = find_ahead(s, p, source, k, s->end, &rows);
     char *b = end > k + 1 ? same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + p->outputs - blocks) : NULL;
