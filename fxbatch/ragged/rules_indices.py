@@ -123,7 +123,8 @@ def _nonzero(e: Emitter, node: fx.Node) -> Packed:
     if x.rank != 1:
         raise NoRule("a mask of more dimensions")
     size = e.lengths(x.shape[0])
-    picked = e.rows_where(x, shape_of(val)[0])
+    mask = Packed(e.line(f"({x.name} != 0)"), x.layout, x.shape, torch.bool)
+    picked = e.rows_where(mask, shape_of(val)[0])
     return e.made(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
 
 

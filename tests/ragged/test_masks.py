@@ -54,6 +54,9 @@ PACKED: dict[str, Callable[..., Any]] = {
     "classes": lambda self, x, m, y: torch.stack([x[y == k].sum(0) for k in range(K)]),
     "columns": lambda self, x, m, y: x.t()[:, m].sum(1),
     "nonzero": lambda self, x, m, y: self.out(x[m.nonzero().squeeze(1)]).sum(0) + x[torch.where(~m)[0]].sum(),
+    "of numbers": lambda self, x, m, y: (
+        x[y.nonzero().squeeze(1)].sum(0) + x[torch.where(x[:, 0].round())[0]].sum(0)
+    ),
     "where": lambda self, x, m, y: m.nonzero(as_tuple=True)[0],
 }
 # What is asked of how many they are, or of values, has no answer for all instances at once.
