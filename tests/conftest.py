@@ -103,6 +103,12 @@ def _imports_are_not_looked_at_again() -> Iterator[None]:
         _keep_what_is_imported()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nor_what_other_tests_left() -> None:
+    """Caches of thousands of tests would make a full collection, which tests of faults ask for, take two seconds."""
+    _keep_what_is_imported()
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """Each test starts with the same random state, whatever ran before it."""
