@@ -30,7 +30,7 @@ STAGES: tuple[tuple[str, Any, str], ...] = (
     ("trace", Engine, "record"),
     ("merge", decorator.Autobatched, "ready"),  # of traces: all that is done with them but what follows
     ("merge", Recorder, "pending_program"),
-    ("rewrite", Engine, "prepare"),
+    ("rewrite", Engine, "rewrite"),
     ("schedule", Engine, "schedule"),
     ("plan", Engine, "plan"),
 )

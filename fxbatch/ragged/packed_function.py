@@ -209,9 +209,7 @@ class Minibatch:
                 (x if own is None else np.repeat(x, own.sizes)).reshape(-1, *trailing)
                 for x in (size.starts, size.sizes)
             )
-            if (
-                numbers.view(np.uint64) < sizes.view(np.uint64)
-            ).all():  # no negative ones, none beyond the last
+            if (numbers.view(np.uint64) < sizes.view(np.uint64)).all():  # none is negative or beyond the last
                 return torch.from_numpy(numbers + first)
         if own is None:
             return size.rows_of(

@@ -16,9 +16,7 @@ from fxbatch.runtime.postponed import REASON
 from fxbatch.runtime.run import Run
 from fxbatch.trace.minibatch import Recording
 
-WRITE = (
-    4  # other calls that are recorded in Python, which giving a tensor new contents in place takes as long as
-)
+WRITE = 4  # calls that are recorded in Python besides, which new contents in place take as long as
 _CONSTANT, _NATIVE, _PYTHON, _UNBATCHED, _LATE = range(5)
 
 

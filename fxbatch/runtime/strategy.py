@@ -190,13 +190,9 @@ class Strategy:
         if mode.tried or mode.measured or not mode.grad or not 1 < mode.minibatches <= TRIALS_UNTIL:
             return False  # without gradients the guess is a good one, and a trial is dear
         found = self._verdict(mode, instances)
-        if (
-            found.batched > DOUBT * found.loop
-        ):  # what is estimated to pay, and can't be paid yet, is counted as well
-            return False
-        if (
-            mode.seen.derivatives or 10 * found.counts.unbatched > found.counts.calls
-        ):  # the latter: sizes of its own
+        has_own_sizes = 10 * found.counts.unbatched > found.counts.calls
+        # What is estimated to pay, and can't be paid yet, is counted as well.
+        if found.batched > DOUBT * found.loop or has_own_sizes or mode.seen.derivatives:
             return False
         cost = trial_cost(found.counts, mode.seen.operations)
         if cost > min(TRIAL * found.loop, mode.credit):

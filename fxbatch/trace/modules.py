@@ -141,9 +141,7 @@ def _recorded(call: ModuleCall) -> Any:
     if entry.aliases:
         whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
         link_views(entry, result, arguments.values, whole, functools.partial(_recorded, call))
-    elif (
-        call.marked is None and guards is not None and module is record.module
-    ):  # others: compared at each call
+    elif call.marked is None and guards is not None and module is record.module:  # others: compared each time
         recorder.remember(module, call.args, call.kwargs, entry)
     return result
 

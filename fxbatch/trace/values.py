@@ -341,9 +341,7 @@ class Value(torch.Tensor):
             return row[index[1:]] if len(index) > 1 else row
         if type(index) is torch.Tensor and not index.dim() and index.dtype in POSITIONS and self.dim():
             recorder = self._recorder
-            if (
-                recorder.watches_operands and recorder.can_read()
-            ):  # a trace that is kept reads it when it runs
+            if recorder.watches_operands and recorder.can_read():  # a kept trace reads it when it runs
                 return self[int(index)]
         return self._recorder.call(GETITEM, (self, index), {})
 
