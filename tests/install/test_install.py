@@ -17,17 +17,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TYPED = (
-    "deduplicate",
-    "gradients",
-    "places",
-    "plan",
-    "row_places",
-    "schedule",
-    "segment_loops",
-    "select",
+# By Cython.
+TYPED = [
+    "deduplicate", "gradients", "places", "plan", "room", "row_places", "schedule", "segment_loops", "select",
     "signature_graph",
-)  # by Cython
+]  # fmt: skip
 pytestmark = pytest.mark.slow  # a minute or two of compiling: `make package`
 
 SMALL_MODEL = """
