@@ -100,6 +100,7 @@ class Counts:
     unbatched: int = 0  # calls that run one by one, for good
     late_steps: int = 0  # steps of operations whose graphs are not built yet
     late: int = 0  # how many operations those are
+    late_calls: int = 0  # which run one by one until then
     phases: int = 1
     waits: int = 0  # how often an instance waited for a value
     grad: bool = False
@@ -166,7 +167,11 @@ def batched_cost(counts: Counts) -> float:
     )
 
 
+def one_by_one_cost(counts: Counts, calls: int) -> float:
+    """So many calls in a batched minibatch whose graphs are not built."""
+    return calls * (UNBATCHED_CALL + (UNBATCHED_CALL_GRAD if counts.grad else 0.0))
+
+
 def trial_cost(counts: Counts, operations: int) -> float:
     """A minibatch that is recorded with nothing built: its calls run one by one."""
-    call = UNBATCHED_CALL + (UNBATCHED_CALL_GRAD if counts.grad else 0.0)
-    return batched_cost(counts) + NEW_SIGNATURE * operations + call * counts.calls
+    return batched_cost(counts) + NEW_SIGNATURE * operations + one_by_one_cost(counts, counts.calls)

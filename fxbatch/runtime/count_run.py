@@ -44,6 +44,7 @@ def count_run(run: Run, recording: Recording, *, new: int, packed: int = 0) -> C
         unbatched=int(calls[_UNBATCHED]),
         late_steps=int(steps[_LATE]),
         late=len(late),
+        late_calls=int(calls[_LATE]),
         phases=len(phases),
         waits=recording.statistics.suspensions,
         grad=run.grad,

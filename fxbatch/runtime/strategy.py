@@ -35,6 +35,7 @@ from fxbatch.runtime.costs import (
     Counts,
     batched_cost,
     loop_cost,
+    one_by_one_cost,
     packed_cost,
     packing_cost,
     trial_cost,
@@ -318,6 +319,7 @@ class Strategy:
         return replace(
             found, calls=round(found.calls * share), long_calls=round(found.long_calls * share),
             unbatched=round(found.unbatched * share), waits=round(found.waits * share),
+            late_calls=round(found.late_calls * share),
         )  # fmt: skip
 
     def _verdict(self, mode: _Mode, instances: int) -> _Verdict:
@@ -354,9 +356,13 @@ class Strategy:
         packs = packs and found.packing <= self._means(mode, "packed", found.loop - found.packed)
         if packs and found.packed <= most and found.packed <= found.batched:
             return "packed"
-        if found.batched <= most and found.building <= self._means(
-            mode, "batched", found.loop - found.batched
-        ):
+        if found.batched <= most and (
+            found.building <= self._means(mode, "batched", found.loop - found.batched)
+            or (
+                mode.measured
+                and found.batched + one_by_one_cost(found.counts, found.counts.late_calls) <= most
+            )
+        ):  # what is not built yet runs one by one, and may pay all the same
             return "batched"
         return "packed" if packs and found.packed <= most else "loop"
 
@@ -470,11 +476,7 @@ class Strategy:
                     1.0, LATER_CREDIT * loop
                 )
                 missing = round(found.building / BUILD)
-                what = (
-                    f"about {missing} operation{'s have' if missing > 1 else ' has'} to be built first"
-                    if missing
-                    else "what was built before has to be paid for first"
-                )
+                what = f"about {missing} operation{'s have' if missing > 1 else ' has'} to be built first"
                 return f"the plain loop: {both}, but {what}, which about {max(1, round(need))} more minibatches earn"
             if mode.seen.derivatives:
                 return f"the plain loop: {DERIVATIVES}"

@@ -410,7 +410,7 @@ def test_what_would_pay_waits_until_its_graphs_are_earned(monkeypatch: pytest.Mo
     assert 10 < first < 300 and all(found[first:])
 
 
-def test_what_is_said_where_all_is_built_and_only_credit_is_missing() -> None:
+def test_what_is_not_built_runs_one_by_one_where_that_pays_all_the_same() -> None:
     strategy = Strategy()
     strategy.choose(400, grad=False)
     with strategy.watched(grad=False).watch():
@@ -418,11 +418,17 @@ def test_what_is_said_where_all_is_built_and_only_credit_is_missing() -> None:
         for _ in range(8):
             x = torch.relu(torch.nn.functional.linear(torch.tanh(x), weight))
     strategy.decide(400, grad=False)
-    strategy.ran(Counts(400, calls=9600, steps=24), 400, grad=False)
     mode = strategy._modes[False]
-    mode.credit, mode.lent = -BUILD, True
-    said = strategy.describe(400, grad=False)
-    assert "what was built before has to be paid for first" in said and " 0 " not in said
+    for late_calls, chosen in ((0, "batched"), (60, "batched"), (600, "loop")):
+        late = 1 if late_calls else 0
+        strategy.ran(
+            Counts(400, calls=9600, steps=24, late_steps=late, late=late, late_calls=late_calls),
+            400,
+            grad=False,
+        )
+        mode.credit, mode.lent = -BUILD, True
+        assert strategy._best(mode, 400, False) == chosen
+    assert "1 operation has to be built first" in strategy.describe(400, grad=False)
 
 
 def test_numbers_of_the_instances_own_tensors_are_no_waits_and_rows_no_kinds_of_their_own() -> None:
