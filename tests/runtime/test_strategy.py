@@ -335,7 +335,7 @@ class Forces(nn.Module):
     def __init__(self, transform: bool) -> None:
         super().__init__()
         self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.gradient = Gradient(self.energy)
+        self.gradient = Gradient(*self.energy)
         self.transform = transform
         self.calls = 0
         self.last: Any = None
@@ -348,13 +348,9 @@ class Forces(nn.Module):
             return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
 
 
-class Gradient(nn.Module):
-    def __init__(self, energy: nn.Module) -> None:
-        super().__init__()
-        self.energy = energy
-
+class Gradient(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.grad(lambda y: self.energy(y).sum())(x)
+        return torch.func.grad(lambda y: nn.Sequential.forward(self, y).sum())(x)
 
 
 @pytest.mark.parametrize("transform", [False, True])
@@ -419,13 +415,9 @@ def test_what_is_not_built_runs_one_by_one_where_that_pays_all_the_same() -> Non
             x = torch.relu(torch.nn.functional.linear(torch.tanh(x), weight))
     strategy.decide(400, grad=False)
     mode = strategy._modes[False]
-    for late_calls, chosen in ((0, "batched"), (60, "batched"), (600, "loop")):
-        late = 1 if late_calls else 0
-        strategy.ran(
-            Counts(400, calls=9600, steps=24, late_steps=late, late=late, late_calls=late_calls),
-            400,
-            grad=False,
-        )
+    for late, late_calls, chosen in ((0, 0, "batched"), (1, 60, "batched"), (1, 600, "loop")):
+        counts = Counts(400, calls=9600, steps=24, late_steps=late, late=late, late_calls=late_calls)
+        strategy.ran(counts, 400, grad=False)
         mode.credit, mode.lent = -BUILD, True
         assert strategy._best(mode, 400, False) == chosen
     assert "1 operation has to be built first" in strategy.describe(400, grad=False)
