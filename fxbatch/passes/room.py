@@ -101,6 +101,7 @@ def place_arrays(
     has: Ints = width if inside is None else inside
     begin: Ints = width if first is None else first
     parts: Int = inside is not None
+    line: Int = LINE
     for i in range(arrays):
         size = count[i] * wide[i]
         at[3 * i + 1] = size
@@ -109,5 +110,5 @@ def place_arrays(
             at[3 * i + 2] = 1
             continue
         at[3 * i] = end[where[i]]
-        end[where[i]] += (size + 63) // 64 * 64
+        end[where[i]] += (size + line - 1) // line * line
     return places, ends

@@ -313,9 +313,8 @@ class Memory(Pieces):
         super().__init__(pool)
         self.shared: dict[Signature, list[torch.Tensor]] = {}  # the shared operands of each signature
         self.type_ids: dict[TensorType, int] = {}
-        self.phases = (
-            RunColumns()
-        )  # what they leave of values, arrays and operations, where there are several
+        # What they leave of values, arrays and operations, where there are several.
+        self.phases = RunColumns()
         self._calls: dict[CompiledOperation | None, int] = {}  # where there is one
         self._operation: dict[CompiledOperation, int] = {}  # the number of each, where there are several
         self._arena: list[int] = []  # the array of each type

@@ -180,9 +180,8 @@ class Planner:
 
         operations = template.operations
         key = PlanKey(program, template, reuse)
-        return self.structures.get(
-            "plan", key, make, 4 * key.bytes
-        )  # its columns are about as long as the program's
+        # Its columns are about as long as the program's.
+        return self.structures.get("plan", key, make, 4 * key.bytes)
 
     def backward_needs(
         self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray
