@@ -11,6 +11,7 @@ from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
@@ -81,7 +82,25 @@ _MADE = runpy.run_path(str(_CODEGEN / "native_table.py"))["header"]()
 if not _HEADER.exists() or _HEADER.read_text() != _MADE:
     _HEADER.write_text(_MADE)
 
+
+class NotingBuild(build_ext):
+    """Notes what each extension beside its sources was compiled from (fxbatch/extensions.py)."""
+
+    def run(self):
+        self.compiled = {}
+        super().run()
+        if self.inplace:
+            runpy.run_path(str(ROOT / "fxbatch" / "extensions.py"))["note"](self.compiled)
+
+    def build_extension(self, extension):
+        super().build_extension(extension)
+        name = extension.name.removeprefix("fxbatch.").replace(".", "/")
+        sources = [f"fxbatch/{name}.py"] if name in TYPED else [*extension.sources, *extension.depends]
+        self.compiled[name] = sorted(sources)
+
+
 setup(
+    cmdclass={"build_ext": NotingBuild},
     long_description=readme_for_index(),
     long_description_content_type="text/markdown",
     ext_modules=[

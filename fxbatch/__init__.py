@@ -14,6 +14,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from fxbatch import extensions
+
+extensions.check()
+
 _collected = gc.isenabled()
 gc.disable()  # what is imported stays; a collection meanwhile would look at all of torch, for 0.1 s
 try:

@@ -19,6 +19,7 @@ LONGEST = 700
 # rooms by accident either: they share the highest layer, and nothing below may import them.
 LAYERS = {
     "fxbatch.errors": 0,
+    "fxbatch.extensions": 0,
     "fxbatch.mistakes": 0,
     "fxbatch.on_demand": 0,
     "fxbatch.torch_fakes": 0,
