@@ -14,16 +14,24 @@ import torch
 
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorType
-from fxbatch.passes.gradients import PhaseGradients, plan_gradients
+from fxbatch.passes.gradients import (
+    GRADIENT_INDEX,
+    GRADIENT_SUM,
+    GRADIENT_VIEW,
+    NOTHING,
+    GradientPlan,
+    PhaseGradients,
+    plan_gradients,
+)
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.memory import GradientRows
+from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.parameter_gradients import Left, parameter_gradients
-from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.phase import Phase, StepViews
 from fxbatch.runtime.run import Run, kernel_modes
-from fxbatch.runtime.step_views import GradientViews
 from fxbatch.runtime.structure_cache import BackwardNeeds
 from fxbatch.runtime.watchers import is_watched, named_step
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch, memory_is_real, storage_of
@@ -140,18 +148,14 @@ class Backward:
         """A step that Python runs."""
         compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
         assert compiled is not None
-        reads, writes = views.reads, views.writes
-        if reads[k] == reads[k + 1]:
-            for tensor in views.extra[k]:
-                tensor.zero_()
-            return
+        grads = views.reads(k, n)
         if is_constant(compiled.signature):
-            self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, views.read(reads[k], n))
+            if grads:
+                self._give_constants(phase, s, int(phase.plan.step_offset[k]), n, grads[0])
             return
-        grads = [views.read(reads[k] + i, n) for i in range(reads[k + 1] - reads[k])]
-        written = views.written[writes[k] : writes[k + 1]]
+        written = views.writes(k) if grads else []
         if all(g is None for g in grads):
-            for tensor in (*written, *views.extra[k]):
+            for tensor in (*written, *views.extra(compiled, k, n)):
                 tensor.zero_()
             return
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
@@ -168,8 +172,8 @@ class Backward:
         group_grads: list[torch.Tensor],
         views: GradientViews,
     ) -> None:
-        plan, shared = phase.plan, self.memory.shared[compiled.signature]
-        outs = views.forward.blocks[int(plan.first_block[k]) : int(plan.first_block[k + 1])]
+        shared = self.memory.shared[compiled.signature]
+        sources, outs, (kept, saved) = views.forward[k]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, filled, strict=True):
@@ -194,11 +198,10 @@ class Backward:
             else t.view(n, len(compiled.layout.groups[g]), *t.shape[1:])
             for g, t in zip(compiled.grad_groups, group_grads, strict=True)
         ]
-        sources = views.forward.sources[int(plan.first_gather[k]) : int(plan.first_gather[k + 1])]
-        kept, saved = views.forward.rows[k]
+        extra = views.extra(compiled, k, n)
         with named_step(compiled.signature.name, n, "backward"):
             compiled.backward(
-                n, filled, sources, outs, kept, saved, shared, wide, views.extra[k], self.run.workspace()
+                n, filled, sources, outs, kept, saved, shared, wide, extra, self.run.workspace()
             )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
@@ -232,6 +235,64 @@ class Backward:
             shared = self.memory.shared[compiled.signature]
             for position, grad in zip(compiled.grad_shared, results, strict=True):
                 self._add(shared[position], grad)
+
+
+class GradientViews:
+    """Where the steps of a phase read and write in backward, as tensors, for steps that Python runs."""
+
+    def __init__(self, phase: Phase, memory: Memory, rows: GradientRows, plan: GradientPlan, p: int) -> None:
+        self._phase, self._rows, self._plan, self._p = phase, rows, plan, p
+        self.forward: StepViews = phase.views_in(memory)  # what forward read, wrote and kept
+        self._indices: dict[
+            torch.device, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # and bags: two copies a device
+
+    def extra(self, compiled: CompiledOperation, k: int, n: int) -> list[torch.Tensor]:
+        """The rows that a step makes for the gradients of parameters."""
+        first = self._phase.plan.step_offset.item(k)
+        return [tensor.narrow(0, first, n) for tensor in self._rows.extra(compiled)]
+
+    def writes(self, k: int) -> list[torch.Tensor]:
+        """The blocks that the gradients of what a step read go to."""
+        plan, p = self._plan, self._p
+        arena, start, rows = plan.write_arena[p], plan.write_start[p], plan.write_rows[p]
+        own = range(plan.first_write[p].item(k), plan.first_write[p].item(k + 1))
+        return [self._rows.tensor(arena.item(j)).narrow(0, start.item(j), rows.item(j)) for j in own]
+
+    def reads(self, k: int, n: int) -> list[torch.Tensor | None]:
+        """The gradients of a step's outputs, of n rows each."""
+        first = self._plan.first_read[self._p]
+        return [self._read(i, n) for i in range(first.item(k), first.item(k + 1))]
+
+    def _read(self, i: int, n: int) -> torch.Tensor | None:
+        """A view, rows by an index, a sum over bags, or nothing."""
+        plan, p = self._plan, self._p
+        kind, start, stop = int(plan.read_kind[p][i]), int(plan.read_start[p][i]), int(plan.read_stop[p][i])
+        if kind == NOTHING:
+            return None
+        arena = self._rows.tensor(int(plan.read_arena[p][i]))
+        if kind == GRADIENT_VIEW:
+            return arena[start:stop]
+        found = self._indices.get(arena.device)
+        if found is None:
+            found = to_device(plan.indices, arena.device), to_device(plan.bags, arena.device)
+            self._indices[arena.device] = found
+        index, bags = found[0][start:stop], found[1]
+        if kind == GRADIENT_SUM:
+            bag = int(plan.bag[p][i])
+            return sum_bags(arena, index, bags[bag : bag + n])
+        assert kind == GRADIENT_INDEX
+        return torch.index_select(arena, 0, index)
+
+
+def sum_bags(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:
+    """For each bag b, the sum of `rows[index[bags[b] : bags[b + 1]]]`; deterministic on every device."""
+    flat = torch.view_as_real(rows) if rows.is_complex() else rows
+    table = flat.reshape(flat.shape[0], -1)
+    if table.shape[1] == 0:
+        return rows.new_zeros((len(bags), *rows.shape[1:]))
+    summed = torch.embedding_bag(table, index, bags, False, 0)[0].view(len(bags), *flat.shape[1:])
+    return torch.view_as_complex(summed) if rows.is_complex() else summed
 
 
 def _or_zeros(grad: torch.Tensor | None, kind: TensorType, n: int) -> torch.Tensor:

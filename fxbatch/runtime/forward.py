@@ -6,7 +6,7 @@ launches = execute_forward(phase, memory, workspace, native=True)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,7 +19,6 @@ from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.native_stretches import forward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
-from fxbatch.runtime.step_views import StepView, lay_out_step, lay_out_steps, rows_of_output
 from fxbatch.runtime.watchers import named_step
 
 
@@ -48,21 +47,18 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
 
 def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
     """A step that has no native program, or that its program can't run."""
-    s = int(phase.plan.step_signature[k])
-    compiled = phase.compiled[s]
-    assert compiled is not None
-    if is_constant(compiled.signature):
-        place = memory.row_place(
-            compiled.signature.outputs[0], int(phase.plan.block_start[phase.plan.first_block[k]])
-        )
-        _fill(phase, memory, s, k, lambda: rows_of_output(phase, memory, k, 0), place)
+    signature = phase.operation(k).signature
+    if is_constant(signature):
+        row = phase.plan.block_start.item(phase.plan.first_block.item(k))
+        rows = functools.partial(phase.rows_of_output, memory, k, 0)
+        _fill(phase, memory, k, rows, memory.row_place(signature.outputs[0], row))
         return 0
     return run_steps(phase, memory, workspace, range(k, k + 1))
 
 
-def _fill(phase: Phase, memory: Memory, s: int, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
-    compiled, payload, plan = phase.compiled[s], phase.program.constants[s], phase.plan
-    assert compiled is not None
+def _fill(phase: Phase, memory: Memory, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
+    s = phase.plan.step_signature.item(k)
+    compiled, payload, plan = phase.operation(k), phase.program.constants[s], phase.plan
     first = int(plan.step_offset[k]) - (memory.calls(compiled) - len(payload))
     n = int(plan.step_rows[k])
     fill_constants(rows, place, compiled.signature, payload, first, n, plan.constant_order[s])
@@ -70,34 +66,23 @@ def _fill(phase: Phase, memory: Memory, s: int, k: int, rows: Callable[[], torch
 
 def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) -> int:
     """Run some consecutive steps of a phase in Python."""
-    plan, launches = phase.plan, 0
-    for k, (sources, outs, (kept, saved)) in zip(steps, _views(phase, memory, steps), strict=True):
-        s, n = plan.step_signature.item(k), plan.step_rows.item(k)
-        compiled = phase.compiled[s]
-        assert compiled is not None
+    launches, views = 0, phase.views_in(memory)
+    phase.views = views
+    for k in steps:
+        compiled, n = phase.operation(k), phase.plan.step_rows.item(k)
+        sources, outs, (kept, saved) = views[k]
         if compiled.forward is not None:
             launches += 1
             shared = memory.shared[compiled.signature]
             with named_step(compiled.signature.name, n, "forward"):
                 compiled.forward(n, sources, outs, kept, saved, shared, workspace)
         elif is_constant(compiled.signature):
-            _fill(phase, memory, s, k, functools.partial(outs.__getitem__, 0), 0)
+            _fill(phase, memory, k, functools.partial(outs.__getitem__, 0), 0)
         else:
             launches += n
             with named_step(compiled.signature.name, n, "forward"):
                 _run_call_by_call(phase, k, compiled, memory.shared[compiled.signature], sources, outs)
     return launches
-
-
-def _views(phase: Phase, memory: Memory, steps: range) -> Iterator[StepView]:
-    """Where steps read and write: one by itself where the next phase moves the memory, else all at once."""
-    if len(steps) == 1 and not phase.whole:
-        yield lay_out_step(phase, memory, steps.start)
-        return
-    views = phase.views = phase.views or lay_out_steps(phase, memory)
-    gather, block = phase.plan.first_gather.tolist(), phase.plan.first_block.tolist()
-    for k in steps:
-        yield views.sources[gather[k] : gather[k + 1]], views.blocks[block[k] : block[k + 1]], views.rows[k]
 
 
 def source_rows(source: Source, n: int) -> torch.Tensor:

@@ -23,7 +23,6 @@ from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.native_stretches import NativeKernels
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
-from fxbatch.runtime.step_views import rows_of_output
 from fxbatch.runtime.watchers import named_step
 
 
@@ -45,7 +44,7 @@ class Left:
             return rows if size == 1 else rows.view(n, size, *rows.shape[1:])
         if ref.kind == "output":
             found = [
-                rows_of_output(phase, self.memory, k, ref.index)
+                phase.rows_of_output(self.memory, k, ref.index)
                 for phase in self.phases
                 for k, s in enumerate(phase.plan.step_signature.tolist())
                 if phase.compiled[s] is compiled

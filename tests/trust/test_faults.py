@@ -28,7 +28,7 @@ FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError(
 OF_MEMORY = ("build_operation", "emit_kernel", "Pool.take", "run_on_fakes")  # treat those of memory otherwise
 
 # module, what in it, and at which of its calls the fault comes
-IN_PYTHON = ("lay_out_steps", "Backward._step")  # on the path where steps don't run native
+IN_PYTHON = ("StepViews._source", "Backward._step")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.arguments", "run_on_fakes", 0),
     ("fxbatch.trace.recorded_calls", "Program", 0),
@@ -41,7 +41,7 @@ POINTS = (
     ("fxbatch.runtime.backward", "plan_gradients", 0),
     ("fxbatch.runtime.forward", "forward_steps", 0),
     ("fxbatch.runtime.backward", "backward_steps", 0),
-    ("fxbatch.runtime.forward", "lay_out_steps", 0),
+    ("fxbatch.runtime.phase", "StepViews._source", 0),
     ("fxbatch.runtime.memory", "GradientRows._clear", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
     ("fxbatch.runtime.backward", "Backward._parameters", 0),
