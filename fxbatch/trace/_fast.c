@@ -408,6 +408,37 @@ static PyObject *usual_modes(PyObject *Py_UNUSED(module), PyObject *const *args,
                            keys_excluded(autocast_keys));
 }
 
+#if defined(__GNUC__) && defined(__x86_64__)
+#define NO_CALLER ".cfi_undefined rip"
+#elif defined(__GNUC__) && defined(__aarch64__)
+#define NO_CALLER ".cfi_undefined x30"
+#endif
+
+/* stack_here(): how deep this thread's stack is, as an address; 0 where `at_bottom` can't be. */
+static PyObject *stack_here(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+#ifdef NO_CALLER
+    char here;
+    return PyLong_FromVoidPtr(&here);
+#else
+    return PyLong_FromLong(0);
+#endif
+}
+
+/* at_bottom(work): call it where who walks the stack finds its end. In a greenlet that is used again others have
+   written to what lies behind it, and torch's exceptions look at all callers. */
+static PyObject *at_bottom(PyObject *Py_UNUSED(module), PyObject *work)
+{
+#ifdef NO_CALLER
+    __asm__ volatile(NO_CALLER);
+#endif
+    PyObject *found = PyObject_CallNoArgs(work);
+#ifdef NO_CALLER
+    __asm__ volatile("" ::: "memory"); /* no tail call */
+#endif
+    return found;
+}
+
 /* waiting_frame(known): the innermost frame of the user's code, where no frame of it holds what others may share; None
    where Python must look. known: by id of a code (it, whether it is the user's, whether it may hold something). */
 static PyObject *waiting_frame(PyObject *Py_UNUSED(module), PyObject *known)
@@ -446,6 +477,8 @@ static PyMethodDef functions[] = {
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
     {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
+    {"stack_here", stack_here, METH_NOARGS, "How deep the stack is."},
+    {"at_bottom", at_bottom, METH_O, "Call where the stack ends for who walks it."},
     {"waiting_frame", waiting_frame, METH_O, "The user's frame that waits, where it holds nothing."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},

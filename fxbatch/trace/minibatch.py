@@ -39,11 +39,12 @@ from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import ThreadModes, tracing
+from fxbatch.trace.state import ThreadModes, state, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
+from fxbatch.trace.workers import take_worker
 from fxbatch.trace.writes import abandon_written
 
 
@@ -243,6 +244,7 @@ class _Parked:
     plain: bool  # whether it waits for Python numbers
     modes: ThreadModes
     turn: bool = False  # whether it waits for all earlier instances, and for no value
+    waits: bool = True
     answer: Sequence[Any] = ()
 
 
@@ -277,7 +279,7 @@ class _Run:
         self.context = contextvars.copy_context()
         self.waiting: Instances | None = None  # what instances set on modules, once one has waited
         self.settings = settings_now()
-        self.stack = contextlib.ExitStack()
+        self.read = attributes_read()  # entered from the first wait on
 
     def all(self) -> None:
         """Run every instance to its end."""
@@ -288,24 +290,26 @@ class _Run:
             while self.parked:
                 self._phase()
         except BaseException:
+            self.modes.restore()
             self._close()
             abandon_written(self.recorder)
             raise
         finally:
             self.recorder.heard.close()
             self.recorder.ask = None
-            self.stack.close()
-            self.modes.restore()
+            if self.waiting is not None:
+                self._waits_are_over()
+                self.modes.restore()
 
     # In the main greenlet
 
     def _start(self) -> None:
         """Start instances until all are done or parked."""
         while self.next < len(self.instances) and self.failed is None:
-            worker = greenlet.greenlet(self._work, self.main)
+            worker = take_worker(self.main)
             worker.gr_context = self.context.copy()
-            with tracing(self.recorder):
-                worker.switch()
+            state.recorder = self.recorder
+            worker.switch(self._work)
             self.modes.restore()
         self._raise()
 
@@ -332,7 +336,7 @@ class _Run:
                 self.waiting.enter(p.instance)
             if p.modes is not now:
                 p.modes.restore()
-            before = len(self.parked)
+            before, p.waits = len(self.parked), False
             p.greenlet.switch()
             now = self.parked[-1].modes if len(self.parked) > before else None
             if self.failed is not None:
@@ -362,7 +366,8 @@ class _Run:
         """Close all parked instances: their `finally` blocks run, nothing else."""
         self.closing, self.recorder.settled = True, None
         for p in sorted((*self.resuming, *self.parked), key=_instance):
-            if not p.greenlet.dead:
+            if p.waits:
+                p.waits = False
                 p.modes.restore()
                 p.greenlet.throw(greenlet.GreenletExit)
                 self.modes.restore()
@@ -458,11 +463,11 @@ class _Run:
             )  # fmt: skip
             self.waiting.turn = self._turn
             self.recorder.waiting = self.waiting
-            self.stack.callback(self._waits_are_over)
-            self.stack.enter_context(attributes_read())
+            self.read.__enter__()
         return self.waiting
 
     def _waits_are_over(self) -> None:
+        self.read.end()
         if self.waiting is not None:
             self.waiting.close()
         self.waiting = self.recorder.waiting = None
