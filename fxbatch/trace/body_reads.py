@@ -555,11 +555,6 @@ class Reads:
                 return item.path
         return ""
 
-    def unseen(self) -> str:
-        """The name of another place that holds something else, "" if none does."""
-        changed = first_changed(self.items, far=False)
-        return "" if changed is None else changed.path
-
     def changes(self) -> list[tuple[Item, Any]]:
         """The places that hold something else than they held, with what they hold now."""
         return [(x, x.now()) for x in self.items if not x.holds()]

@@ -191,7 +191,7 @@ def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
                 known.pop(0)
         known.insert(0, again)
         found = again
-    recorder.examined[id(func)] = found
+    recorder.examined[id(func)], recorder.known_before = found, None
     return found
 
 
@@ -266,6 +266,8 @@ def function_entry(
     if made.target in _PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
         return Dependent("reads batch sizes of a packed sequence")
     template, inputs = arguments.template(), arguments.types()
+    if examined is not None:
+        arguments.recorder.known_before = None  # what is known of the function may be more then
 
     def run() -> Outcome:
         return arguments.outcome(made.target, template)

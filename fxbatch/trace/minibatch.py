@@ -185,10 +185,9 @@ def record_minibatch(
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
-    recorder = Recorder(table, roots, len(instances))
-    recorder.recall()
-    recorder.copies = {} if runs_now else None
-    recorder.watches_operands = runs_now and not ahead
+    recorder = Recorder(table, roots, len(instances), recalls=True)
+    if runs_now:
+        recorder.copies, recorder.watches_operands = {}, not ahead
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     run.first = first
     with patched():

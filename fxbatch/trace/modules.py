@@ -302,7 +302,7 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
             reads = found.reads.again()
             record.changed = found.reads.differs_from(reads) or record.changed
             found = record.examined = Examined(record.module, reads)
-        recorder.examined[id(record)] = found
+        recorder.examined[id(record)], recorder.known_before = found, None
         if id(record.module) not in recorder.seen:  # it may change unseen
             recorder.lasts = False
     return found
@@ -326,6 +326,7 @@ def _new_entry(
     record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: Any, arguments: Arguments
 ) -> Entry | str:
     recorder, module, method = arguments.recorder, record.module, record.method
+    recorder.known_before = None  # what is known of the module may be more then
     arguments.first_shared = len(examined.names)
     rule = _rule(module, method)
     with recorder.table.lock, tracing(None):

@@ -193,6 +193,11 @@ def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Own
     return None
 
 
+def versions_now(tensors: Sequence[tuple[Owner, torch.Tensor, int]]) -> list[tuple[Owner, torch.Tensor, int]]:
+    """The same with the version that each tensor has now."""
+    return [(owner, tensor, tensor._version) for owner, tensor, _ in tensors]
+
+
 def put(item: Item, value: Any) -> None:
     """Let a place hold this: a value, or of a container the copy of its content."""
     kind, holder, name = item.kind, item.holder, item.name

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
-from fxbatch.trace.places import first_changed, written_to
+from fxbatch.trace.places import first_changed, versions_now, written_to
 from fxbatch.trace.state import RecordedUnder, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line
@@ -68,29 +69,67 @@ class Columns:
     row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]]
 
 
-class _Known(NamedTuple):
+class _Known:
     """What a recorder leaves to the next one of its table, while the modules are as they were."""
 
-    roots: tuple[torch.nn.Module, ...]
-    modules: ModulesMet
-    examined: dict[int, Any]
-    call_table: Any
-    by_mode: dict[Any, tuple[int, dict[Any, Any]]]
-    constant_entries: dict[Any, Entry]
-    with_extension: bool
+    __slots__ = (
+        "by_mode", "call_table", "constant_entries", "examined", "in_c", "mode", "modules", "places", "read", "roots",
+    )  # fmt: skip
+    mode: tuple[Any, ...]  # what `sync_modes` found last
+
+    def __init__(self, recorder: RecordedCalls, modules: ModulesMet) -> None:
+        self.roots, self.modules, self.examined = recorder.roots, modules, recorder.examined
+        self.call_table, self.by_mode = recorder.call_table, recorder._by_mode
+        self.constant_entries, self.in_c = recorder.constant_entries, recorder.in_c
+        found = self.examined.values()
+        # What all of it depends on; and what the code of operations reads.
+        self.places = [*(modules.places or ()), *(item for x in found for item in x.reads.items)]
+        self.read = [item for x in found if not x.reason for item in x.reads.items]
+
+    def is_true(self, roots: tuple[torch.nn.Module, ...]) -> bool:
+        """Whether it still holds, for these roots."""
+        return (
+            len(self.roots) == len(roots)
+            and all(map(operator.is_, self.roots, roots))
+            and self.in_c is ExtensionSwitch.on
+            and first_changed(self.places) is None
+            and not has_global_hooks()
+        )
 
 
 class RecordedCalls(Columns):
     """Calls, values and constants of one minibatch, as columns. `sigs` and `inputs` hold what no phase has run yet."""
 
+    # As each recording begins.
+    ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
+    give: Callable[[list[Value]], list[torch.Tensor]] | None = None
+    modules: ModulesMet | None = None  # all modules as they were when owners were found
+    seen: frozenset[int] = frozenset()  # their ids
+    known_before: _Known | None = None  # what it began with, as long as nothing was added to that
+    recalled = False  # whether it began with, and leaves, what is known of modules
+    lasts = True  # whether what is known of them may be true in the next minibatch too
+    watches_operands = False  # whether its calls run here and now, before the user's next step
+    copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
+    over = ""  # why no call can be added any more
+    graded = False  # whether some call was made with gradients on
+    long_calls = 0  # calls of functions that Python recorded
+    running = 0  # the instance whose code runs
+    waiting: Instances | None = None  # what instances set on modules, once one has waited
+    _mode_key: Any = None
+
     def __init__(
-        self, table: SignatureTable, roots: Sequence[torch.nn.Module] = (), instances: int = 0
+        self,
+        table: SignatureTable,
+        roots: Sequence[torch.nn.Module] = (),
+        instances: int = 0,
+        *,
+        recalls: bool = False,
     ) -> None:
+        """recalls: begin with what the last recorder of this table knew of the modules, and leave it to the next."""
         self.table = table
         self.roots = tuple(roots)  # traced through, and searched for owners of parameters
         self.instances = instances
-        self.base = next(_ranges) * _RANGE
-        self.count = self.base
+        self.base = self.count = next(_ranges) * _RANGE
         self.sigs, self.inputs = new_column(), new_column()
         self.in_c = ExtensionSwitch.on
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
@@ -103,34 +142,23 @@ class RecordedCalls(Columns):
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted = {}, {}
-        self.constant_entries = {}
-        self.owners = None
-        self.ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
-        self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
-        self.modules: ModulesMet | None = None  # all modules as they were when owners were found
-        self.seen: frozenset[int] = frozenset()  # their ids
         # Parameters and buffers, with version at first sight.
         self.operands: list[tuple[str, torch.Tensor, int]] = []
-        self.watches_operands = False  # whether its calls run here and now, before the user's next step
-        self.recalled = False  # whether it began with, and leaves, what is known of modules
-        self.lasts = True  # whether what is known of them may be true in the next minibatch too
-        self.over = ""  # why no call can be added any more
-        self.give: Callable[[list[Value]], list[torch.Tensor]] | None = None
-        self.copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
         self.foreign = Foreign()  # tensors whose memory others may write to
-        self.graded = False  # whether some call was made with gradients on
-        self.long_calls = 0  # calls of functions that Python recorded
-        self.running = 0  # the instance whose code runs
-        self.waiting: Instances | None = None  # what instances set on modules, once one has waited
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
-        self._mode_key: Any = None
-        self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
-        self.call_table = new_call_table()
-        self.sync_modes()
+        if not (recalls and self._recall()):
+            self.owners = None
+            self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
+            self.constant_entries = {}
+            self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
+            self.call_table = new_call_table()
+            self.sync_modes()
+            if recalls:
+                self.look_at_modules()
 
     # Modes
 
@@ -188,7 +216,7 @@ class RecordedCalls(Columns):
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
-        self.copies = None
+        self.copies = self.known_before = None
         self.call_table.clear()
         self.heard.forget()
         self.examined.clear()
@@ -239,19 +267,21 @@ class RecordedCalls(Columns):
             self._leave_known()
         self.over, self.settled = "its minibatch is over", None
         self.ask = None
-        self.call_table, self.row_calls = new_call_table(), {}
-        self._by_mode = {key: (mode, {}) for key, (mode, _) in self._by_mode.items()}
-        self.functions = {}
+        self.call_table, self.row_calls = None, {}
+        self._by_mode, self.functions, self.known_before = {}, {}, None
 
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
-        for examined in self.examined.values():
-            changed = "" if examined.reason else examined.reads.unseen()
-            if changed:
-                raise TraceError(
-                    f"{changed} was changed while instances ran, in a way that can't be seen at each call: set "
-                    "attributes of modules as attributes, not through __dict__, and don't replace code there"
-                )
+        if self.known_before is not None:
+            read = self.known_before.read
+        else:
+            read = [item for x in self.examined.values() if not x.reason for item in x.reads.items]
+        changed = first_changed(read, far=False)
+        if changed is not None:
+            raise TraceError(
+                f"{changed.path} was changed while instances ran, in a way that can't be seen at each call: set "
+                "attributes of modules as attributes, not through __dict__, and don't replace code there"
+            )
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
@@ -367,28 +397,23 @@ class RecordedCalls(Columns):
 
     # What one minibatch finds out of the modules, for the next
 
-    def recall(self) -> None:
-        """Before the first instance: know what the last recorder of this table knew, if every module of its trees is as
-        it was. It is taken out of the table while in use: another thread begins anew."""
+    def _recall(self) -> bool:
+        """Know what the last recorder of this table knew, if every module of its trees is as it was. It is taken out of
+        the table while in use: another thread begins anew."""
         table, self.recalled = self.table, True
         with table.lock:
             kept, table.kept = table.kept, None
-        if (
-            kept is None
-            or kept.with_extension is not ExtensionSwitch.on
-            or len(kept.roots) != len(self.roots)
-            or any(a is not b for a, b in zip(kept.roots, self.roots, strict=True))
-            or first_changed(kept.modules.places or []) is not None
-            or has_global_hooks()
-            or not all(x.reads.unchanged() for x in kept.examined.values())
-        ):
-            self.look_at_modules()
-            return
+        if kept is None or not kept.is_true(self.roots):
+            return False
+        self.known_before = kept
         self._know(kept.modules)
-        self.operands = [(name, t, t._version) for name, t, _ in kept.modules.operands]
+        self.operands = versions_now(kept.modules.operands)
         self.examined, self.call_table = kept.examined, kept.call_table
-        self.constant_entries, self._by_mode, self._mode_key = kept.constant_entries, kept.by_mode, None
+        self.constant_entries, self._by_mode = kept.constant_entries, kept.by_mode
+        self._mode_key, self.autocast, self.grad, self.floats, self.mode, self.functions = kept.mode
         self.sync_modes()
+        self.graded = self.grad
+        return True
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
@@ -396,16 +421,18 @@ class RecordedCalls(Columns):
             return
         if self.in_c and not self.call_table.lasts():
             return
-        if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
-            self.examined = {key: x for key, x in self.examined.items() if x.lasts}
+        known = self.known_before
+        if known is None:
+            if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
+                self.examined = {key: x for key, x in self.examined.items() if x.lasts}
+            known = _Known(self, self.modules)
+        known.mode = self._mode_key, self.autocast, self.grad, self.floats, self.mode, self.functions
         with self.table.lock:
-            self.table.kept = _Known(
-                self.roots, self.modules, self.examined, self.call_table, self._by_mode, self.constant_entries,
-                ExtensionSwitch.on,
-            )  # fmt: skip
+            self.table.kept = known
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""
+        self.known_before = None
         versions = {id(t): version for _, t, version in self.operands}
         found = ModulesMet.of((*self.roots, *self.table.owners.values()), versions)
         self._know(found)

@@ -23,19 +23,20 @@ Constants = dict[int, tuple[Any, torch.Tensor, int | None]]  # a recorder's
 class Phases:
     """The calls that have run, and one number and one flag a value, extended up to what was asked for."""
 
+    known = 0  # values that are computed
+    _types = np.empty(0, dtype=np.int32)
+    _typed = 0  # values that have a type ...
+    _phases_typed = 0  # ... and the phases that they are of
+    phase_done = 0
+    calls_done = 0  # calls of the pending part that have flags
+    inputs_done = 0
+    leaves: frozenset[int] = frozenset()  # constants that require gradients and were let go
+
     def __init__(self, table: SignatureTable) -> None:
         self.table = table
         self.columns: list[tuple[np.ndarray, np.ndarray]] = []  # signatures and inputs of each phase
         self.constants: list[dict[int, Any]] = []  # of each phase, by signature
-        self.known = 0  # values that are computed
-        self._types = np.empty(0, dtype=np.int32)
-        self._typed = 0  # values that have a type ...
-        self._phases_typed = 0  # ... and the phases that they are of
         self.flags = bytearray()
-        self.phase_done = 0
-        self.calls_done = 0  # calls of the pending part that have flags
-        self.inputs_done = 0
-        self.leaves: frozenset[int] = frozenset()  # constants that require gradients and were let go
 
     def add(self, sig: np.ndarray, inputs: np.ndarray, constants: dict[int, Any], known: int) -> None:
         """A phase with these columns runs. known: how many values there are then."""
