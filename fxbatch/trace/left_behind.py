@@ -54,12 +54,20 @@ class LeftBehind:
         self.places = list(places)  # lists and dictionaries that hold some, each with the index or key
 
     @staticmethod
-    def of(recorder: RecordedCalls, results: Sequence[Any] = (), *, held: bool = True) -> LeftBehind | None:
-        """What the user still holds; None where there is nothing. held: look for values that no result has."""
-        written = list(recorder.written.values())
-        recorder.written = {}
+    def of(
+        recorder: RecordedCalls,
+        results: Sequence[Any] = (),
+        known: dict[int, Value] | None = None,
+        *,
+        held: bool = True,
+    ) -> LeftBehind | None:
+        """What the user still holds; None where there is nothing. known: the values of results and recorder by id,
+        where none is a view; held: look for values that no result has."""
+        written: list[Written] = []
+        if recorder.written:
+            written, recorder.written = list(recorder.written.values()), {}
         kept = [x for x in written if sys.getrefcount(x.tensor) > _OURS]
-        values, places = _held(recorder, results, written) if held else ([], [])
+        values, places = _held(recorder, results, written, known) if held else ([], [])
         return LeftBehind(recorder, kept, values, places) if kept or values else None
 
     @property
@@ -147,7 +155,10 @@ def handing_over(
 
 
 def _held(
-    recorder: RecordedCalls, results: Sequence[Any], written: Sequence[Written]
+    recorder: RecordedCalls,
+    results: Sequence[Any],
+    written: Sequence[Written],
+    plain: dict[int, Value] | None,
 ) -> tuple[list[Value], list[Place]]:
     """The values of a recording that somebody else than its results holds.
 
@@ -155,7 +166,7 @@ def _held(
     models leave them, and only if some are missing among all objects.
     """
     expected = _ITS_OWN + len(written) + (recorder.waiting is not None)
-    known, again = _known(recorder, results)
+    known, again = _known(recorder, results) if plain is None else (plain, 0)
     for record in written:
         if sys.getrefcount(record.value) <= _OURS:  # nobody but its record has it
             known[id(record.value)] = record.value

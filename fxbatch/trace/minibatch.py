@@ -38,6 +38,7 @@ from fxbatch.trace.data_dependent import must_not_switch
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
+from fxbatch.trace.places import values_kept
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, state, tracing
 from fxbatch.trace.table import SignatureTable
@@ -59,13 +60,14 @@ class PhaseStatistics:
 class Statistics:
     """Counts of one minibatch."""
 
+    suspensions = 0
+    stayed = ""  # why an instance that asked was not left, so that others could not run
+
     def __init__(self, instances: int) -> None:
         self.instances = instances
         self.phases: list[PhaseStatistics] = []
-        self.suspensions = 0
         # Where the user's code asked, and how often: by id of the code and place in it.
         self._places: dict[tuple[int, int] | None, tuple[UserPlace, int]] = {}
-        self.stayed = ""  # why an instance that asked was not left, so that others could not run
 
     def asked(self, place: UserPlace) -> None:
         """An instance asked for values at this place of the user's code."""
@@ -194,8 +196,13 @@ def record_minibatch(
         for kind in recorder.modules.classes if recorder.modules is not None else ():
             quicken(kind)
         run.all()
-    _refuse_foreign_values(recorder, run.results)
-    left = LeftBehind.of(recorder, run.results, held=runs_now)
+    kept = values_kept(
+        recorder, run.results, (recorder.constants, recorder.foreign.copies, recorder.copies or {}),
+        (recorder.numbers, recorder.parameter_rows),
+    )  # fmt: skip
+    if kept is None:
+        _refuse_foreign_values(recorder, run.results)
+    left = LeftBehind.of(recorder, run.results, kept, held=runs_now)
     recorder.finish()
     return Recording(recorder, run.results, run.statistics, left=left)
 
@@ -215,9 +222,9 @@ def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     Ragged arguments stay real tensors: slicing them costs little, and as values every length would make
     signatures of its own.
     """
-    if not instances:
+    first = instances[0][0] if instances else ()
+    if torch.Tensor not in map(type, first):
         return frozenset()
-    first = instances[0][0]
 
     def is_vector(a: Any) -> bool:
         numbers = type(a) is torch.Tensor and a.dim() == 1 and a.layout is torch.strided
@@ -248,7 +255,14 @@ class _Parked:
 
 
 class _Run:
-    """The loop over instances: one worker greenlet, a fresh one whenever an instance is parked."""
+    """The loop over instances: one worker greenlet, another one whenever an instance is parked."""
+
+    first = 0  # the number of the first instance, in messages
+    next = 0  # the next instance to start
+    running = 0  # the instance whose code runs now
+    failed: BaseException | None = None
+    closing = False
+    waiting: Instances | None = None  # what instances set on modules, once one has waited
 
     def __init__(
         self,
@@ -268,17 +282,10 @@ class _Run:
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
-        self.first = 0  # the number of the first instance, in messages
-        self.next = 0  # the next instance to start
-        self.running = 0  # the instance whose code runs now
-        self.failed: BaseException | None = None
-        self.closing = False
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
         self.context = contextvars.copy_context()
-        self.waiting: Instances | None = None  # what instances set on modules, once one has waited
         self.settings = settings_now()
-        self.read = attributes_read()  # entered from the first wait on
 
     def all(self) -> None:
         """Run every instance to its end."""
@@ -462,11 +469,12 @@ class _Run:
             )  # fmt: skip
             self.waiting.turn = self._turn
             self.recorder.waiting = self.waiting
-            self.read.__enter__()
+            self.reads = attributes_read()
+            self.reads.__enter__()
         return self.waiting
 
     def _waits_are_over(self) -> None:
-        self.read.end()
+        self.reads.end()
         if self.waiting is not None:
             self.waiting.close()
         self.waiting = self.recorder.waiting = None

@@ -4,8 +4,8 @@
     worker.switch(work)            # calls work(); in `main` again when that is done, or switches there
 
 A fresh greenlet takes pages of the system for its frames: 6 us, and 25 where the caches are cold; one that is used
-again 0.5 and 3. It lies on the C stack where it was first switched to. Where the stack is that deep again, nothing of `main`
-lies below it: then it is used again; where it is deeper, a fresh one takes its place.
+again 0.5 and 3. It lies on the C stack where it was first switched to: where the stack is that deep again, nothing of
+`main` lies below, and it is used again; where it is deeper, a fresh one takes its place.
 """
 
 from __future__ import annotations
