@@ -629,48 +629,6 @@ def storage_users(t: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage` itself
 
 
-@functools.cache
-def resizable_place() -> tuple[int, int, int]:
-    """Offsets that lead from a tensor's Python object to its implementation, from that to its storage, and in the
-    storage to the byte that says whether it may be resized, for hot paths: storages whose memory somebody else has
-    too (numpy, another process) may not. Found by comparing memory before and after `numpy()`, which sets the byte,
-    and tried on other tensors; (-1, -1, -1) where it isn't found. Checked: 2.13.0, Linux.
-    """
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()._cdata
-    to_impl = _place_of(tensor._cdata, id(tensor), torch.Tensor.__basicsize__)
-    to_storage = _place_of(storage, tensor._cdata, 48)
-    before = ctypes.string_at(storage, 72)
-    tensor.numpy()
-    after = ctypes.string_at(storage, 72)
-    changed = [i for i in range(72) if before[i] != after[i]]
-    if (
-        to_impl < 0
-        or to_storage < 0
-        or len(changed) != 1
-        or (before[changed[0]], after[changed[0]]) != (1, 0)
-    ):
-        return -1, -1, -1
-    found = to_impl, to_storage, changed[0]
-    lent = torch.frombuffer(bytearray(8), dtype=torch.float32)
-    tried = [torch.zeros(3), torch.ones(2)[0], tensor, lent, lent[1]]
-    same = all(_byte_at(t, found) == t.untyped_storage().resizable() for t in tried)
-    return found if same else (-1, -1, -1)
-
-
-def _place_of(pointer: int, start: int, size: int) -> int:
-    """Where a pointer lies in memory, in bytes from its start; -1: nowhere."""
-    words = [int.from_bytes(ctypes.string_at(start + i, 8), "little") for i in range(0, size - 7, 8)]
-    return 8 * words.index(pointer) if pointer in words else -1
-
-
-def _byte_at(t: torch.Tensor, place: tuple[int, int, int]) -> int:
-    implementation = ctypes.c_uint64.from_address(id(t) + place[0]).value
-    return ctypes.c_uint8.from_address(
-        ctypes.c_uint64.from_address(implementation + place[1]).value + place[2]
-    ).value
-
-
 def _autocast_keys() -> int:
     """What autocast includes again, for the devices that `any_autocast` asks for."""
     keys = 0

@@ -289,7 +289,7 @@ static struct {
     {"row_of_parameter", &slow_row},
     {"link_views", &slow_link}, {"Alias", &Alias}, {"getitem", &getitem}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
-    {"handle_torch_function", &slow_handle}, {"strided", &strided}, {"cpu", &cpu},
+    {"handle_torch_function", &slow_handle},
 };
 
 static struct {
@@ -304,20 +304,21 @@ static struct {
     const char *name;
     const PyGetSetDef **where;
 } const getters[] = {
-    {"shape", &get_shape}, {"dtype", &get_dtype}, {"device", &get_device}, {"is_cpu", &get_is_cpu},
-    {"layout", &get_layout}, {"_version", &get_version}, {"_base", &get_base}, {"requires_grad", &get_requires_grad},
+    {"shape", &get_shape}, {"dtype", &get_dtype}, {"is_cpu", &get_is_cpu}, {"_version", &get_version}, {"_base", &get_base},
+    {"requires_grad", &get_requires_grad},
 };
 
 static struct {
     PyTypeObject **type;
     const char *name;
     Py_ssize_t *offset;
+    int whole;
 } const slots[] = {
-    {&Value, "_value", &at.value}, {&Value, "_type", &at.type}, {&Value, "_recorder", &at.recorder},
-    {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid}, {&Entry, "types", &at.types},
+    {&Value, "_value", &at.value, 1}, {&Value, "_type", &at.type, 1}, {&Value, "_recorder", &at.recorder},
+    {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid, 1}, {&Entry, "types", &at.types},
     {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliases", &at.aliases}, {&Entry, "target", &at.target},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
-    {&Recorder, "count", &at.count}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode},
+    {&Recorder, "count", &at.count, 1}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode, 1},
     {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
     {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
     {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
@@ -336,13 +337,28 @@ static PyObject *not_as_expected(void)
 
 #define EACH(i, table) for (size_t i = 0; i < sizeof table / sizeof *table; i++)
 
-/* setup(what is given by name, addresses of torch's C++, where storages say whether they may be resized); once. */
+/* Where in memory is what is asked of tensors: MemoryPlaces, or None where that is not known. */
+static int set_places(PyObject *places)
+{
+    PyObject *kind;
+    if (places == Py_None)
+        return 1;
+    if (!PyArg_ParseTuple(places, "nnnnnnKO!", &lies.implementation, &lies.storage, &lies.autograd, &lies.version,
+                          &lies.resizable, &lies.counted, &lies.no_view, &PyTuple_Type, &kind))
+        return 0;
+    lies.kinds = PyTuple_GET_SIZE(kind);
+    for (Py_ssize_t i = 0; i < lies.kinds && i < MAX_KIND; i++)
+        lies.kind[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, i));
+    return lies.kinds <= MAX_KIND && !PyErr_Occurred();
+}
+
+/* setup(what is given by name, addresses of torch's C++, where things lie in memory); once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *given, *pointer;
+    PyObject *given, *places, *pointer;
     unsigned long long address[4];
-    if (!PyArg_ParseTuple(args, "O!(KKKK)(nnn)", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3],
-                          &to_impl, &to_storage, &to_resizable))
+    if (!PyArg_ParseTuple(args, "O!(KKKK)O", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3],
+                          &places))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -358,12 +374,12 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
             return not_as_expected();
         *given_questions[i].where = Py_NewRef(f);
     }
-    EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset) < 0) return NULL;
+    EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset, slots[i].whole) < 0) return NULL;
     EACH(i, getters) if (!(*getters[i].where = getter_of((PyObject *)Tensor, getters[i].name))) return NULL;
     if ((pointer = PyObject_GetAttrString((PyObject *)Tensor, "data_ptr")) && Py_IS_TYPE(pointer, &PyMethodDescr_Type))
         data_ptr = ((PyMethodDescrObject *)pointer)->d_method;
     Py_XDECREF(pointer); /* its class keeps it */
-    if (!data_ptr || data_ptr->ml_flags != METH_NOARGS || !Value->tp_clear || !Value->tp_weaklistoffset)
+    if (!set_places(places) || !data_ptr || data_ptr->ml_flags != METH_NOARGS || !Value->tp_clear || !Value->tp_weaklistoffset)
         return not_as_expected();
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];
@@ -482,6 +498,8 @@ static PyMethodDef functions[] = {
     {"waiting_frame", waiting_frame, METH_O, "The user's frame that waits, where it holds nothing."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
+    {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
+    {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},

@@ -57,8 +57,8 @@ static int token_value(Arguments *a, PyObject *v)
 {
     if (a->n == a->room && arguments_grow(a) < 0)
         return -1;
-    a->tokens[a->n++] = (Token){(PyObject *)Value, PyLong_AsSsize_t(SLOT(v, at.type))};
-    a->inputs[a->read++] = (Input){Py_NewRef(v), PyLong_AsSsize_t(SLOT(v, at.value))};
+    a->tokens[a->n++] = (Token){(PyObject *)Value, WHOLE(v, at.type)};
+    a->inputs[a->read++] = (Input){Py_NewRef(v), WHOLE(v, at.value)};
     return 1;
 }
 
@@ -173,7 +173,7 @@ static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args,
 
 static Call call_of(PyObject *recorder, PyObject *func, Arguments *a)
 {
-    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)PyLong_AsLong(SLOT(recorder, at.mode))};
+    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)WHOLE(recorder, at.mode)};
     c.hash = call_hash(&c);
     return c;
 }

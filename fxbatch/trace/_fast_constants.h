@@ -22,7 +22,7 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, 
     Column *sigs = (Column *)SLOT(recorder, at.sigs), *inputs = (Column *)SLOT(recorder, at.inputs);
     if (column_reserve(sigs, 1) < 0 || column_reserve(inputs, n) < 0)
         return NULL;
-    sigs->data[sigs->size++] = PyLong_AsSsize_t(SLOT(entry, at.sid));
+    sigs->data[sigs->size++] = WHOLE(entry, at.sid);
     for (Py_ssize_t i = 0; i < n; i++)
         inputs->data[inputs->size++] = read[i].id;
     PyObject *types = SLOT(entry, at.types);
@@ -43,12 +43,6 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, 
     return built;
 }
 
-/* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
-static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
-{
-    return attribute->get(t, attribute->closure);
-}
-
 /* emit(recorder, entry, ids): record one call; its result with Values. */
 static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
 {
@@ -61,80 +55,100 @@ static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
     return added ? record(args[0], args[1], NULL, 0) : NULL;
 }
 
-/* The entry of constants like t, borrowed; NULL without an error where there is none. There are few. */
-static PyObject *entry_like(PyObject *recorder, PyObject *t)
+/* Where in memory is what is asked of plain tensors (tensor_memory.py); implementation -1: not known, then Python
+   decides about all of them. */
+#define MAX_KIND 24
+static struct {
+    Py_ssize_t implementation, storage, autograd, version, resizable, counted;
+    uint64_t no_view;
+    Py_ssize_t kinds, kind[MAX_KIND];
+} lies = {.implementation = -1};
+
+#define AT(type, start, offset) (*(type *)((char *)(start) + (offset)))
+
+/* How often torch has written to a tensor; -1 where nobody counts: those made in inference mode. */
+static int64_t version_of(PyObject *t)
 {
-    PyObject *entries = SLOT(recorder, at.entries), *found = NULL, *key, *entry;
-    PyObject *shape = ask(get_shape, t), *dtype = ask(get_dtype, t), *on_cpu = ask(get_is_cpu, t), *device = NULL;
-    if (on_cpu)
-        device = on_cpu == Py_True ? Py_NewRef(cpu) : ask(get_device, t);
-    if (shape && dtype && device && PyDict_GET_SIZE(entries) <= 8) {
-        for (Py_ssize_t place = 0; !found && PyDict_Next(entries, &place, &key, &entry);) {
-            if (PyTuple_GET_ITEM(key, 1) != dtype)
-                continue;
-            int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(key, 0), shape, Py_EQ);
-            if (same == 1)
-                same = PyObject_RichCompareBool(PyTuple_GET_ITEM(key, 2), device, Py_EQ);
-            if (same < 0)
-                break;
-            found = same ? entry : NULL;
-        }
-    } else if (shape && dtype && device) {
-        key = PyTuple_Pack(3, shape, dtype, device);
-        found = key ? PyDict_GetItemWithError(entries, key) : NULL;
-        Py_XDECREF(key);
+    if (lies.implementation >= 0) {
+        void *counter = AT(void *, AT(void *, t, lies.implementation), lies.version);
+        return counter ? (int64_t)AT(uint32_t, counter, lies.counted) : -1;
     }
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
-    Py_XDECREF(on_cpu);
-    Py_XDECREF(device);
-    return found;
+    PyObject *version = get_version->get(t, get_version->closure);
+    int64_t number = version ? (int64_t)PyLong_AsSsize_t(version) : -1;
+    Py_XDECREF(version);
+    PyErr_Clear();
+    return number;
 }
 
-/* Where a tensor's storage says whether it may be resized (torch_private.resizable_place); -1: not known. */
-static Py_ssize_t to_impl = -1, to_storage, to_resizable;
-
-/* Whether somebody else may write to the memory of a plain tensor unseen (numpy, another process); 1 too where that
-   can't be told here: then Python does. */
-static int is_foreign(PyObject *t)
+/* The words that are equal for tensors of one type alone. */
+static PyObject *kind_of(PyObject *Py_UNUSED(module), PyObject *t)
 {
-    if (to_impl < 0)
-        return 1;
-    const char *impl = *(char **)((char *)t + to_impl), *storage = impl ? *(char **)(impl + to_storage) : NULL;
-    return !storage || !storage[to_resizable];
+    uint64_t words[MAX_KIND];
+    if (lies.implementation < 0 || !Py_IS_TYPE(t, Tensor))
+        Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < lies.kinds; i++)
+        words[i] = AT(uint64_t, AT(void *, t, lies.implementation), lies.kind[i]);
+    return PyBytes_FromStringAndSize((char *)words, lies.kinds * 8);
+}
+
+static int is_of_kind(PyObject *kind, const void *implementation)
+{
+    if (!PyBytes_CheckExact(kind) || PyBytes_GET_SIZE(kind) != lies.kinds * 8)
+        return 0;
+    for (Py_ssize_t i = 0; i < lies.kinds; i++)
+        if (AT(uint64_t, PyBytes_AS_STRING(kind), 8 * i) != AT(uint64_t, implementation, lies.kind[i]))
+            return 0;
+    return 1;
+}
+
+/* The entry of constants like t, borrowed; NULL where there is none, maybe with an error. Most recordings have few. */
+static PyObject *entry_like(PyObject *recorder, PyObject *t)
+{
+    PyObject *entries = SLOT(recorder, at.entries), *key, *entry = NULL;
+    if (PyDict_GET_SIZE(entries) <= 16) {
+        for (Py_ssize_t place = 0; PyDict_Next(entries, &place, &key, &entry);)
+            if (is_of_kind(key, AT(void *, t, lies.implementation)))
+                return entry;
+        return NULL;
+    }
+    if ((key = kind_of(NULL, t)))
+        entry = PyDict_GetItemWithError(entries, key);
+    Py_XDECREF(key);
+    return entry;
 }
 
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
     PyObject *owners = SLOT(recorder, at.owners), *v = NULL;
-    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || is_foreign(t))
+    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || lies.implementation < 0 ||
+        version_of(t) < 0)
         return NULL;
-    PyObject *layout = ask(get_layout, t), *version = NULL;
-    PyObject *entry = layout == strided ? entry_like(recorder, t) : NULL;
-    Py_XDECREF(layout);
-    if (entry && (version = ask(get_version, t))) {
-        PyObject *payload = PyDict_GetItemWithError(SLOT(recorder, at.payload), SLOT(entry, at.sid)), *kept = NULL;
-        if (payload && (v = record(recorder, entry, NULL, 0))) {
-            kept = PyTuple_Pack(3, v, t, version);
-            Py_DECREF(v); /* `kept` has it */
-            if (!kept || PyList_Append(payload, t) < 0 ||
-                PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
-                PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
-                v = NULL;
-            Py_XDECREF(kept); /* so has the dict */
-        }
-        Py_DECREF(version);
+    void *storage = AT(void *, AT(void *, t, lies.implementation), lies.storage);
+    if (!storage || !AT(char, storage, lies.resizable)) /* others may write there unseen: numpy, another process */
+        return NULL;
+    PyObject *entry = entry_like(recorder, t);
+    PyObject *sid = entry ? PyLong_FromLongLong(WHOLE(entry, at.sid)) : NULL;
+    PyObject *payload = sid ? PyDict_GetItemWithError(SLOT(recorder, at.payload), sid) : NULL;
+    Py_XDECREF(sid);
+    if (payload && (v = record(recorder, entry, NULL, 0))) {
+        PyObject *kept = Py_BuildValue("(OOL)", v, t, (long long)version_of(t));
+        Py_DECREF(v); /* `kept` has it */
+        if (!kept || PyList_Append(payload, t) < 0 || PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
+            PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
+            v = NULL;
+        Py_XDECREF(kept); /* so has the dict */
     }
-    if (!v && PyErr_ExceptionMatches(PyExc_RuntimeError))
-        PyErr_Clear(); /* tensors made in inference mode have no version */
     return v;
 }
 
 /* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
 static int perhaps_shared_view(PyObject *recorder, PyObject *t)
 {
-    PyObject *base = ask(get_base, t);
+    uint64_t *autograd = lies.implementation < 0 ? NULL : AT(void *, AT(void *, t, lies.implementation), lies.autograd);
+    if (lies.implementation >= 0 && (!autograd || *autograd == lies.no_view))
+        return 0;
+    PyObject *base = get_base->get(t, get_base->closure);
     if (!base)
         return -1;
     int found = base != Py_None;
@@ -148,6 +162,12 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     return found;
 }
 
+/* Whether a tensor was written to since a version was noted, None: it has none. */
+static int is_written_to(PyObject *t, PyObject *version)
+{
+    return version != Py_None && version_of(t) != (int64_t)PyLong_AsLongLong(version);
+}
+
 /* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand, or where `views` count
    when it may be a view of one. */
 static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
@@ -155,11 +175,7 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
     PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
     PyObject *kept = key ? PyDict_GetItemWithError(SLOT(recorder, at.constants), key) : NULL;
     if (kept) {
-        PyObject *version = PyTuple_GET_ITEM(kept, 2);
-        PyObject *now = version == Py_None ? Py_NewRef(Py_None) : ask(get_version, t);
-        int same = now ? PyObject_RichCompareBool(now, version, Py_EQ) : -1;
-        Py_XDECREF(now);
-        v = same == 1 ? PyTuple_GET_ITEM(kept, 0) : NULL;
+        v = is_written_to(t, PyTuple_GET_ITEM(kept, 2)) ? NULL : PyTuple_GET_ITEM(kept, 0);
     } else if (key && !PyErr_Occurred()) {
         int shared = perhaps_shared_view(recorder, t);
         if (shared > 0 && (v = PyObject_CallFunctionObjArgs(slow_row, recorder, t, NULL))) {
@@ -183,6 +199,17 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
     }
     Py_DECREF(v); /* the recorder's constants keep it */
     return v;
+}
+
+/* written_to(rows): whose tensor was the first that was written to, of rows (whose, tensor, version); None if none was. */
+static PyObject *written_to(PyObject *Py_UNUSED(module), PyObject *rows)
+{
+    for (Py_ssize_t i = 0; PyList_CheckExact(rows) && i < PyList_GET_SIZE(rows); i++) {
+        PyObject *row = PyList_GET_ITEM(rows, i);
+        if (is_written_to(PyTuple_GET_ITEM(row, 1), PyTuple_GET_ITEM(row, 2)))
+            return Py_NewRef(PyTuple_GET_ITEM(row, 0));
+    }
+    Py_RETURN_NONE;
 }
 
 static int mode_is(PyObject *ask, PyObject *expected)

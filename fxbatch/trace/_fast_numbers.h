@@ -104,7 +104,7 @@ static PyObject *settled_number(PyObject *v, int how)
     if (!settled || !Py_IS_TYPE(settled, &SettledType))
         return NULL;
     Settled *s = (Settled *)settled;
-    int64_t i = (int64_t)PyLong_AsSsize_t(SLOT(v, at.value)) - s->base;
+    int64_t i = WHOLE(v, at.value) - s->base;
     if (i < 0 || 8 * (i + 1) > s->types.len || 8 * (i + 1) > s->rows.len)
         return NULL;
     int64_t type = ((const int64_t *)s->types.buf)[i], row = ((const int64_t *)s->rows.buf)[i];

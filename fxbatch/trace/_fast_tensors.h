@@ -7,6 +7,12 @@
 static PyMethodDef *data_ptr; /* of torch.Tensor */
 static const PyGetSetDef *get_requires_grad;
 
+/* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
+static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
+{
+    return attribute->get(t, attribute->closure);
+}
+
 /* Read one number of `size` bytes; 0 where that can't be done, maybe with an error. */
 static int read_integer(PyObject *t, char *out, Py_ssize_t size)
 {

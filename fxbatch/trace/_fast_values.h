@@ -12,10 +12,9 @@ static struct {
 } at;
 static PyTypeObject *Value, *Alias, *Tensor, *Parameter, *BareParameter, *BareView;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *strided, *getitem;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *getitem;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
-static const PyGetSetDef *get_shape, *get_dtype, *get_device, *get_is_cpu, *get_layout, *get_version, *get_base;
-static PyObject *cpu; /* the device */
+static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base;
 /* C++, of torch: the same as the first three, or NULL */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
@@ -25,15 +24,20 @@ static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
 
-static int slot(PyObject *type, const char *name, Py_ssize_t *offset)
+#define WHOLE(object, where) (*(int64_t *)((char *)(object) + (where)))
+
+/* Where a slot is. whole: it holds a number of 8 bytes from here on, in place of an object. */
+static int slot(PyObject *type, const char *name, Py_ssize_t *offset, int whole)
 {
     PyObject *descriptor = PyObject_GetAttrString(type, name);
     if (!descriptor)
         return -1;
     int found = Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
-    if (found)
+    if (found) {
         *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
-    else
+        if (whole)
+            ((PyMemberDescrObject *)descriptor)->d_member->type = T_LONGLONG;
+    } else
         PyErr_Format(PyExc_TypeError, "%s is no slot", name);
     Py_DECREF(descriptor);
     return found ? 0 : -1;
@@ -69,8 +73,6 @@ static void value_dealloc(PyObject *v)
             }
             PyObject *recorder = SLOT(v, at.recorder), *alias = SLOT(v, at.alias);
             SLOT(v, at.recorder) = SLOT(v, at.alias) = NULL;
-            Py_CLEAR(SLOT(v, at.value));
-            Py_CLEAR(SLOT(v, at.type));
             Py_SET_REFCNT(v, 1);
             pool[pooled++] = v;
             Py_XDECREF(alias); /* last: they may run anything */
@@ -109,18 +111,11 @@ static PyObject *empty_value(void)
 
 static PyObject *make_value(PyObject *recorder, PyObject *type)
 {
-    PyObject *number = SLOT(recorder, at.count); /* moves from the recorder to the value */
-    PyObject *next = PyLong_FromLongLong(PyLong_AsSsize_t(number) + 1);
-    if (!next)
-        return NULL;
     PyObject *v = empty_value();
-    if (!v) {
-        Py_DECREF(next);
+    if (!v)
         return NULL;
-    }
-    SLOT(recorder, at.count) = next;
-    put(v, at.value, number);
-    put(v, at.type, Py_NewRef(type));
+    WHOLE(v, at.value) = WHOLE(recorder, at.count)++;
+    WHOLE(v, at.type) = PyLong_AsSsize_t(type);
     put(v, at.recorder, Py_NewRef(recorder));
     return v;
 }

@@ -89,19 +89,20 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
     if (!Py_IS_TYPE(v, Value) || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted ||
         !PyDict_Check(lifted) || !has_columns(recorder) || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *key = PyTuple_Pack(3, SLOT(recorder, at.mode), SLOT(v, at.type), args[1]);
+    PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(recorder, at.mode), (long long)WHOLE(v, at.type), args[1]);
     PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */
     Py_XDECREF(key);
     if (!known || !PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3)
         return NULL;
     Py_INCREF(known);
     PyObject *entry = PyTuple_GET_ITEM(known, 0), *given[] = {v, PyTuple_GET_ITEM(known, 2)}, *result = NULL;
-    Input read[] = {{v, PyLong_AsSsize_t(SLOT(v, at.value))}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
-    PyObject *call = call_of_view(getitem, given, 2, NULL);
-    if (call && PyDict_SetItem(lifted, SLOT(entry, at.sid), Py_True) == 0 &&
+    Input read[] = {{v, WHOLE(v, at.value)}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
+    PyObject *call = call_of_view(getitem, given, 2, NULL), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
+    if (call && sid && PyDict_SetItem(lifted, sid, Py_True) == 0 &&
         (result = record(recorder, entry, read, 2)) && link_view(recorder, result, v, call, 0) < 0)
         Py_CLEAR(result);
     Py_XDECREF(call);
+    Py_XDECREF(sid);
     Py_DECREF(known);
     return result;
 }

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.values import Value
 
@@ -185,8 +186,11 @@ def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
     return None
 
 
-def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
+def written_to(tensors: list[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
+    if ExtensionSwitch.on:
+        found: Owner | None = _fast.written_to(tensors)
+        return found
     for owner, tensor, version in tensors:
         if version is not None and tensor._version != version:
             return owner

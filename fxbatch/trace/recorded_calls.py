@@ -39,7 +39,6 @@ from fxbatch.trace.values import Value, Written, new_value, value_of
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
 _STRIDED = torch.strided
-CPU = torch.device("cpu")
 _ranges = itertools.count(1)
 
 
@@ -60,7 +59,7 @@ class Columns:
     autocast: bool | None  # what any_autocast() must say; None never is: then each call takes the slow path
     constants: dict[int, tuple[Value, torch.Tensor, int | None]]
     unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
-    constant_entries: dict[Any, Entry]  # by (shape, dtype, device)
+    constant_entries: dict[Any, Entry]  # by (shape, dtype, device), and by what C knows a type by
     owners: dict[int, tuple[torch.nn.Module, str]] | None
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
@@ -485,6 +484,9 @@ class RecordedCalls(Columns):
         entry = self.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
+        kind = _fast.kind_of(t) if self.in_c and t.dim() <= 5 else None
+        if kind is not None:  # C finds the next one
+            self.constant_entries[kind] = entry
         try:
             version = t._version
         except RuntimeError:  # tensors made in inference mode have none
@@ -499,8 +501,7 @@ class RecordedCalls(Columns):
         if t.layout is not torch.strided:
             raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
         entry = self.table.constant(TensorType.of(t))
-        device = CPU if t.is_cpu else t.device  # the object that C compares with
-        self.constant_entries[(t.shape, t.dtype, device)] = entry
+        self.constant_entries[(t.shape, t.dtype, t.device)] = entry
         return entry
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:

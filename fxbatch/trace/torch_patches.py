@@ -23,6 +23,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
+from fxbatch.tensor_memory import memory_places
 from fxbatch.torch_fakes import before_dynamo, put_dynamo_off, stop_putting_off
 from fxbatch.torch_private import (
     CheckpointFunction,
@@ -35,7 +36,6 @@ from fxbatch.torch_private import (
     let_dynamo_read_torch,
     memory_is_real,
     mode_addresses,
-    resizable_place,
     stateless,
     tree_leaves,
     tree_map,
@@ -48,7 +48,7 @@ from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
-from fxbatch.trace.recorded_calls import CPU, Columns, RecordedCalls
+from fxbatch.trace.recorded_calls import Columns, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
@@ -121,11 +121,11 @@ if _fast is not None:
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
             "Alias": Alias, "getitem": GETITEM,
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
-            "strided": torch.strided, "cpu": CPU, "is_grad_enabled": torch.is_grad_enabled,
+            "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
             "modes_enabled": function_modes_enabled,
         },
-        mode_addresses(), resizable_place(),
+        mode_addresses(), memory_places(),
     )  # fmt: skip
     _MODULE_CALL = _fast.Method(None, traced_call)
     use_extension(True)
