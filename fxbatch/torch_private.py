@@ -22,6 +22,7 @@ from torch._C import (
     DisableTorchFunctionSubclass,
     _get_function_stack_at,
     _is_any_autocast_enabled,
+    _is_torch_function_enabled,
     _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
@@ -70,7 +71,7 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
 # Checked against 2.11.0 and 2.13.0: what torch's Python functions call when they meet a subclass of Tensor.
 from torch.overrides import _is_torch_function_mode_enabled as function_modes_enabled
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -526,6 +527,7 @@ warning_handler, set_warning_handler = _warning_handlers()
 
 # The cheap form for hot paths: a C function, no Python frame.
 any_autocast = _is_any_autocast_enabled
+functions_enabled = _is_torch_function_enabled
 set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
 
@@ -540,14 +542,14 @@ __all__ = [
     "thread_addresses", "while_loop", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "function_mode_count", "function_modes",
-    "function_modes_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
+    "function_modes_enabled", "functions_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
     "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
     "swap_function_modes", "TreeSpec", "backward_keeps_graph", "decompositions_without_vmap_rule",
     "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
     "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node", "children_of", "register_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
     "warning_handler", "without_module_trackers", "without_autograd",
-    "memory_is_real", "mode_addresses", "storage_of", "storage_uses",
+    "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
 ]  # fmt: skip
 
 

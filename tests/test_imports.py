@@ -23,6 +23,7 @@ LAYERS = {
     "fxbatch.mistakes": 0,
     "fxbatch.on_demand": 0,
     "fxbatch.torch_fakes": 0,
+    "fxbatch.tensor_memory": 0,
     "fxbatch.torch_private": 0,
     "fxbatch.uncompiled": 0,
     "fxbatch.user_cache": 0,

@@ -146,6 +146,15 @@ static int ours_alone(PyObject *x)
     return t == Value || t == Tensor || is_parameter(t) || x == Py_None;
 }
 
+/* has_torch_function_variadic(*arguments), which torch.nn.functional asks before each handle_torch_function. */
+static PyObject *has_torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
+{
+    for (Py_ssize_t i = 0; current && i < n; i++)
+        if (Py_IS_TYPE(args[i], Value) && mode_is(functions_enabled, Py_True))
+            Py_RETURN_TRUE;
+    return PyObject_Vectorcall(slow_question, args, n, kwnames);
+}
+
 /* torch.overrides.handle_torch_function(public_api, relevant_args, *args, **kwargs) */
 static PyObject *handle_torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n,
                                        PyObject *kwnames)
@@ -289,7 +298,7 @@ static struct {
     {"row_of_parameter", &slow_row},
     {"link_views", &slow_link}, {"Alias", &Alias}, {"getitem", &getitem}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
-    {"handle_torch_function", &slow_handle},
+    {"handle_torch_function", &slow_handle}, {"has_torch_function", &slow_question},
 };
 
 static struct {
@@ -297,7 +306,7 @@ static struct {
     PyObject **where; /* functions in C without arguments */
 } const given_questions[] = {
     {"is_grad_enabled", &grad_enabled}, {"any_autocast", &autocast_enabled}, {"default_dtype", &default_dtype},
-    {"modes_enabled", &modes_enabled},
+    {"modes_enabled", &modes_enabled}, {"functions_enabled", &functions_enabled},
 };
 
 static struct {
@@ -386,6 +395,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     grad_now = (_Bool (*)(void))(uintptr_t)address[2];
     dtype_now = (int8_t (*)(void))(uintptr_t)address[3];
     plain_getattro = Module->tp_getattro;
+    plain_call = Module->tp_call;
     plain_getattr = Py_XNewRef(_PyType_Lookup(Module, s_getattr));
     plain_getattribute = Py_XNewRef(_PyType_Lookup(Module, s_getattribute));
     plain_dealloc = Value->tp_dealloc;
@@ -508,6 +518,8 @@ static PyMethodDef functions[] = {
     {"recorded_before", (PyCFunction)(void (*)(void))recorded_before, METH_FASTCALL, "recorded_before(recorder, func, args, kwargs)"},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
      "Value.__torch_function__: calls that were met before, else Python's."},
+    {"has_torch_function", (PyCFunction)(void (*)(void))has_torch_function, METH_FASTCALL | METH_KEYWORDS,
+     "torch.overrides.has_torch_function_variadic: at once where there is a Value."},
     {"handle_torch_function", (PyCFunction)(void (*)(void))handle_torch_function, METH_FASTCALL | METH_KEYWORDS,
      "torch.overrides.handle_torch_function: calls that were met before, else torch's."},
     {NULL}};
@@ -520,7 +532,7 @@ static struct {
     PyObject **where;
 } const interned[] = {
     {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]},
-    {"__getattr__", &s_getattr}, {"__getattribute__", &s_getattribute},
+    {"__getattr__", &s_getattr}, {"__getattribute__", &s_getattribute}, {"__call__", &s_call},
 };
 
 PyMODINIT_FUNC PyInit__fast(void)

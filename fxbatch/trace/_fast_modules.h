@@ -3,21 +3,25 @@
 #ifndef FXBATCH_FAST_MODULES_H
 #define FXBATCH_FAST_MODULES_H
 
-/* --- Attributes of modules ------------------------------------------------------------------------------------
+/* --- Attributes and calls of modules ------------------------------------------------------------------------------------
 
    A parameter, buffer or submodule is found by nn.Module.__getattr__, in Python, after the ordinary look-up has
    failed and made an exception. While some thread traces, classes of modules that are met find them here, in the
-   same order; what is not found goes the ordinary way, which raises what it always raises. */
+   same order; what is not found goes the ordinary way, which raises what it always raises. So do calls that were met
+   before, which need no look-up of `__call__` and of the Method that is there while some thread traces. */
 
 #define MAX_QUICK 256
 static PyTypeObject *quick[MAX_QUICK];
 static int quick_types, quick_on;
 static getattrofunc plain_getattro;
+static ternaryfunc plain_call;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_tables[3];
+static PyObject *s_getattr, *s_getattribute, *s_call, *s_tables[3];
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
 {
-    PyObject **place = _PyType_Lookup(Py_TYPE(self), name) ? NULL : _PyObject_GetDictPtr(self);
+    PyObject *on_type = _PyType_Lookup(Py_TYPE(self), name), **place = on_type ? NULL : _PyObject_GetDictPtr(self);
+    if (on_type && PyFunction_Check(on_type)) /* a method, which is always found */
+        return PyObject_GenericGetAttr(self, name);
     PyObject *dict = place ? *place : NULL, *found = NULL;
     if (dict && !(found = PyDict_GetItemWithError(dict, name)) && !PyErr_Occurred())
         for (int i = 0; i < 3 && !found; i++) {
@@ -33,6 +37,14 @@ static PyObject *quick_getattro(PyObject *self, PyObject *name)
     return PyErr_Occurred() ? NULL : plain_getattro(self, name);
 }
 
+static PyObject *quick_call(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *result = NULL;
+    if (current && PyTuple_GET_SIZE(args))
+        result = call_function(current, self, &PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), kwargs, 0);
+    return result || PyErr_Occurred() ? result : plain_call(self, args, kwargs);
+}
+
 /* quicken(type): while types may be quickened, those that find attributes as nn.Module does. */
 static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -42,6 +54,9 @@ static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *object)
         _PyType_Lookup(type, s_getattribute) == plain_getattribute) {
         quick[quick_types++] = (PyTypeObject *)Py_NewRef(object);
         type->tp_getattro = quick_getattro;
+        PyObject *call = _PyType_Lookup(type, s_call);
+        if (type->tp_call == plain_call && call && Py_IS_TYPE(call, &MethodType) && !((Method *)call)->owner)
+            type->tp_call = quick_call;
     }
     Py_RETURN_NONE;
 }
@@ -54,6 +69,8 @@ static PyObject *quicken_modules(PyObject *Py_UNUSED(module), PyObject *on)
         PyTypeObject *type = quick[--quick_types];
         if (type->tp_getattro == quick_getattro)
             type->tp_getattro = plain_getattro;
+        if (type->tp_call == quick_call)
+            type->tp_call = plain_call;
         Py_DECREF(type);
     }
     Py_RETURN_NONE;

@@ -13,13 +13,13 @@ static struct {
 static PyTypeObject *Value, *Alias, *Tensor, *Parameter, *BareParameter, *BareView;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
 static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *getitem;
-static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled;
+static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base;
 /* C++, of torch: the same as the first three, or NULL */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
-static PyObject *slow_torch_function, *slow_bare, *slow_handle;
+static PyObject *slow_torch_function, *slow_bare, *slow_handle, *slow_question;
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))

@@ -186,7 +186,7 @@ def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
     return None
 
 
-def written_to(tensors: list[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
+def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
     if ExtensionSwitch.on:
         found: Owner | None = _fast.written_to(tensors)

@@ -30,9 +30,11 @@ from fxbatch.torch_private import (
     any_autocast,
     dynamo_questions,
     function_modes_enabled,
+    functions_enabled,
     functorch_transforms,
     functorch_vmap,
     handle_torch_function,
+    has_torch_function_variadic,
     let_dynamo_read_torch,
     memory_is_real,
     mode_addresses,
@@ -123,7 +125,8 @@ if _fast is not None:
             "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
             "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
-            "modes_enabled": function_modes_enabled,
+            "modes_enabled": function_modes_enabled, "functions_enabled": functions_enabled,
+            "has_torch_function": has_torch_function_variadic,
         },
         mode_addresses(), memory_places(),
     )  # fmt: skip
@@ -300,6 +303,8 @@ def _entries(in_c: bool, without_dynamo: bool) -> Entries:
     # What torch's Python functions call when they meet a subclass of Tensor.
     handle = _fast.handle_torch_function if in_c else handle_torch_function
     handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
+    if in_c:
+        handles += tuple((torch.nn.functional, name, _fast.has_torch_function) for name in _QUESTIONS)
     asked = () if without_dynamo else dynamo_questions()
     questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in asked)
     return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
@@ -456,4 +461,5 @@ def _switch_gradient(
 stands_for(torch.Tensor, "requires_grad_")(_switch_gradient)
 _set_requires_grad = _while_recording(_plain_requires_grad.__set__, _switch_gradient)
 _PATCHES.append((torch.Tensor, "requires_grad", property(_plain_requires_grad.__get__, _set_requires_grad)))
+_QUESTIONS = ("has_torch_function_unary", "has_torch_function_variadic")
 _HANDLING = (torch.nn.functional, torch.functional, torch._tensor)

@@ -289,3 +289,41 @@ def test_structured_arguments_of_modules_are_told_apart(recorded_by: str) -> Non
         for got, want in zip(model(xs), expected, strict=True):
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def test_a_class_that_gets_another_call_while_it_is_recorded(recorded_by: str) -> None:
+    """Classes whose known calls C finds at once: what a user sets there is called from then on, and all is put back."""
+
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.twice(x) + self.twice(x + 1)
+            Twice.__call__ = lambda self, x: x * 3
+            try:
+                return y + self.twice(x)
+            finally:
+                del Twice.__call__
+
+    model, xs = Model(), [torch.tensor([1.0]), torch.tensor([5.0])]
+    for _ in range(2):
+        assert model(xs).flatten().tolist() == [9.0, 37.0]
+    assert model.twice(xs[0]).item() == 2.0
+
+
+def test_functions_of_torch_without_subclasses(recorded_by: str) -> None:
+    """Who turns `__torch_function__` off is told that a value can't go to C++, by torch.nn.functional as well."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.softmax(x, -1)
+
+    with pytest.raises(TraceError, match="met a value inside C"):
+        record(fn, [torch.ones(3)])
