@@ -530,9 +530,11 @@ any_autocast = _is_any_autocast_enabled
 functions_enabled = _is_torch_function_enabled
 set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
+# What make_fx writes down for `with torch.autocast(...)`. Checked: 2.13.0.
+enter_autocast, exit_autocast = torch.amp._enter_autocast, torch.amp._exit_autocast
 
 __all__ = [
-    "run_backward", "LazyGraphModule",
+    "run_backward", "LazyGraphModule", "enter_autocast", "exit_autocast",
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",

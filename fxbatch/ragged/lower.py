@@ -26,7 +26,13 @@ from torch import fx
 
 from fxbatch.ragged.expressions import UnknownExpressionError, column_source, depends, expression
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.torch_private import (
+    enter_autocast,
+    exit_autocast,
+    set_grad_enabled,
+    tree_flatten,
+    tree_unflatten,
+)
 
 WHOLE, DENSE, PACKED, PADDED = "whole", "dense", "packed", "padded"
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
@@ -36,6 +42,14 @@ _OF_MEMORY = frozenset(
     f"aten::{name}"
     for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "new_empty_strided", "set_")
 )
+
+
+# What a graph may call besides operators, and what of a Minibatch does it.
+_SWITCHES = {
+    set_grad_enabled: "set_grad_enabled",
+    enter_autocast: "enter_autocast",
+    exit_autocast: "exit_autocast",
+}
 
 
 class NoRule(Exception):
@@ -119,6 +133,9 @@ class Emitter:
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
         self.draws = False  # whether the operator that is written draws numbers: no two are the same then
+        self.switched = (
+            False  # whether gradients or autocast were switched: equal code may give something else then
+        )
         self.reasons: dict[str, str] = {}
         self.counted: dict[
             Any, str
@@ -146,6 +163,17 @@ class Emitter:
         del self.lines[lines:]
         while len(self.written) > written:
             self.written.popitem()
+
+    def switch(self, node: fx.Node) -> None:
+        """Gradients on or off, into autocast or out of it: what is written from now on runs in these modes."""
+        how = ", ".join(self.const(x) for x in node.args if not isinstance(x, fx.Node))
+        self.lines.append(f"z.{_SWITCHES[node.target]}({how})")
+        self.written.clear()
+        self.switched = True
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Whether several nodes read it, or one that may be in other modes: its one reader can't take its place."""
+        return len(node.users) > 1 or self.switched
 
     def const(self, value: Any) -> str:
         """An expression for a Python object."""
@@ -429,7 +457,9 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None]
         e.env[node] = e.env[node.args[0]][node.args[1]]
         return
     if not isinstance(node.target, torch._ops.OpOverload):
-        e.lines.append(f"{e.const(node.target)}({', '.join(map(e.const, node.args))})")
+        if node.target not in _SWITCHES:
+            raise NoPackedForm(f"it calls {node.target}")
+        e.switch(node)
         return
     if node.target._schema.name in _OF_MEMORY:
         raise NoPackedForm(f"{node.target} asks for the memory of a tensor")

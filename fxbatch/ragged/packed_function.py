@@ -24,6 +24,7 @@ from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
 from fxbatch.ragged.values_alone import alone, padded_together
+from fxbatch.torch_private import set_grad_enabled
 
 
 class Minibatch:
@@ -43,6 +44,21 @@ class Minibatch:
         self.lengths = lengths
         self.columns = columns
         self.device = device
+        self.casts: list[torch.autocast] = []
+
+    def set_grad_enabled(self, on: bool) -> None:
+        """What follows is recorded by autograd, or not."""
+        set_grad_enabled(on)
+
+    def enter_autocast(self, *how: Any) -> None:
+        """What follows runs in this autocast."""
+        cast = torch.autocast(*how)
+        cast.__enter__()
+        self.casts.append(cast)
+
+    def exit_autocast(self) -> None:
+        """Out of the autocast that was entered last."""
+        self.casts.pop().__exit__(None, None, None)
 
     def tensor(self, column: Any, dtype: torch.dtype) -> torch.Tensor:
         """[n]: a number of each instance."""
@@ -390,7 +406,13 @@ class PackedFunction:
                 zip(self.graph.inputs, columns, self.dynamic, strict=False)
             )
         ]
-        return self.function(z, [*inputs, *shared]), z
+        given, grad = [*inputs, *shared], torch.is_grad_enabled()
+        try:
+            return self.function(z, given), z
+        finally:  # where something was raised
+            set_grad_enabled(grad)
+            while z.casts:
+                z.exit_autocast()
 
     def packed(
         self,

@@ -394,7 +394,7 @@ def _weighted(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
     """A sum over rows `[T, d]` times weights `[T, 1]`, which nothing else reads: "" for another."""
     times = node.args[0]
     assert isinstance(times, fx.Node)
-    if times.target is not torch.ops.aten.mul.Tensor or len(times.users) > 1 or dims != [0] or x.axes != (0,):
+    if times.target is not torch.ops.aten.mul.Tensor or e.is_read(times) or dims != [0] or x.axes != (0,):
         return ""
     factors = [e.value(f) for f in times.args]
     if not all(
@@ -411,7 +411,7 @@ def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
     """A sum or mean over rows that are products with a parameter, which nothing else reads: "" for another."""
     linear = node.args[0]
     assert isinstance(linear, fx.Node)
-    if linear.target is not torch.ops.aten.linear.default or len(linear.users) > 1 or dims != list(x.axes):
+    if linear.target is not torch.ops.aten.linear.default or e.is_read(linear) or dims != list(x.axes):
         return ""
     a = e.bound(linear)
     rows, weight, bias = a["input"], a["weight"], a["bias"]

@@ -41,6 +41,7 @@ from fxbatch.torch_private import (
     FakeTensor,
     composite_operators,
     depends_on_values,
+    set_grad_enabled,
     trace_with_sizes,
     tree_flatten,
     tree_leaves,
@@ -433,8 +434,12 @@ _VIEWS = frozenset({"aten::detach", "aten::alias"})
 
 
 def _without_writes(graph: fx.Graph) -> None:
-    """relu_(x) => relu(x), read wherever x was read from then on; NoPackedForm where a view shares x's memory."""
+    """relu_(x) => relu(x), read wherever x was read from then on; NoPackedForm where a view shares x's memory, and
+    where gradients are off: they go through x as if it was not written."""
+    grad = True
     for node in list(graph.nodes):
+        if node.target is set_grad_enabled:
+            grad = node.args[0]
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
@@ -442,7 +447,13 @@ def _without_writes(graph: fx.Graph) -> None:
             i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         name = schema.name
-        if written != [0] or not name.endswith("_") or name.endswith("__") or "out" in node.kwargs:
+        if (
+            not grad
+            or written != [0]
+            or not name.endswith("_")
+            or name.endswith("__")
+            or "out" in node.kwargs
+        ):
             raise NoPackedForm(f"it writes to a tensor by {node.target}")
         target = node.args[0]
         parts = _part_of(node)

@@ -86,3 +86,86 @@ def test_a_tensor_of_all_instances_that_is_not_declared() -> None:
     check_equal(made, [torch.randn(t, 8) for t in (4, 7, 2)], [y, y, y])
     function: Callable[..., Any] = variants_of(made)[0].function
     assert function is not None
+
+
+class Switching(nn.Module):
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.code, self.l, self.k = code, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.code(self, x)
+
+
+def casting(m: Switching, x: torch.Tensor) -> Any:
+    """Inside of the forward."""
+    h = m.l(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = m.l(x) @ h.t()
+        with torch.autocast("cpu", enabled=False):
+            weights = scores.float().softmax(-1)
+        found = weights @ h
+    return found.float().mean(0), scores, m.l(x)
+
+
+def target(m: Switching, x: torch.Tensor) -> Any:
+    """What is computed without gradients, and once more with them."""
+    with torch.no_grad():
+        wanted = m.l(x)
+        means = m.k(x)
+    return m.l(x) * wanted, wanted, means.mean(0), m.k(x).mean(0)
+
+
+def weighing(m: Switching, x: torch.Tensor) -> Any:
+    """A product without gradients, whose sum is taken with them."""
+    h = m.l(x)
+    with torch.no_grad():
+        product = h[:, :1] * m.k(x)
+    return product.sum(0) + h.sum(0)
+
+
+@pytest.mark.parametrize("code", [casting, target, weighing])
+def test_modes_inside_of_the_forward(code: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    made = Switching(code)
+    for sizes in ((4, 7, 2, 5), (3, 1, 6)):
+        batch = [torch.randn(n, 8) for n in sizes]
+        ours = made(batch)
+        assert not torch.is_autocast_enabled("cpu")
+        with fxbatch.disabled():
+            theirs = made(batch)
+        flags = [[t.requires_grad for t in result] for result in theirs]
+        assert [[t.requires_grad for t in result] for result in ours] == flags
+        compare_in_autocast(run(made, [batch]), _loop(made, batch), torch.bfloat16)
+    assert variants_of(made)
+
+
+def _loop(made: nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    with fxbatch.disabled():
+        return run(made, [batch])
+
+
+def test_what_raises_in_autocast_leaves_it() -> None:
+    def looking_up(m: Switching, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            return m.l(x)[x[:, 0].long()]
+
+    made = Switching(looking_up)
+    made([torch.zeros(n, 8) for n in (4, 7, 5)])
+    assert variants_of(made)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            made([torch.full((n, 8), 100.0) for n in (4, 7, 5)])
+        assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+
+
+def test_a_write_without_gradients_is_not_packed_as_one_with_them() -> None:
+    def clamped(m: Switching, x: torch.Tensor) -> torch.Tensor:
+        h = m.l(F.dropout(x, 1e-9))  # what draws numbers is not compared when it is built
+        with torch.no_grad():
+            h.clamp_(-0.1, 0.1)
+        return m.k(h)
+
+    made = Switching(clamped)
+    check_equal(made, [torch.randn(n, 8) for n in (4, 7, 5)])
