@@ -247,10 +247,13 @@ class Needs:
     inputs: tuple[tuple[bool, ...], ...]
     outputs: np.ndarray  # bool [signatures' outputs, flat]
     feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
-    _wanted: dict[bytes, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    _wanted: dict[bytes, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def wanted(self, columns: SignatureColumns, reached: bytes) -> np.ndarray:
-        """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs."""
+    def wanted(self, columns: SignatureColumns, reached: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs; uint8
+        [their inputs]: these inputs."""
         found = self._wanted.get(reached)
         if found is None:
             if len(self._wanted) >= _KEPT:
@@ -258,7 +261,7 @@ class Needs:
             found = self._wanted[reached] = self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
         return found
 
-    def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> np.ndarray:
+    def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         slots, outs = self.feeds
         owner_of_out = np.repeat(np.arange(len(columns.width)), columns.width).tolist()
         feeders: dict[int, list[int]] = {}
@@ -276,7 +279,9 @@ class Needs:
                     found = feeders.get(int(columns.first_slot[s]) + i, ())
                     waiting.extend(owner_of_out[o] for o in found if self.outputs[o])
         wanted.setflags(write=False)
-        return wanted
+        through = np.array([need for needs in self.inputs for need in needs], dtype=np.uint8)
+        through *= np.repeat(wanted, columns.arity)
+        return wanted, through
 
 
 def find_needs(
@@ -373,9 +378,11 @@ def _spread_needs(
     return Needs(inputs, out_needs, (slots, outs))
 
 
-def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) -> list[np.ndarray]:
-    """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`, or what
-    such calls of a later phase read. What was computed to be asked for alone reaches none."""
+def find_wanted(
+    phases: Sequence[tuple[Program, Needs]], results: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`; uint8
+    [values]: which values do. What was computed to be asked for alone reaches none."""
     results = results if results.dtype == np.int64 else results.astype(np.int64)
     marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
     _mark(results, marked)
@@ -384,14 +391,13 @@ def find_wanted(phases: Sequence[tuple[Program, Needs]], results: np.ndarray) ->
         c = program.columns
         hit = np.zeros(int(program.width.sum()), dtype=np.uint8)
         _reach(program.sig, c.first_output, program.known, marked, hit)
-        wanted = needs.wanted(c, hit.tobytes())
+        wanted, through = needs.wanted(c, hit.tobytes())
         leads = np.zeros(len(c.width), dtype=np.uint8)
         _mark_read(
-            program.sig, c.first_output, c.first_slot, program.inputs, program.known, wanted.astype(np.uint8), marked,
-            leads,
+            program.sig, c.first_output, c.first_slot, program.inputs, program.known, through, marked, leads,
         )  # fmt: skip
         found.append(wanted & leads.view(bool))
-    return list(reversed(found))
+    return list(reversed(found)), marked
 
 
 def _mark(results: Ints, marked: Marks) -> None:
@@ -414,10 +420,17 @@ def _reach(sig: Shorts, first: Ints, known: Int, marked: Marks, hit: Marks) -> N
 
 
 def _mark_read(
-    sig: Shorts, first: Ints, slot: Ints, inputs: Ints, known: Int, wanted: Marks, marked: Marks, leads: Marks
+    sig: Shorts,
+    first: Ints,
+    slot: Ints,
+    inputs: Ints,
+    known: Int,
+    through: Marks,
+    marked: Marks,
+    leads: Marks,
 ) -> None:
-    """Mark the signatures of calls that lead to marked values, what these calls read of their phase, and of earlier
-    ones what the wanted among them read."""
+    """Mark the signatures of calls that lead to marked values, and what these calls read where gradients go
+    through."""
     v, e, calls = known, inputs.shape[0], sig.shape[0]
     for c in range(calls):
         v += first[sig[c] + 1] - first[sig[c]]
@@ -435,5 +448,5 @@ def _mark_read(
             for i in range(e, e + slot[s + 1] - slot[s]):
                 if not 0 <= inputs[i] < marked.shape[0]:
                     raise IndexError(NOT_THERE)
-                if inputs[i] >= known or wanted[s]:
+                if through[slot[s] + i - e]:
                     marked[inputs[i]] = 1

@@ -83,7 +83,7 @@ class Backward:
     def __init__(self, run: Run, given: Sequence[Given]) -> None:
         self.run, self.memory, self.phases = run, run.memory, run.phases
         results = np.concatenate([g.values for g in given])
-        reached = find_wanted([(p.program, p.needs) for p in self.phases], results)
+        reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
         self.needs = [
             run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, reached, strict=True)
         ]
@@ -213,9 +213,11 @@ class Backward:
         plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
         first = at - int(plan.step_offset[plan.step_signature == s].min())
         order = phase.plan.constant_order[s]
+        reaching = self.reaching[phase.program.first_value[np.flatnonzero(phase.program.sig == s)]]
         for row in range(n):
-            tensor = payload[first + row if order is None else int(order[first + row])]
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            i = first + row if order is None else int(order[first + row])
+            tensor = payload[i]
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
                 self._add(tensor, grad[row])
 
     def _add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -373,8 +373,9 @@ class _Resolution:
         first = np.cumsum(times) - times
         for s in np.unique(p.sig[self.resolved]).tolist():
             calls = np.flatnonzero(self.resolved & (p.sig == s))
+            grad = p.signatures[s].modes.grad
             for k, kind in enumerate(p.signatures[s].outputs):
-                sig[first[calls] + k] = table.constant(kind).sid
+                sig[first[calls] + k] = table.constant(kind, grad=grad).sid
         kept = ~self.resolved[p.reader]
         signatures = table.snapshot()
         made = Program(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from fxbatch.passes.signature_graph import (
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.memory import Memory
+from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
@@ -194,6 +196,7 @@ class Run:
             else None
             for s, signature in enumerate(program.signatures)
         )
+        needs = replace(needs, inputs=tuple(map(_given_back, compiled, needs.inputs)))
         return FamilyTemplate(needs, self.planner.operation_set(program, compiled))
 
     # -- reading values -----------------------------------------------------------------------------
@@ -292,6 +295,14 @@ class kernel_modes:
         if self._stack is not None:
             self._stack.__exit__(*raised)
         set_grad_enabled(self._grad)
+
+
+def _given_back(compiled: CompiledOperation | None, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which inputs an operation's backward gives gradients, of those that need some: not those of `x > 0` within it."""
+    if compiled is None or compiled.graphs is None:
+        return needs
+    given = {i for group in compiled.grad_groups for i in compiled.layout.groups[group]}
+    return tuple([need and i in given for i, need in enumerate(needs)])
 
 
 def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:

@@ -257,9 +257,9 @@ class SignatureTable:
                 self.views.clear()
             return self.views.setdefault(key, ByIdentity(key))
 
-    def constant(self, t: TensorType) -> Entry:
-        """The signature of constants of type t."""
-        return self._given(("constant", t), "constant", lambda: t)
+    def constant(self, t: TensorType, *, grad: bool = True) -> Entry:
+        """The signature of constants of type t. grad: whether any may require gradients."""
+        return self._given(("constant", t) if grad else ("constant", t, grad), "constant", lambda: t)
 
     def number(self, dtype: torch.dtype, device: torch.device) -> Entry:
         """The signature of lifted Python numbers of a dtype: shape []."""

@@ -1,0 +1,83 @@
+"""What no result depends on has no gradient, None and not zeros, as in the loop: an optimizer with momentum or decay
+would move it. What is computed without gradients requires none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from tests.tools.target_model import Item
+
+
+class Two(nn.Module):
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.code, self.used, self.other = code, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, x: Any) -> Any:
+        return self.code(self, x)
+
+
+def unread_rows(m: Two, item: Item) -> Any:
+    assert len(list(m.other(item.rows))) == len(item.rows)
+    return torch.tanh(m.used(item.rows)[0])
+
+
+def asked_rows(m: Two, item: Item) -> Any:
+    y = m.used(item.rows)
+    return y[0] if m.other(item.rows)[0].sum().item() > 0 else y[-1]
+
+
+def masking_rows(m: Two, item: Item) -> Any:
+    return torch.tanh(m.used(item.rows)[0]) * (m.other(item.rows)[0] > 0).float()
+
+
+def masking(m: Two, item: Item) -> Any:
+    x = item.rows[0]
+    return torch.tanh(m.used(x)) * (m.other(x) > 0).float()
+
+
+@pytest.mark.parametrize("code", [unread_rows, asked_rows, masking_rows, masking])
+def test_parameters(code: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    made = Two(code)
+    for sizes in ((3, 5, 2, 4), (6, 1, 7)):
+        made.zero_grad()
+        torch.stack(made([Item(torch.randn(n, 4)) for n in sizes])).sum().backward()
+        assert {n for n, p in made.named_parameters() if p.grad is not None} == {"used.weight", "used.bias"}
+
+
+def test_inputs() -> None:
+    def asking(m: Two, pair: Any) -> torch.Tensor:
+        a, b = pair
+        return torch.tanh(m.used(b)) if torch.tanh(m.used(a)).sum().item() > 0 else torch.tanh(m.used(a))
+
+    torch.manual_seed(0)
+    made = Two(asking)
+    pairs = [tuple(torch.randn(4, requires_grad=True) for _ in range(2)) for _ in range(8)]
+    flags = []
+    for disabled in (False, True):
+        with fxbatch.disabled() if disabled else torch.enable_grad():
+            torch.stack(made(pairs)).sum().backward()
+        flags.append([x.grad is None for pair in pairs for x in pair])
+        for x in (x for pair in pairs for x in pair):
+            x.grad = None
+    assert flags[0] == flags[1] and len(set(flags[1][::2])) == 2
+
+
+def test_packed_results_that_were_computed_without_gradients_require_none() -> None:
+    def target(m: Two, item: Item) -> Any:
+        with torch.no_grad():
+            wanted = m.other(item.rows).sigmoid()
+        return m.used(item.rows) * wanted, wanted
+
+    made = Two(target)
+    for _ in range(2):
+        found = made([Item(torch.randn(n, 4)) for n in (3, 5, 2, 4)])
+        assert all(a.requires_grad and not b.requires_grad for a, b in found)
