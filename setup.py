@@ -33,6 +33,7 @@ TYPED = (
     ),
     "ragged/row_places",
     "ragged/segment_loops",
+    "runtime/operands",
     "trace/places",
 )
 

@@ -128,6 +128,13 @@ class Program:
     # What passes find of it, once: a program is immutable.
     notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
+    @staticmethod
+    def of(columns: SignatureColumns, **fields: Any) -> Program:
+        """The program of all these fields, set at once. columns: of its signatures."""
+        made = object.__new__(Program)
+        made.__dict__.update(fields, columns=columns, notes={})
+        return made
+
     def __len__(self) -> int:
         return len(self.sig)
 

@@ -63,7 +63,7 @@ def _host_column(
     dtype = _NUMBERS.get(kind.dtype)
     if dtype is None:
         return None
-    if isinstance(payload, IntegerColumn):
+    if type(payload) is IntegerColumn:
         return payload.numbers[where].astype(dtype, copy=False)
     items = list(payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()])
     found = read_integers(items, kind.dtype)

@@ -62,7 +62,6 @@ class Pool:
     def begin(self) -> None:
         """A minibatch begins."""
         with self._lock:
-            self._sort_in()
             self._usual = max(self._taken, self._usual - self._usual // 4)
             self._taken = 0
 
@@ -98,6 +97,8 @@ class Pool:
 
     def _sort_in(self) -> None:
         """Put what came back where it is taken from; the caller has the lock."""
+        if not self._given:
+            return
         while self._given:
             piece = self._given.popleft()
             lines = piece.shape[0]

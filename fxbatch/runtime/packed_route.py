@@ -58,7 +58,7 @@ class PackedRoute:
 def _tensors_first(instances: Sequence[Any]) -> bool:
     """Whether an instance is a tensor, a container or an object that holds some: a look at one, which costs nothing for
     trees."""
-    if isinstance(instances, Columns):
+    if type(instances) is Columns:
         return True
     args = instances[0][0]
     return len(args) > 1 and holds_tensors(args[1])

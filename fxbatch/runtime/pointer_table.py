@@ -171,8 +171,3 @@ def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: 
     stop = arrays.first[s] + len(operation.kept_groups) + len(operation.saved_types)
     kinds = arrays.kinds[arrays.first[s] : stop]
     return step if all(k.nbytes and k.device.type == "cpu" for k in kinds) else None
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's numbers in memory are what it is, so that C can read them."""
-    return type(tensor) in PLAIN_TENSORS and not tensor.is_neg()

@@ -46,6 +46,10 @@ class Results:
         self.objects: dict[int, list[Value]] = {}
         self._values: np.ndarray | None = None
         self.opaque = False  # whether there are objects whose attributes may be tensors
+        self.are_values = set(map(type, results)) == _VALUES
+        if self.are_values:
+            self.leaves, self.specs = [[x] for x in results], [None] * len(results)
+            return
         for result in results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
@@ -69,6 +73,8 @@ class Results:
 
     def all_values(self) -> list[Value]:
         """The values of all results, objects' among them, in order of appearance."""
+        if self.are_values:
+            return list(self.results)
         if not self.objects:
             return [x for leaves in self.leaves for x in leaves if type(x) is Value]
         found = []
@@ -123,6 +129,9 @@ class Results:
         return found
 
 
+_VALUES = {Value}
+
+
 @functools.lru_cache(maxsize=4096)
 def _row_spec(n: int, is_list: bool) -> TreeSpec:
     """The structure of a plain tuple or list of n leaves."""
@@ -133,6 +142,8 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
     """One pytree with the structure of one instance's result, its leaves stacked on a new first dimension."""
     if not found.leaves:
         return torch.empty(0)
+    if found.are_values and len({x._type for x in found.results}) == 1:
+        return take([renumber(np.array([x.id for x in found.results], dtype=np.int64))])[0]
     found = found.made_alike()
     columns = list(zip(*found.leaves, strict=True))
     requests: list[np.ndarray] = []

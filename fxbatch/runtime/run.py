@@ -11,7 +11,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fxbatch.passes.signature_graph import (
 from fxbatch.runtime.devices import to_device
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.memory import Memory
+from fxbatch.runtime.operands import by_signature
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.planner import Planner
@@ -134,7 +135,10 @@ class Run:
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
-        with shown_modes() if self.watched else nullcontext():
+        if self.watched:
+            with shown_modes():
+                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
+        else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         self.value_row, self.value_type, self.value_needs = phase.facts or self.memory.phases.ran()
 
@@ -162,7 +166,7 @@ class Run:
         if known is None:
             family = self.planner.family(program, self.grad)
             tensors = family.resolve(self.operands)
-            self.memory.shared.update(family.shared(tensors))
+            self.memory.shared.update(by_signature(family.called, tensors))
             known = self._families[key] = family, family.templates(tensors)
         return known
 
@@ -269,8 +273,7 @@ class Run:
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
     """The map that takes each of the ids `before` to the id at its place in `after`."""
     if len(before) == 1:
-        only = int(after[0])
-        return lambda ids: np.full(len(ids), only, dtype=np.int64)
+        return lambda ids: after[np.zeros(len(ids), dtype=np.int64)]
     order = np.argsort(before)
     ordered, mapped = before[order], after[order]
     return lambda ids: mapped[np.searchsorted(ordered, ids)]

@@ -31,14 +31,14 @@ from fxbatch.passes.plan import Slots, is_constant
 from fxbatch.passes.select import checksum
 from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.memory import Arrays
+from fxbatch.runtime.operands import resolve_all, types_of
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.pointer_table import PointerTable, is_plain
+from fxbatch.runtime.pointer_table import PointerTable
 
 T = TypeVar("T")
 Operands = dict[tuple[int, str], torch.Tensor]  # by SharedOperand.key
 
 HELD = 8 << 10  # bytes that a signature or an operation counts, since it is kept alive
-_STRIDED = torch.strided
 _TEMPLATES = 64  # of a family: which constants and early values carry gradients
 
 
@@ -179,27 +179,16 @@ class Family:
     def resolve(self, known: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
         if known:
-            found = [known.get(key) for key in self.keys]
-            tensors = [
-                operand.resolve() if t is None else t for t, operand in zip(found, self.operands, strict=True)
-            ]
+            found = zip([known.get(key) for key in self.keys], self.operands, strict=True)
+            tensors = [operand.resolve() if t is None else t for t, operand in found]
         else:
-            tensors = [operand.resolve() for operand in self.operands]
+            tensors = resolve_all(self.operands)
         known.update(zip(self.keys, tensors, strict=True))
         return tensors
 
-    def shared(self, tensors: Sequence[torch.Tensor]) -> dict[Signature, list[torch.Tensor]]:
-        """The shared operands of each signature that is called."""
-        return {signature: [tensors[i] for i in places] for signature, places in self.called}
-
     def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, FamilyTemplate]:
         """The templates for operands of these types, to be looked up in and added to."""
-        types = [
-            (t.requires_grad, t.shape, t.stride(), t.dtype, t.device, is_plain(t))
-            if t.layout is _STRIDED
-            else (t.requires_grad, t.shape, t.layout, t.dtype, t.device)
-            for t in tensors
-        ]  # all that operations depend on, but for what is in them and where they are
+        types = types_of(tensors)
         before, found = self._current
         if before != types or len(found) > _TEMPLATES:
             found = {}

@@ -45,9 +45,14 @@ static PyObject *quick_call(PyObject *self, PyObject *args, PyObject *kwargs)
     return result || PyErr_Occurred() ? result : plain_call(self, args, kwargs);
 }
 
-/* quicken(type): while types may be quickened, those that find attributes as nn.Module does. */
-static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *object)
+/* quicken(type, or a tuple of them): while types may be quickened, those that find attributes as nn.Module does. */
+static PyObject *quicken(PyObject *module, PyObject *object)
 {
+    if (PyTuple_CheckExact(object)) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++)
+            Py_XDECREF(quicken(module, PyTuple_GET_ITEM(object, i)));
+        Py_RETURN_NONE;
+    }
     PyTypeObject *type = (PyTypeObject *)object;
     if (quick_on && quick_types < MAX_QUICK && PyType_Check(object) && type->tp_getattro == plain_getattro &&
         PyType_IsSubtype(type, Module) && _PyType_Lookup(type, s_getattr) == plain_getattr &&

@@ -65,4 +65,4 @@ def _ignore(recorder: Any) -> None:
 
 
 set_current: Callable[[Any], None] = _fast.set_current if _fast is not None else _ignore
-quicken: Callable[[type], None] = _fast.quicken if _fast is not None else _ignore
+quicken: Callable[[type | tuple[type, ...]], None] = _fast.quicken if _fast is not None else _ignore

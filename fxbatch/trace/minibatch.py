@@ -193,8 +193,8 @@ def record_minibatch(
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     run.first = first
     with patched():
-        for kind in recorder.modules.classes if recorder.modules is not None else ():
-            quicken(kind)
+        if recorder.modules is not None:
+            quicken(recorder.modules.classes)
         run.all()
     kept = values_kept(
         recorder, run.results, (recorder.constants, recorder.foreign.copies, recorder.copies or {}),

@@ -555,8 +555,10 @@ class RecordedCalls(Columns):
         if self.lifted:
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
         self._refuse_written_operands(sig)
-        program = Program(
-            signatures=table.snapshot(),
+        signatures = table.snapshot()
+        program = Program.of(
+            table.columns(),
+            signatures=signatures,
             sig=sig,
             inputs=inputs,
             instance=self._instances(len(sig)),
@@ -588,7 +590,9 @@ class RecordedCalls(Columns):
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""
         if len(self.runs) == 1:
-            return np.full(calls, self.runs[0], dtype=np.int32)
+            found = np.empty(calls, dtype=np.int32)
+            found.fill(self.runs[0])
+            return found
         starts = np.array([*self.starts, calls], dtype=np.int64)
         return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
 

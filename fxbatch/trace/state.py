@@ -73,7 +73,7 @@ class ThreadModes:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_state() if any_autocast() else None
-        self.functions = function_modes()
+        self.functions = function_modes() if function_mode_count() else []
         self.warnings = warning_handler()
         self.recorder = state.recorder
 

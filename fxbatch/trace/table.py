@@ -30,7 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.ir import Operation, Signature, Slot, Template, TensorType, tensor_type
+from fxbatch.ir import (
+    Operation,
+    Signature,
+    SignatureColumns,
+    Slot,
+    Template,
+    TensorType,
+    signature_columns,
+    tensor_type,
+)
 from fxbatch.signature import OperationKind
 from fxbatch.trace.fake_run import Outcome
 
@@ -191,6 +200,7 @@ class SignatureTable:
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         self._snapshot: tuple[Signature, ...] = ()
+        self._columns = signature_columns(())
         self._arity = np.empty(0, dtype=np.int64)
         self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
@@ -210,7 +220,12 @@ class SignatureTable:
         """All signatures as a tuple, index = id."""
         if len(self._snapshot) != len(self.signatures):
             self._snapshot = tuple(self.signatures)
+            self._columns = signature_columns(self._snapshot)
         return self._snapshot
+
+    def columns(self) -> SignatureColumns:
+        """Those of the last snapshot."""
+        return self._columns
 
     def arity(self) -> np.ndarray:
         """int64 [signatures]: inputs of each."""

@@ -228,6 +228,7 @@ class patched:
 
     uses: ClassVar[dict[int, int]] = {}  # ids of the uses under way, and of their threads
     saved: ClassVar[list[Entries]] = []  # what was there before, while something is patched
+    ended = False
 
     def __enter__(self) -> None:
         try:
@@ -250,6 +251,8 @@ class patched:
 
     def end(self) -> None:
         """Put back what was there, if this is the last use."""
+        if self.ended:
+            return
         with patching:
             self.uses.pop(id(self), None)
             if not self.uses and self.saved:
@@ -258,6 +261,7 @@ class patched:
                     stop_putting_off()
                 put_attributes(self.saved[0], [])
                 self.saved.clear()
+        self.ended = True
 
     def __exit__(self, *_: object) -> None:
         self.end()
