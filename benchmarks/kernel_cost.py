@@ -72,7 +72,7 @@ def native(
 ) -> Callable[[], object]:
     """The native program of a kernel on given memory; nothing where it has none."""
     step = make_step("cell", module, kernel, shared, ())
-    if isinstance(step, str) or step.fixed:
+    if isinstance(step, str):
         return lambda: None
     memory = array("q", [x for t in (*inputs, *shared, *outs) for x in (t.data_ptr(), t.nbytes)])
     room, programs, rows = extension.Room(), (step.program,), array("q", [n])

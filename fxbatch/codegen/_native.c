@@ -71,7 +71,7 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
             return "operand";
         if (o->base < 0)
             continue;
-        if (k == 0 && (p->bases[o->base].kind == INPUT || p->bases[o->base].kind == FIXED))
+        if (k == 0 && p->bases[o->base].kind == INPUT)
             return "written operand";
         if (o->inner > 1 && !((x->code == PRODUCT || reduces(x->code)) && k) && !(x->code == PICK && k == 2))
             return "inner stride";
@@ -142,16 +142,16 @@ static void program_free(PyObject *self)
 
 static int count_bases(Program *p)
 {
-    int64_t counts[4] = {0, 0, 0, 0}, kind = INPUT;
+    int64_t counts[3] = {0, 0, 0}, kind = INPUT;
     for (int64_t b = 0; b < p->base_count; b++) {
         const Base *base = &p->bases[b];
         if (base->kind < kind || base->kind > OWN || !rows_fit(base->per_row, base->rest) || base->row_bytes < 1 ||
             base->row_bytes >= ((int64_t)1 << 33))
             return -1;
-        kind = base->kind > FIXED ? OWN : base->kind; /* the caller's memory first, in order of its kind */
+        kind = base->kind; /* the caller's memory first, in order of its kind */
         counts[base->kind]++;
     }
-    p->inputs = counts[INPUT], p->outputs = counts[OUTPUT], p->fixed = counts[FIXED];
+    p->inputs = counts[INPUT], p->outputs = counts[OUTPUT];
     return p->source_count <= p->inputs && p->base_count <= MOST_BASES ? 0 : -1;
 }
 
@@ -279,13 +279,13 @@ PyTypeObject RoomType = {
     .tp_members = room_members,
 };
 
-/* One program on memory [inputs + outputs + fixed, 2] of the caller's, pointer and bytes; 0 where it did not run. */
+/* One program on memory [inputs + outputs, 2] of the caller's, pointer and bytes; 0 where it did not run. */
 static int run_given(const Program *p, Room *room, int64_t n, const int64_t *given)
 {
     char *bases[MOST_BASES] = {NULL};
     if (n < 1 || n > MOST_ROWS)
         return 0;
-    for (int64_t b = 0; b < p->inputs + p->outputs + p->fixed; b++) {
+    for (int64_t b = 0; b < p->inputs + p->outputs; b++) {
         if (given[2 * b + 1] < rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes)
             return 0;
         bases[b] = (char *)(intptr_t)given[2 * b];
@@ -294,7 +294,7 @@ static int run_given(const Program *p, Room *room, int64_t n, const int64_t *giv
 }
 
 /* run_all(programs, room, counts, memory, first, last) -> the first program from `first` on that did not run, `last` if
-   all did. counts: rows of each; memory: int64 [all their inputs, outputs and fixed, 2], pointer and bytes. */
+   all did. counts: rows of each; memory: int64 [all their inputs and outputs, 2], pointer and bytes. */
 static PyObject *native_run_all(PyObject *module, PyObject *args)
 {
     PyObject *programs, *room, *counts, *memory;
@@ -314,20 +314,20 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
     for (int64_t i = 0; i < number && good; i++) {
         const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
         good = Py_TYPE(p) == &ProgramType;
-        needed += good ? p->inputs + p->outputs + p->fixed : 0;
+        needed += good ? p->inputs + p->outputs : 0;
     }
     if (good && needed == pieces) {
         const int64_t *given = view.buf;
         for (int64_t i = 0; i < at; i++) {
             const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
-            given += 2 * (p->inputs + p->outputs + p->fixed);
+            given += 2 * (p->inputs + p->outputs);
         }
         Py_BEGIN_ALLOW_THREADS
         for (; at < last; at++) {
             const Program *p = (const Program *)PyTuple_GET_ITEM(programs, at);
             if (!run_given(p, (Room *)room, ((const int64_t *)rows.buf)[at], given))
                 break;
-            given += 2 * (p->inputs + p->outputs + p->fixed);
+            given += 2 * (p->inputs + p->outputs);
         }
         Py_END_ALLOW_THREADS
     } else

@@ -16,7 +16,7 @@
 /* A piece of memory that instructions name by its number. */
 /* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once, or
    of weights that may be turned; NULL where they are not. */
-enum { INPUT, OUTPUT, FIXED, OWN, BLOCK, APART };
+enum { INPUT, OUTPUT, OWN, BLOCK, APART };
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
     int64_t row_bytes;
@@ -57,7 +57,7 @@ typedef struct {
     Instruction *code;
     Source *sources; /* where the step finds the inputs that are not shared */
     Segment *segments;
-    int64_t base_count, length, source_count, segment_count, inputs, outputs, fixed;
+    int64_t base_count, length, source_count, segment_count, inputs, outputs;
     int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart */
     int64_t turned_count, turned[MOST_APART]; /* instructions whose weights may be turned */
 } Program;

@@ -104,8 +104,7 @@ static int may_be_apart(const Program *p, int64_t i)
     if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->per_row != 1 || x->width * x->depth_rest < LEAST_APART)
         return 0;
     const Base *a = &p->bases[x->in[0].base], *b = &p->bases[x->in[1].base], *out = &p->bases[x->out.base];
-    if (x->in[0].inner != 1 || x->in[0].stride * 4 != a->row_bytes || a->per_row != 1 ||
-        (b->kind != INPUT && b->kind != FIXED))
+    if (x->in[0].inner != 1 || x->in[0].stride * 4 != a->row_bytes || a->per_row != 1 || b->kind != INPUT)
         return 0;
     if (a->kind == INPUT)
         return x->in[0].base < p->source_count && out->kind != INPUT;
@@ -125,7 +124,7 @@ static int may_be_turned(const Program *p, int64_t i)
     if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->in[1].stride != 1 || x->in[1].inner < x->depth_rest ||
         x->in[1].inner == 1 || x->width * x->depth_rest < LEAST_APART)
         return 0;
-    return p->bases[x->in[1].base].kind == INPUT || p->bases[x->in[1].base].kind == FIXED;
+    return p->bases[x->in[1].base].kind == INPUT;
 }
 
 int find_apart(Program *p)

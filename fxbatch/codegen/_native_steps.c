@@ -316,9 +316,7 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[base])
             return 1;
     }
-    for (int64_t b = p->source_count; b < p->inputs + p->outputs + p->fixed; b++) {
-        if (b >= p->inputs && b < p->inputs + p->outputs)
-            continue; /* shared operands, then what depends on them alone */
+    for (int64_t b = p->source_count; b < p->inputs; b++) { /* shared operands */
         bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
         if (!bases[b])
             return 1;
@@ -417,7 +415,7 @@ static int has_gradient(const Steps *s, int64_t k)
 static int find_product(const Steps *s, const Program *p, const Instruction *x, int64_t k, int64_t rows, char **at)
 {
     const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], kept = counts[0] + counts[1];
-    int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], extra = 1 + kept + p->inputs - p->source_count + p->fixed;
+    int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], extra = 1 + kept + p->inputs - p->source_count;
     int64_t number = s->at[FIRST_WRITE][k] + x->out.base - p->inputs, a = x->in[0].base;
     at[0] = arena_rows(s, GRADIENTS, s->at[WRITE_ARENA][number], s->at[WRITE_START][number], rows, x->width * 4);
     at[1] = pointer_rows(s, k, extra + a - p->inputs - writes, s->at[OFFSET][k], rows, p->bases[a].row_bytes);
@@ -486,7 +484,7 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
     int64_t reads = s->at[FIRST_READ][k + 1] - read, writes = s->at[FIRST_WRITE][k + 1] - write;
     const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
     int64_t kept = counts[0], saved = counts[1]; /* the first row says how many there are of each */
-    int64_t shared = 1 + kept + saved, fixed = shared + p->inputs - p->source_count, extra = fixed + p->fixed;
+    int64_t shared = 1 + kept + saved, extra = shared + p->inputs - p->source_count;
     char *bases[MOST_BASES];
     for (int64_t i = 0; i < p->outputs; i++) { /* gradients of groups, then rows for the parameters */
         int64_t base = p->inputs + i, row_bytes = p->bases[base].row_bytes;
@@ -518,9 +516,7 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
             return 1;
         fill_count += !bases[i];
     }
-    for (int64_t b = p->source_count, number = shared; b < p->inputs + p->outputs + p->fixed; b++) {
-        if (b >= p->inputs && b < p->inputs + p->outputs)
-            continue;
+    for (int64_t b = p->source_count, number = shared; b < p->inputs; b++) {
         bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
         if (!bases[b])
             return 1;

@@ -42,15 +42,3 @@ def _nowhere(tensor: torch.Tensor, size: int) -> int | None:
 # pointers that C is given come from here. Subclasses (fake tensors), what a transform or functionalization wraps,
 # tensors on devices (meta), of a lazy sign, zero tensors without memory and storages that were given back have none.
 address: Callable[[torch.Tensor, int], int | None] = _nowhere if extension is None else extension.address
-
-
-def put_place(rows: Any, width: int, at: int, tensor: torch.Tensor) -> bool:
-    """Write where a tensor is, and its bytes from the first element to the end of the last, into row `at` of int64 [..,
-    width]; False where C must not look."""
-    if tensor.layout is not torch.strided:
-        return False
-    size = tensor.nbytes
-    if size and not tensor.is_contiguous():
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        size = last * tensor.element_size()
-    return bool(extension.put_places(rows, width, at, (tensor,), (size,)))

@@ -2,7 +2,7 @@
 
 In: an operation graph. Out: a NativeProgram, or the reason why there is none.
 
-    program = make_program(module, sources, shared)     # NativeProgram(bases, instructions, fixed), or "aten.foo"
+    program = make_program(module, shared)     # NativeProgram(bases, instructions), or "aten.foo"
     program.instructions.shape                          # (7, 32)
 
 An instruction is [code, rows per n, further rows, width, 4 operands of (base, offset, stride, inner), number, ...] as
@@ -53,22 +53,19 @@ from fxbatch.codegen.shapes import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
 aten = torch.ops.aten
-INPUT, OUTPUT, FIXED, OWN = range(4)
+INPUT, OUTPUT, OWN = range(3)
 MOST_BASES = 192
 UNUSED = (-1, 0, 0, 0)  # an operand that there is not
 OPERANDS, GROUP = slice(4, 20), 24  # where an instruction has these
 SHORT = 16  # elements of a dimension that is added up one addition after another
-FixedTensor = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class NativeProgram:
-    """bases: int64 [bases, 4]; instructions: int64 [length, 32]; fixed: which results of the kernel's `prepare`
-    are its bases after inputs and outputs, with the shapes and strides that they must have."""
+    """bases: int64 [bases, 4]; instructions: int64 [length, 32]."""
 
     bases: np.ndarray
     instructions: np.ndarray
-    fixed: tuple[FixedTensor, ...]
 
 
 def make_program(
@@ -104,7 +101,6 @@ class Lowering:
     items: list[list[int]] = field(default_factory=list)
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
-    fixed: list[FixedTensor] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
     pieces: dict[fx.Node, tuple[fx.Node, Piece]] = field(
         default_factory=dict
@@ -113,7 +109,7 @@ class Lowering:
 
     def run(self) -> NativeProgram:
         self.outputs: list[fx.Node] = list(self.graph.output_node().args[0])
-        self.hoisted, self.kept = find_prepared(self.graph)
+        first, _ = find_prepared(self.graph)  # what no row needs: else blocks of rows would end there
         if not all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs):
             raise NotNative("a result that is no dense tensor")
         if self.adding and not self._can_add():
@@ -122,9 +118,8 @@ class Lowering:
         self._place()
         for node in self.outputs:
             self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, OUTPUT))
-        self._prepared()
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.hoisted:
+        for node in (*first, *(x for x in self.graph.nodes if x not in first)):
+            if node.op == "call_function":
                 self._node(node)
         for i, node in enumerate(self.outputs):
             if i not in self.place.values():
@@ -138,7 +133,7 @@ class Lowering:
         bases = np.array(self.bases, dtype=np.int64)
         code = np.array(self.items, dtype=np.int64).reshape(-1, 32)
         group_pointwise(code)
-        return NativeProgram(bases, code, tuple(self.fixed))
+        return NativeProgram(bases, code)
 
     # -- memory
 
@@ -189,7 +184,7 @@ class Lowering:
 
     def _writes(self, node: fx.Node) -> bool:
         """Whether instructions of its own write the node."""
-        if node.op != "call_function" or node in self.hoisted or not is_tensor(node) or is_view(node):
+        if node.op != "call_function" or not is_tensor(node) or is_view(node):
             return False
         return constant_value(node) is None
 
@@ -206,26 +201,17 @@ class Lowering:
                 number = self.base(shape(node), value.dtype, INPUT)
                 self.spans[node] = contiguous(number, shape(node), value.dtype)
             else:
-                self.spans[node] = self._strided(shape(node), value.dtype, self.shared[i - first], INPUT)
+                self.spans[node] = self._shared(shape(node), value.dtype, self.shared[i - first])
 
-    def _strided(self, dims: Shape, dtype: torch.dtype, like: torch.Tensor, kind: int) -> Span:
-        """Memory of a tensor that is as it is, from its first element to its last."""
+    def _shared(self, dims: Shape, dtype: torch.dtype, like: torch.Tensor) -> Span:
+        """Memory of a shared operand as it is, from its first element to its last."""
         dense = like.layout is torch.strided and like.device.type == "cpu" and like.numel()
         if not dense or like.dtype != dtype:
             raise NotNative("a shared operand that is not dense on the CPU")
         last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
-        number = self.base(((0, last),), dtype, kind)
+        number = self.base(((0, last),), dtype, INPUT)
         strides = tuple(0 if n == 1 else s for n, s in zip(like.shape, like.stride(), strict=True))
         return Span(number, 0, dims, strides, dtype)
-
-    def _prepared(self) -> None:
-        """What the kernel computes once a run is read from the tensors that it made."""
-        for i, node in enumerate(self.kept):
-            if constant_value(node) is not None:
-                continue
-            value = node.meta["values"][0]
-            self.spans[node] = self._strided(shape(node), value.dtype, value, FIXED)
-            self.fixed.append((i, tuple(value.shape), self.spans[node].strides))
 
     def span(self, node: Any) -> Span:
         """Where a node, or a number, is."""

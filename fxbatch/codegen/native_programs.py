@@ -20,9 +20,9 @@ from torch import fx
 
 from fxbatch.codegen import products
 from fxbatch.codegen.build_operation import OperationGraphs, Ref
-from fxbatch.codegen.kernel import Kernel, Workspace
+from fxbatch.codegen.kernel import Kernel
 from fxbatch.codegen.native import available, extension
-from fxbatch.codegen.native_lower import INPUT, FixedTensor, make_program
+from fxbatch.codegen.native_lower import INPUT, make_program
 from fxbatch.codegen.shapes import Shape, shape
 
 _KINDS = {"group": 0, "output": 1, "saved": 2}
@@ -31,30 +31,13 @@ InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, c
 
 @dataclass(frozen=True, eq=False)
 class NativeStep:
-    """A kernel as a program. `fixed`: what it reads of what the kernel prepares once a run."""
+    """A kernel as a program."""
 
     name: str  # of the operation
     program: Any
-    kernel: Kernel
-    inputs: int  # before the shared operands
-    fixed: tuple[FixedTensor, ...]
     forms: tuple[tuple[Shape, torch.dtype], ...]
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
     adding: Any = None  # the program that adds to its results, where there is one
-
-    def prepared(self, shared: Sequence[torch.Tensor], workspace: Workspace) -> list[torch.Tensor] | None:
-        """The tensors that depend on shared operands alone; None where they aren't as the program has them."""
-        if not self.fixed:
-            return []
-        made = workspace.prepared(self.kernel, tuple(shared[i - self.inputs] for i in self.kernel.given))
-        found = []
-        for position, dims, strides in self.fixed:
-            tensor = made[position]
-            mine = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            if tuple(tensor.shape) != dims or mine != strides:
-                return None
-            found.append(tensor)
-        return found
 
     @functools.cached_property
     def _fixed_outputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -112,7 +95,7 @@ def make_step(
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, kernel, first, made.fixed, forms, tuple(sizes), adding)
+    return NativeStep(name, program, forms, tuple(sizes), adding)
 
 
 def forward_step(

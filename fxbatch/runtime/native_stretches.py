@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import extension, put_place
+from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.runtime.memory import GradientMemory, GradientRows, Memory
 from fxbatch.runtime.phase import Phase
@@ -38,7 +38,6 @@ class NativeSteps:
     programs: tuple[Any, ...]
     room: Any
     columns: tuple[Any, ...]
-    held: list[torch.Tensor] = field(default_factory=list)
 
     def begins_at(self, k: int) -> bool:
         """Whether step k has a program."""
@@ -104,19 +103,16 @@ def _steps(
     arenas, places = memory.columns(phase.operations.arrays)
     filled = None
     if rows is None and not phase.whole:
-        filled = table.fill_again(memory.filled.get(table), places, memory.shared, workspace)
-    if filled is None:
-        programs, pointers = table.fill(places, memory.shared, workspace, rows)
+        filled = memory.filled[table] = table.fill_again(memory.filled.get(table), places, memory.shared)
     else:
-        memory.filled[table] = filled
-        programs, pointers = filled.programs, filled.pointers
+        filled = table.fill(places, memory.shared, rows)
     plan = phase.plan
     everything = (
         plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,
         plan.gather_start, plan.gather_rows, plan.first_block, plan.block_arena, plan.block_start, plan.indices,
-        arenas, pointers.rows, pointers.first, *columns,
+        arenas, filled.rows, table.first, *columns,
     )  # fmt: skip
-    return NativeSteps(phase, programs, workspace.native_room(), everything, pointers.held)
+    return NativeSteps(phase, filled.programs, workspace.native_room(), everything)
 
 
 class NativeKernels:
@@ -145,9 +141,6 @@ class NativeKernels:
         the positions of the shared operands that the results belong to."""
         if not 0 < n <= _ROWS:
             return None
-        fixed = step.prepared(shared, self._workspace)
-        if fixed is None:
-            return None
         operands = [] if step.adding is None else [id(shared[i]) for i in of]
         adds = bool(operands) and all(map(self._sums.__contains__, operands))
         if adds:
@@ -155,15 +148,11 @@ class NativeKernels:
         else:
             results = [self._memory.take(form, dtype) for form, dtype in step.outputs(n)]
         table = array("q", inputs)
-        first, given = len(inputs) // 2, len(shared) + len(results)
-        after = first + given
-        table.frombytes(bytes(16 * (given + len(fixed))))
+        first = len(inputs) // 2
+        table.frombytes(bytes(16 * (len(shared) + len(results))))
         sizes = (*step.shared_bytes, *step.output_bytes(n))
         if not extension.put_places(table, 2, first, (*shared, *results), sizes):
             return None
-        for k, tensor in enumerate(fixed):
-            if not put_place(table, 2, after + k, tensor):
-                return None
         self._table += table
         if operands and not adds:
             self._sums.update(zip(operands, results, strict=True))
@@ -171,7 +160,6 @@ class NativeKernels:
         self._programs.append(step.adding if adds else step.program)
         self.counts.append(n)
         self._results.append(results)
-        self.held += fixed
         return [] if adds else results
 
     def run(self, first: int = 0, last: int | None = None) -> None:

@@ -3,10 +3,10 @@
 In: the operations of a program and their arrays. Out: rows of (pointer, bytes, flag) for a run.
 
     table = PointerTable.of(arrays, backward=False)
-    programs, pointers = table.fill(memory.columns(arrays)[1], memory.shared, workspace)
+    filled = table.fill(memory.columns(arrays)[1], memory.shared)      # filled.programs, filled.rows
 
-A signature's rows: how many kept and saved arrays there are, those arrays, shared operands, what the kernel prepares
-of them, and rows for the gradients of parameters. A signature has no program where C can't read an operand as it is.
+A signature's rows: how many kept and saved arrays there are, those arrays, shared operands, and rows for the gradients
+of parameters. A signature has no program where C can't read an operand as it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.native import extension, put_place
+from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
 from fxbatch.runtime.memory import Arrays, GradientRows
@@ -30,31 +29,13 @@ from fxbatch.trace.integers import PLAIN_TENSORS
 Programs = tuple[Any, ...]  # a signature; None where Python runs it
 
 
-class Pointers(NamedTuple):
-    """The columns of one run, and what they point to that has no other owner."""
-
-    rows: np.ndarray  # int64 [rows, 3]
-    first: np.ndarray  # int64 [signatures + 1]: where those of each begin
-    held: list[torch.Tensor]
-
-
 class Filled(NamedTuple):
-    """Pointers of one phase, for the next one with the same operations."""
+    """The programs that can run, None for others, and int64 [rows, 3] as memory is."""
 
     programs: Programs
-    pointers: Pointers
-    places: np.ndarray  # where its arrays were
-    shared: list[torch.Tensor]
-    stamps: list[int]
-
-    def holds(self, places: np.ndarray) -> bool:
-        """Whether all is where it was. `places` is the very array as long as nothing has moved."""
-        return places is self.places and self.stamps == _stamps(self.shared)
-
-
-def _stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where plain tensors are, and their versions, which tell whether what kernels prepare of them is true."""
-    return [x for t in tensors for x in (t.data_ptr(), t._version)]
+    rows: np.ndarray
+    places: np.ndarray  # where its arrays are
+    shared: list[int]  # and shared operands, where that was asked for
 
 
 @dataclass(frozen=True)
@@ -65,7 +46,6 @@ class _Part:
     operation: CompiledOperation
     step: NativeStep
     shared: int  # its first row of shared operands
-    fixed: int  # of what the kernel prepares
     extra: int  # of the gradients of parameters
 
 
@@ -95,15 +75,14 @@ class PointerTable:
                 kept, saved = len(operation.kept_groups), len(operation.saved_types)
                 own = len(rows) // 3 + 1
                 shared = own + kept + saved
-                fixed = shared + len(step.shared_bytes)
                 rows.extend((kept, saved, 0))
                 rows.extend((0, 0, 0) * (kept + saved))
                 for size in step.shared_bytes:
                     rows.extend((0, size, 0))
-                rows.extend((0, 0, 0) * (len(step.fixed) + len(operation.extra_types)))
+                rows.extend((0, 0, 0) * len(operation.extra_types))
                 at += range(own, shared)
                 read += range(arrays.first[s], arrays.first[s] + kept + saved)
-                parts.append(_Part(s, operation, step, shared, fixed, fixed + len(step.fixed)))
+                parts.append(_Part(s, operation, step, shared, shared + len(step.shared_bytes)))
             first.append(len(rows) // 3)
         if not parts:
             return None
@@ -118,51 +97,40 @@ class PointerTable:
         before: Filled | None,
         places: np.ndarray,
         operands: Mapping[Signature, Sequence[torch.Tensor]],
-        workspace: Workspace,
-    ) -> Filled | None:
-        """`fill` in a run of several phases: what was filled before where that holds; None where that can't be told."""
-        if before is not None and before.holds(places):
+    ) -> Filled:
+        """`fill` in a run of several phases: what was filled before where all is where it was. `places` is the very
+        array as long as nothing has moved."""
+        tensors = [t for part in self.parts for t in operands[part.operation.signature]]
+        if not all(type(t) in PLAIN_TENSORS for t in tensors):
+            return self.fill(places, operands)
+        shared = [t.data_ptr() for t in tensors]
+        if before is not None and places is before.places and shared == before.shared:
             return before
-        shared = [t for part in self.parts for t in operands[part.operation.signature]]
-        if not all(type(t) in PLAIN_TENSORS and not t.is_inference() for t in shared):
-            return None
-        stamps = _stamps(shared)
-        return Filled(*self.fill(places, operands, workspace), places, shared, stamps)
+        return self.fill(places, operands)._replace(shared=shared)
 
     def fill(
         self,
         places: np.ndarray,
         operands: Mapping[Signature, Sequence[torch.Tensor]],
-        workspace: Workspace,
         made: GradientRows | None = None,
-    ) -> tuple[Programs, Pointers]:
-        """The programs that can run, and their rows as memory is now. places: where the arrays lie; made: the rows for
-        the gradients of parameters."""
+    ) -> Filled:
+        """The pointers as memory is now. places: where the arrays lie; made: the rows for the gradients of
+        parameters."""
         rows = self.rows.copy()
         if len(self.at):
             rows[self.at] = places[self.arrays]
-        held: list[torch.Tensor] = []
         refused = []
         for part in self.parts:
-            shared, step = operands[part.operation.signature], part.step
-            if not extension.put_places(rows, 3, part.shared, shared, step.shared_bytes):
+            shared = operands[part.operation.signature]
+            if not extension.put_places(rows, 3, part.shared, shared, part.step.shared_bytes):
                 refused.append(part.s)
-                continue
-            if step.fixed:
-                fixed = step.prepared(shared, workspace)
-                if fixed is None or not all(
-                    put_place(rows, 3, part.fixed + k, tensor) for k, tensor in enumerate(fixed)
-                ):
-                    refused.append(part.s)
-                    continue
-                held += fixed
-            if made is not None and part.operation.extra_types:
+            elif made is not None and part.operation.extra_types:
                 extra = made.extra_places(part.operation)
                 rows[part.extra : part.extra + len(extra)] = extra
         programs = self.programs
         if refused:
             programs = tuple(None if s in refused else x for s, x in enumerate(programs))
-        return programs, Pointers(rows, self.first, held)
+        return Filled(programs, rows, places, [])
 
 
 def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: bool) -> NativeStep | None:
