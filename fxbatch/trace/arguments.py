@@ -24,7 +24,7 @@ from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
 from fxbatch.trace.columns import ExtensionSwitch, _fast
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.table import ATOMS, static_key
+from fxbatch.trace.table import ATOMS, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, WrittenTensor, value_of
 
@@ -115,8 +115,8 @@ def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
     )
 
 
-class ArrayArgument(Exception):
-    """A numpy array is among the arguments."""
+class ArrayArgument(OpaqueArgumentError):
+    """A numpy array is among the arguments: a tensor to torch's functions, data to users' code."""
 
 
 def without_arrays(
@@ -209,7 +209,7 @@ class Arguments:
         if isinstance(x, tuple) and hasattr(kind, "_fields"):
             return (kind, *[self._key(y) for y in x])
         if isinstance(x, np.ndarray):
-            raise ArrayArgument
+            raise ArrayArgument(x)
         if is_pytree_node(kind) and kind is not torch.Size:
             leaves, spec = tree_flatten(x)
             return (kind, repr(spec), *[self._key(y) for y in leaves])

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,21 @@ def test_a_module_that_takes_objects_is_traced_through() -> None:
     table, takes = SignatureTable(), Takes()
     check_equal(lambda x: takes(Item(x)), X, table=table)
     assert reasons(table)["Takes"] == "takes a Item"
+
+
+def test_users_code_that_takes_an_array_is_traced_through() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Any, a: Any) -> Any:
+            return LIN(x) * float(a.astype(np.float64)[0])
+
+    @operation
+    def marked(x: Any, a: Any) -> Any:
+        return x * float(a.astype(np.float64)[1])
+
+    array, table, takes = np.array([2.0, 3.0], dtype=np.float32), SignatureTable(), Takes()
+    check_equal(lambda x: marked(takes(LIN(x), array), array), X, table=table)
+    assert reasons(table)["Takes"] == "takes a ndarray"
+    assert "takes a ndarray" in reasons(table)["marked"]
 
 
 def test_python_randomness_is_not_frozen() -> None:
