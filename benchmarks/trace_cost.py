@@ -2,7 +2,6 @@
 
 python -m benchmarks.trace_cost --leaves 19 --trees 64             # a minibatch like those of SST
 python -m benchmarks.trace_cost --leaves 128 --trees 1024          # and as cached traces
-python -m benchmarks.trace_cost --python                           # without the recorder in C
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch
 from fxbatch.trace.minibatch import record_minibatch
-from fxbatch.trace.torch_patches import use_extension
 from fxbatch.trace.traces import merge, trace_instance
 
 
@@ -151,10 +149,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--trees", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--python", action="store_true", help="without the recorder in C")
     options = parser.parse_args()
-    if options.python:
-        use_extension(False)
     found = measure(options.leaves, options.trees, options.repeats)
     parts = ", ".join(f"{name} {found[name]:.2f}" for name in NAMES)
     cold, warm = found["record"] + found["plan"], found["merge"] + found["plan merged"]

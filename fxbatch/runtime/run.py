@@ -35,7 +35,7 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]
@@ -261,7 +261,7 @@ class Run:
 
     def settled(self, base: int) -> Any:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""
-        if not self._asked or not ExtensionSwitch.on:
+        if not self._asked or _fast is None:
             return None
         arenas: list[np.ndarray | None] = [None] * (max(self._asked) + 1)
         for kind in self._asked:

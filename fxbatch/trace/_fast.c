@@ -413,17 +413,6 @@ static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
     return NULL;
 }
 
-static PyObject *recycle(PyObject *Py_UNUSED(module), PyObject *on)
-{
-    pool_limit = PyObject_IsTrue(on) ? POOL : 0;
-    while (pooled > pool_limit) {
-        PyObject *v = pool[--pooled];
-        PyObject_GC_Track(v);
-        Py_DECREF(v);
-    }
-    Py_RETURN_NONE;
-}
-
 /* usual_modes(recorder, grad): whether this thread records with it, with gradients so, and without autocast. None where
    torch's library was not understood. */
 static PyObject *usual_modes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
@@ -501,7 +490,6 @@ static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
     {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
-    {"recycle", recycle, METH_O, "Whether Values are handed out again."},
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
     {"stack_here", stack_here, METH_NOARGS, "How deep the stack is."},
     {"at_bottom", at_bottom, METH_O, "Call where the stack ends for who walks it."},

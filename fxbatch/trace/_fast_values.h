@@ -54,20 +54,20 @@ static void put(PyObject *object, Py_ssize_t where, PyObject *stolen)
 
 #define POOL 16384
 static PyObject *pool[POOL]; /* untracked, one reference each: ours */
-static Py_ssize_t pooled, pool_limit = POOL;
+static Py_ssize_t pooled;
 static destructor plain_dealloc;
 static inquiry plain_clear;
 
 static void value_dealloc(PyObject *v)
 {
     /* A Value without recorder was cleared by the garbage collector: its tensor may be gone. */
-    if (pooled < pool_limit && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder)) {
+    if (pooled < POOL && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder)) {
         PyObject **dict = _PyObject_GetDictPtr(v);
         if (!dict || !*dict || !PyDict_GET_SIZE(*dict)) {
             PyObject_GC_UnTrack(v);
             if (*(PyObject **)((char *)v + Value->tp_weaklistoffset))
                 PyObject_ClearWeakRefs(v);
-            if (pooled >= pool_limit) { /* what that ran has filled it */
+            if (pooled >= POOL) { /* what that ran has filled it */
                 PyObject_GC_Track(v);
                 goto no_room;
             }

@@ -21,7 +21,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import SharedOperand, Slot, Template, TensorType
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import ATOMS, OpaqueArgumentError, static_key
@@ -61,7 +61,7 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
                 return None
             recorder.row_numbers[key] = row, base.stride()
         args = base, recorder.number(row, torch.int64, t.device), base.dim() - t.dim()
-        if ExtensionSwitch.on:
+        if _fast is not None:
             found = _fast.recorded_before(recorder, take_parameter_row, args, {})
         if found is None:
             found = recorder.call(take_parameter_row, args, {})

@@ -42,7 +42,7 @@ def bare_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> 
     return call_of_bare(func, args, kwargs or {})
 
 
-for _kind in BARE:  # C's stands in its place where it records (`torch_patches.use_extension`)
+for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
     _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
 
 

@@ -35,7 +35,7 @@ from fxbatch.trace.arguments import (
 )
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.data_dependent import call_with_values
 from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
@@ -102,7 +102,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
     asked = func
-    if ExtensionSwitch.on and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
+    if _fast is not None and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return known
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)

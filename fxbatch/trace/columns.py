@@ -9,6 +9,7 @@ In: signature ids, value ids, calls that were met before. Out: columns that nump
 
 from __future__ import annotations
 
+import functools
 import importlib
 from array import array
 from collections.abc import Callable
@@ -25,21 +26,16 @@ except ImportError:  # installed without a C compiler
 Owner = TypeVar("Owner")
 
 
-class ExtensionSwitch:
-    """Whether new recordings use the C extension: tests turn it off, and every call goes the long way."""
-
-    on = _fast is not None
+def _ignore(_: Any) -> None:
+    """There is no C extension to be told."""
 
 
-def new_column() -> Any:
-    """An empty int64 column with append, extend and the buffer protocol."""
-    return _fast.Column() if ExtensionSwitch.on else array("q")
-
-
-def new_call_table() -> Any:
-    """An empty table of calls that were met before, see _fast_columns.h; without C it stays empty."""
-    return _fast.CallTable() if ExtensionSwitch.on else {}
-
+# An empty int64 column with append, extend and the buffer protocol.
+new_column: Callable[[], Any] = functools.partial(array, "q") if _fast is None else _fast.Column
+# An empty table of calls that were met before, see _fast_columns.h; without C it stays empty.
+new_call_table: Callable[[], Any] = dict if _fast is None else _fast.CallTable
+set_current: Callable[[Any], None] = _ignore if _fast is None else _fast.set_current
+quicken: Callable[[type | tuple[type, ...]], None] = _ignore if _fast is None else _fast.quicken
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension
 
@@ -50,7 +46,7 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
     first = tensors[0]
     rank = first.dim()
     sizes = np.empty((len(tensors), rank), dtype=np.int64)
-    if ExtensionSwitch.on:
+    if _fast is not None:
         found = _fast.sizes_of(tensors, sizes, rank)
         return None if found is None else (sizes, (found[:rank], found[rank:]))
     kind = (torch.Tensor, first.dtype, first.requires_grad, first.dim())
@@ -58,11 +54,3 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
         return None
     sizes[:] = [t.shape for t in tensors]
     return sizes, (tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist()))
-
-
-def _ignore(recorder: Any) -> None:
-    """There is no C extension to be told."""
-
-
-set_current: Callable[[Any], None] = _fast.set_current if _fast is not None else _ignore
-quicken: Callable[[type | tuple[type, ...]], None] = _fast.quicken if _fast is not None else _ignore

@@ -43,7 +43,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import are_deterministic
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.state import current_recorder
 from fxbatch.trace.user_line import at_line, in_users_code, user_frame
 
@@ -612,7 +612,7 @@ def _known(frame: types.FrameType) -> tuple[types.CodeType, bool, bool]:
 
 def waiting_frame() -> tuple[types.FrameType | None, Callable[[], bool]]:
     """The innermost frame of the user's code, and what says whether it, or one further out, holds what all share."""
-    found = _fast.waiting_frame(_frames) if ExtensionSwitch.on else None
+    found = None if _fast is None else _fast.waiting_frame(_frames)
     if found is not None:
         return found, lambda: False
     outer: types.FrameType | None = sys._getframe(0)

@@ -17,7 +17,7 @@ import torch
 
 from fxbatch.ir import TensorType
 from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.foreign import is_foreign
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
@@ -36,7 +36,7 @@ def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray
     if dtype not in _INTEGERS or inside_functorch():
         return None
     numbers = np.empty(len(tensors), _INTEGERS[dtype])
-    if ExtensionSwitch.on:
+    if _fast is not None:
         return numbers if _fast.read_integers(tensors, numbers) else None
     if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
         return None

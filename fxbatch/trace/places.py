@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.values import Value
 
@@ -188,7 +188,7 @@ def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
 
 def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Owner | None:
     """Whose tensor was the first that was written to since it was met, at that version; None if none was."""
-    if ExtensionSwitch.on:
+    if _fast is not None:
         found: Owner | None = _fast.written_to(tensors)
         return found
     for owner, tensor, version in tensors:

@@ -24,7 +24,7 @@ from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Temp
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
-from fxbatch.trace.columns import ExtensionSwitch, _fast, new_call_table, new_column
+from fxbatch.trace.columns import _fast, new_call_table, new_column
 from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
@@ -72,14 +72,14 @@ class _Known:
     """What a recorder leaves to the next one of its table, while the modules are as they were."""
 
     __slots__ = (
-        "by_mode", "call_table", "constant_entries", "examined", "in_c", "mode", "modules", "places", "read", "roots",
+        "by_mode", "call_table", "constant_entries", "examined", "mode", "modules", "places", "read", "roots",
     )  # fmt: skip
     mode: tuple[Any, ...]  # what `sync_modes` found last
 
     def __init__(self, recorder: RecordedCalls, modules: ModulesMet) -> None:
         self.roots, self.modules, self.examined = recorder.roots, modules, recorder.examined
         self.call_table, self.by_mode = recorder.call_table, recorder._by_mode
-        self.constant_entries, self.in_c = recorder.constant_entries, recorder.in_c
+        self.constant_entries = recorder.constant_entries
         found = self.examined.values()
         # What all of it depends on; and what the code of operations reads.
         self.places = [*(modules.places or ()), *(item for x in found for item in x.reads.items)]
@@ -90,7 +90,6 @@ class _Known:
         return (
             len(self.roots) == len(roots)
             and all(map(operator.is_, self.roots, roots))
-            and self.in_c is ExtensionSwitch.on
             and first_changed(self.places) is None
             and not has_global_hooks()
         )
@@ -130,7 +129,6 @@ class RecordedCalls(Columns):
         self.instances = instances
         self.base = self.count = next(_ranges) * _RANGE
         self.sigs, self.inputs = new_column(), new_column()
-        self.in_c = ExtensionSwitch.on
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload, self.settled = {}, None
@@ -238,11 +236,11 @@ class RecordedCalls(Columns):
 
     def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
         """Record one call; its result with Values."""
-        return _fast.emit(self, entry, ids) if self.in_c else entry.result(self.row(entry, ids))
+        return entry.result(self.row(entry, ids)) if _fast is None else _fast.emit(self, entry, ids)
 
     def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry) -> None:
         """Calls like this one, of a function or a module, are recorded in C from now on."""
-        if self.in_c:
+        if _fast is not None:
             _fast.remember(self, func, args, kwargs, entry)
 
     def row(self, entry: Entry, ids: Sequence[int]) -> list[Value]:
@@ -418,7 +416,7 @@ class RecordedCalls(Columns):
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
         if not self.lasts or self.owners is None or self.modules is None:
             return
-        if self.in_c and not self.call_table.lasts():
+        if _fast is not None and not self.call_table.lasts():
             return
         known = self.known_before
         if known is None:
@@ -484,7 +482,7 @@ class RecordedCalls(Columns):
         entry = self.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
-        kind = _fast.kind_of(t) if self.in_c and t.dim() <= 5 else None
+        kind = _fast.kind_of(t) if _fast is not None and t.dim() <= 5 else None
         if kind is not None:  # C finds the next one
             self.constant_entries[kind] = entry
         try:

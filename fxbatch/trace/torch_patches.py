@@ -2,7 +2,6 @@
 
 with patched():
     ...             # nn.Module calls, custom autograd functions and torch.tensor know Values
-use_extension(False)      # record in Python alone, from the next recording on
 
 `torch.func.functional_call` is one operation, transforms of values are refused: else both give wrong results and no
 error, for a transform wraps what a Value is for C++, an empty tensor, and a module that is called with other weights
@@ -46,7 +45,7 @@ from fxbatch.trace.arguments import row_of_parameter
 from fxbatch.trace.bare_calls import bare_function
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
@@ -66,23 +65,6 @@ from fxbatch.trace.values import (
     with_values,
 )
 
-
-def use_extension(on: bool) -> None:
-    """Record with the C extension, or with Python alone. Not while something is being recorded."""
-    if on and _fast is None:
-        raise RuntimeError("fxbatch was installed without its C extension")
-    ExtensionSwitch.on = on
-    if _fast is not None:
-        _fast.recycle(on)
-    for name, (func, method) in (*BINARY.items(), ("__getitem__", _GETITEM)):
-        setattr(Value, name, _fast.Method(func, method) if on else method)
-    for how, (name, read) in enumerate(READERS.items()):
-        setattr(Value, name, _fast.Method(None, read, how) if on else read)
-    Value.__torch_function__ = _fast.torch_function if on else _TORCH_FUNCTION  # type: ignore[method-assign]
-    for kind in BARE:
-        kind.__torch_function__ = _fast.torch_function if on else staticmethod(bare_function)  # type: ignore[method-assign]
-
-
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
@@ -90,7 +72,7 @@ Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 def put_attributes(entries: Entries, saved: list[Entries]) -> None:
     """Set attributes of classes and modules; what was there is appended to `saved` before, last first. In C the
     caches of a class are invalidated once, not once an attribute."""
-    if ExtensionSwitch.on:
+    if _fast is not None:
         _fast.swap(entries, saved)
         return
     saved.append(tuple((owner, name, owner.__dict__.get(name)) for owner, name, _ in reversed(entries)))
@@ -105,12 +87,10 @@ def quicken_modules(on: bool) -> None:
     """Whether classes of modules that are met may look up their parameters and submodules in C; off: none does
     any more."""
     if _fast is not None:
-        _fast.quicken_modules(on and ExtensionSwitch.on and _TORCHS_OWN)
+        _fast.quicken_modules(on and _TORCHS_OWN)
 
 
 _TORCHS_OWN = torch.nn.Module.__getattr__.__module__ == torch.nn.modules.module.__name__
-_TORCH_FUNCTION = Value.__dict__["__torch_function__"]
-_GETITEM = GETITEM, Value.__dict__["__getitem__"]
 
 if _fast is not None:
     _fast.setup(
@@ -122,7 +102,7 @@ if _fast is not None:
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
             "Alias": Alias, "getitem": GETITEM,
-            "torch_function": _TORCH_FUNCTION.__get__(None, Value), "handle_torch_function": handle_torch_function,
+            "torch_function": Value.__torch_function__, "handle_torch_function": handle_torch_function,
             "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
             "modes_enabled": function_modes_enabled, "functions_enabled": functions_enabled,
@@ -130,8 +110,15 @@ if _fast is not None:
         },
         mode_addresses(), memory_places(),
     )  # fmt: skip
-    _MODULE_CALL = _fast.Method(None, traced_call)
-    use_extension(True)
+    for _name, (_func, _method) in (
+        *BINARY.items(),
+        ("__getitem__", (GETITEM, Value.__dict__["__getitem__"])),
+    ):
+        setattr(Value, _name, _fast.Method(_func, _method))
+    for _how, (_name, _read) in enumerate(READERS.items()):
+        setattr(Value, _name, _fast.Method(None, _read, _how))
+    for _kind in (Value, *BARE):
+        _kind.__torch_function__ = _fast.torch_function  # type: ignore[method-assign]
 
 
 _PATCHES: list[tuple[Any, str, Any]] = []  # what stands in torch's place while some thread records
@@ -246,7 +233,7 @@ class patched:
         put_off = put_dynamo_off()
         if not put_off:
             let_dynamo_read_torch()
-        put_attributes(_entries(ExtensionSwitch.on, put_off), cls.saved)
+        put_attributes(_entries(put_off), cls.saved)
         quicken_modules(True)
 
     def end(self) -> None:
@@ -302,12 +289,12 @@ class attributes_read(patched):
 
 
 @functools.cache
-def _entries(in_c: bool, without_dynamo: bool) -> Entries:
-    module_call = _MODULE_CALL if in_c else traced_call
-    # What torch's Python functions call when they meet a subclass of Tensor.
-    handle = _fast.handle_torch_function if in_c else handle_torch_function
-    handles = tuple((m, "handle_torch_function", handle) for m in _HANDLING)
-    if in_c:
+def _entries(without_dynamo: bool) -> Entries:
+    module_call: Any = traced_call
+    handles: Entries = ()
+    if _fast is not None:  # what torch's Python functions call when they meet a subclass of Tensor
+        module_call = _fast.Method(None, traced_call)
+        handles = tuple((m, "handle_torch_function", _fast.handle_torch_function) for m in _HANDLING)
         handles += tuple((torch.nn.functional, name, _fast.has_torch_function) for name in _QUESTIONS)
     asked = () if without_dynamo else dynamo_questions()
     questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in asked)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import greenlet
 
-from fxbatch.trace.columns import ExtensionSwitch, _fast
+from fxbatch.trace.columns import _fast
 
 _KEPT = 64  # a thread
 _APART = 1 << 16  # bytes of stack at most between a worker and who uses it again
@@ -37,7 +37,7 @@ _workers = _Workers()
 
 def take_worker(main: greenlet.greenlet) -> Worker:
     """A worker of this thread whose work comes back to `main`."""
-    stack, idle = _fast.stack_here() if ExtensionSwitch.on else 0, _workers.idle
+    stack, idle = 0 if _fast is None else _fast.stack_here(), _workers.idle
     while idle and stack:
         worker = idle.pop()
         if not worker.dead and 0 <= stack - worker.stack < _APART:

@@ -11,7 +11,8 @@ from torch import nn
 import fxbatch
 from fxbatch.errors import ResultError
 from fxbatch.runtime.packed_forward import PackedForward
-from fxbatch.trace.columns import ExtensionSwitch, sizes_of
+from fxbatch.trace import columns
+from fxbatch.trace.columns import sizes_of
 
 
 class Tagger(nn.Module):
@@ -149,15 +150,15 @@ def test_products_after_sums_of_no_rows() -> None:
 
 
 def test_sizes_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns: list[list[torch.Tensor]] = [
+    given: list[list[torch.Tensor]] = [
         [torch.zeros(2, 3), torch.zeros(5, 3)], [torch.zeros(2), torch.zeros(2, dtype=torch.int64)],
         [torch.zeros(2), torch.zeros(2, requires_grad=True)], [torch.zeros(2), torch.zeros(2, 1)],
         [torch.zeros(2), nn.Parameter(torch.zeros(2))], [torch.zeros(())],
     ]  # fmt: skip
-    for column in columns:
+    for column in given:
         here = sizes_of(column)
         with monkeypatch.context() as twin:
-            twin.setattr(ExtensionSwitch, "on", False)
+            twin.setattr(columns, "_fast", None)
             there = sizes_of(column)
         assert (here is None) == (there is None)
         if here is not None and there is not None:

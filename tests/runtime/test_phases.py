@@ -14,7 +14,7 @@ import fxbatch
 from fxbatch.runtime.pointer_table import PointerTable
 from fxbatch.runtime.run import Run
 from fxbatch.trace import calls
-from fxbatch.trace.columns import ExtensionSwitch
+from fxbatch.trace.columns import _fast
 from tests.oracle import check_equal
 
 
@@ -163,7 +163,7 @@ def test_numbers_that_were_computed_are_what_eager_gives(dtype: torch.dtype, rea
 
 
 def test_numbers_that_were_computed_are_read_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ExtensionSwitch.on:
+    if _fast is None:
         pytest.skip("in C")
 
     @fxbatch.autobatch(adaptive=False)

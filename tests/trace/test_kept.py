@@ -230,18 +230,6 @@ def test_a_change_while_recording_is_not_handed_on(looked_at: list[nn.Module], r
     assert looked_at
 
 
-def test_the_other_way_of_recording_begins_anew(recorded_by: str) -> None:
-    from fxbatch.trace.columns import _fast
-    from fxbatch.trace.torch_patches import use_extension
-
-    if _fast is None:
-        pytest.skip("without the C extension")
-    model = Model()
-    for on in (True, False, False, True, True):
-        use_extension(on)
-        agree(model, inputs())
-
-
 def test_modes_of_torch_are_told_apart_across_minibatches(recorded_by: str) -> None:
     model, xs = Model(), inputs()
     for _ in range(2):

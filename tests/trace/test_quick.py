@@ -197,7 +197,7 @@ def test_modes_are_part_of_a_call(recorded_by: str) -> None:
 
 def test_known_functions_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on Python is not asked: this is what the time rests on."""
-    if not columns.ExtensionSwitch.on:
+    if columns._fast is None:
         pytest.skip("without the C extension")
     seen: list[Any] = []
     arguments = calls.Arguments
@@ -230,7 +230,7 @@ def test_values_of_other_minibatches_are_refused_by_functions(recorded_by: str) 
 
 def test_modules_with_structured_arguments_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell called with its state as a tuple, with None, by keyword: looked at closely once a minibatch."""
-    if not columns.ExtensionSwitch.on:
+    if columns._fast is None:
         pytest.skip("without the C extension")
     cell, closely = nn.LSTMCell(3, 3), []
     python = modules.call_module

@@ -37,9 +37,6 @@ def test_the_receiver_of_warnings_is_who_it_was() -> None:
     assert warning_handler() == before
 
 
-@pytest.mark.parametrize(
-    "recorded_by", ["extension"], indirect=True
-)  # a process of its own has what is there
 def test_a_warning_after_instances_that_waited() -> None:
     program = """
         import warnings
