@@ -409,6 +409,19 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def outside_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Within it no transform of torch.func is at work: what is computed is not wrapped. Checked: 2.11.0, 2.13.0."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack() if inside_functorch() else contextlib.nullcontext()
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped a tensor."""
+    found: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return found
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is active. Checked: 2.11.0, 2.13.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -534,7 +547,7 @@ module_call = torch.nn.Module._wrapped_call_impl
 enter_autocast, exit_autocast = torch.amp._enter_autocast, torch.amp._exit_autocast
 
 __all__ = [
-    "run_backward", "LazyGraphModule", "enter_autocast", "exit_autocast",
+    "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped", "enter_autocast", "exit_autocast",
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",

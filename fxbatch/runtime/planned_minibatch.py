@@ -135,13 +135,16 @@ def traced_items(batch: Any) -> list[TracedInstance]:
     if isinstance(batch, ReadyMinibatch):
         return batch.instances
     items: Sequence[Any] = batch
-    found = []
+    found: list[TracedInstance] = []
     for i, item in enumerate(items):
         if isinstance(item, Trace):
             item = TracedInstance(None, {}, item)
         if not isinstance(item, TracedInstance):
-            raise MinibatchError(
-                f"a minibatch is of traces or of instances, not of both: item {i} is {type(item).__name__}"
+            wanted = (
+                "of traces or of instances, not of both"
+                if found
+                else "of traces here (fxbatch.TracedDataset)"
             )
+            raise MinibatchError(f"a minibatch is {wanted}: item {i} is {type(item).__name__}")
         found.append(item)
     return found

@@ -27,6 +27,8 @@ from fxbatch.torch_private import (
     DynamicOutputShapeException,
     QuietDispatchMode,
     UnsupportedOperatorException,
+    is_wrapped,
+    outside_functorch,
     tree_flatten,
     without_saved_tensor_hooks,
 )
@@ -114,7 +116,7 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
-    with without_saved_tensor_hooks(), no_collections():
+    with without_saved_tensor_hooks(), no_collections(), outside_functorch():
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
         except RuntimeError as error:
@@ -136,7 +138,7 @@ def _run_on_fakes(
     watch = _RandomWatch()
     with torch.inference_mode(False), FakeMode() as mode, torch.set_grad_enabled(grad):
         fakes = [_fake(t, differentiable) for t in inputs]
-        fake_shared = [mode.from_tensor(s) for s in shared]
+        fake_shared = [_fake_shared(mode, s) for s in shared]
         before = [f._version for f in fakes]
         shared_before = [f._version for f in fake_shared]
         states = _python_random_states()
@@ -155,6 +157,13 @@ def _run_on_fakes(
 def _fake(t: TensorType, differentiable: bool) -> torch.Tensor:
     grad = differentiable and t.differentiable
     return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=grad).clone()
+
+
+def _fake_shared(mode: FakeMode, s: torch.Tensor) -> torch.Tensor:
+    if not is_wrapped(s):
+        found: torch.Tensor = mode.from_tensor(s)
+        return found
+    return torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)
 
 
 def _outcome(

@@ -140,3 +140,27 @@ def test_transforms_in_a_submodule_are_batched() -> None:
     model = Motion()
     check_equal(model, torch.randn(3, 4))
     assert not fxbatch.explain(model, torch.randn(3, 4)).unbatched
+
+
+class Words(nn.Module):
+    """Known calls of a forward under a transform are learnt outside of it: look-ups, indices, layers of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(20, 4), nn.LSTM(4, 4, batch_first=True)
+        self.out = nn.Linear(4, 3)
+
+    @fxbatch.autobatch(backward="autograd")
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.embed(words)[None])[0][0].mean(0))
+
+
+def test_a_forward_of_layers_under_a_transform() -> None:
+    torch.manual_seed(0)
+    model, words = Words(), [torch.randint(20, (n,)) for n in (3, 1, 4)]
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    square = lambda p: functional_call(model, p, (words,)).square().sum()  # noqa: E731
+    found = torch.func.grad(square)(parameters)
+    with fxbatch.disabled():
+        expected = torch.func.grad(square)(parameters)
+    torch.testing.assert_close(found, expected)
