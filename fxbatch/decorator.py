@@ -44,7 +44,7 @@ from fxbatch.torch_private import (
     saved_tensors_are_packed,
 )
 from fxbatch.trace.module_state import known_model
-from fxbatch.trace.state import RecordedUnder, ThreadModes
+from fxbatch.trace.state import ThreadModes, modes_now
 from fxbatch.trace.traces import merge
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -363,9 +363,8 @@ class Autobatched:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""
         items = traced_items(batch)
         root = owner if isinstance(owner, torch.nn.Module) else None
-        now = known_model(engine.table, root).fingerprint
-        under = RecordedUnder.now()
-        traces = [x.trace for x in items if x.trace is not None and x.fresh(now, under)]
+        now, modes = known_model(engine.table, root).fingerprint, modes_now()
+        traces = [x.trace for x in items if x.trace is not None and x.fresh(now, modes)]
         if len(traces) == len(items):
             return ReadyMinibatch.of(engine, items, merge(traces, engine.table_for_recording(), root))
         run = engine.execution()

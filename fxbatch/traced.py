@@ -25,7 +25,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance
 from fxbatch.trace.minibatch import LazyBatch
 from fxbatch.trace.module_state import known_model
-from fxbatch.trace.state import RecordedUnder
+from fxbatch.trace.state import entered_modes, modes_now
 from fxbatch.trace.traces import Trace, trace_instance
 
 
@@ -74,7 +74,7 @@ class TracedDataset(Dataset[TracedInstance]):
         if not 0 <= index < len(self.data):
             raise IndexError(f"instance {index} of {len(self.data)}")
         found = self._traces.get(index)
-        if found is None or not found.fresh(self._fingerprint(), RecordedUnder.now()):
+        if found is None or not found.fresh(self._fingerprint(), modes_now()):
             found = self._traces[index] = self._make(self.data[index])
         return found
 
@@ -128,7 +128,7 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
     left early doesn't wait for `batches`: what it gives after that is dropped."""
     autobatched, owner = find_autobatched(model)
     engine = autobatched.engine(owner)
-    under = RecordedUnder.now()
+    under = modes_now()
     waiting: queue.Queue[Any] = queue.Queue(maxsize=max(ahead, 1))
     stop = threading.Event()
 
@@ -151,7 +151,7 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
 
     def work() -> None:
         try:
-            with under.entered():
+            with entered_modes(under, ()):
                 while not stop.is_set() and (batch := ask()) is not _END and not stop.is_set():
                     put(autobatched.ready(engine, owner, batch, ahead=True))
             put(_END)

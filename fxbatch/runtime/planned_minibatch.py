@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fxbatch.errors import MinibatchError, TraceError
-from fxbatch.ir import Program
+from fxbatch.ir import Modes, Program
 from fxbatch.runtime.differentiable import DifferentiableRun
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.phase import Phase
@@ -22,7 +22,7 @@ from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.minibatch import Recording
 from fxbatch.trace.module_state import known_model
-from fxbatch.trace.state import RecordedUnder
+from fxbatch.trace.state import modes_now, still_hold
 from fxbatch.trace.traces import Trace
 
 
@@ -46,12 +46,12 @@ class TracedInstance:
             return TracedInstance(args, shared, None, made.not_cacheable)
         return TracedInstance(args, shared, made)
 
-    def fresh(self, fingerprint: tuple[str, ...], under: RecordedUnder) -> bool:
+    def fresh(self, fingerprint: tuple[str, ...], now: Modes) -> bool:
         """Whether the trace fits a model with this fingerprint, and these modes (a bare trace is checked when it is
         merged)."""
         if self.trace is None or self.args is None:
             return True
-        return self.trace.fingerprint == fingerprint and self.trace.under.hold_in(under)
+        return self.trace.fingerprint == fingerprint and still_hold(self.trace.under, now)
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class ReadyMinibatch:
     program: Program | None  # for the other kinds of run
     fingerprint: tuple[str, ...]
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
-    under: RecordedUnder  # the modes that it was planned for
+    under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
     used: bool = False
 
@@ -97,7 +97,7 @@ class ReadyMinibatch:
         ]
         return ReadyMinibatch(
             engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
-            known_model(engine.table, engine.root).fingerprint, operands, RecordedUnder.now(), recording.integers,
+            known_model(engine.table, engine.root).fingerprint, operands, modes_now(), recording.integers,
         )  # fmt: skip
 
     def __call__(self, out: str) -> Any:
@@ -116,7 +116,7 @@ class ReadyMinibatch:
         """Whether it was run already, or the model, a mode or a number has changed since it was planned."""
         return (
             self.used
-            or self.under != RecordedUnder.now()
+            or self.under != modes_now()
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)

@@ -30,7 +30,7 @@ from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.places import first_changed, versions_now, written_to
-from fxbatch.trace.state import RecordedUnder, state
+from fxbatch.trace.state import modes_now, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.value_facts import Phases
@@ -167,7 +167,7 @@ class RecordedCalls(Columns):
         self.grad = torch.is_grad_enabled()
         self.graded = self.graded or self.grad
         self.autocast = None if any_autocast() else False
-        key = RecordedUnder.now()
+        key = modes_now()
         self.floats = key.default_dtype
         if key != self._mode_key:
             self._mode_key = key
@@ -178,8 +178,8 @@ class RecordedCalls(Columns):
 
     def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
         """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
-        grad, casts, default = self._mode_key
-        return Modes(training, grad and not detaches, casts, default)
+        now: Modes = self._mode_key
+        return replace(now, training=training, grad=now.grad and not detaches)
 
     def signed(
         self,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -125,37 +126,18 @@ def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> N
             torch.set_autocast_dtype(kind, dtype)
 
 
-class RecordedUnder(NamedTuple):
-    """The modes that a recording begins in: what is recorded depends on them."""
+def modes_now() -> Modes:
+    """This thread's modes that a recording, as a whole, depends on."""
+    casts: tuple[tuple[str, torch.dtype], ...] = ()
+    if any_autocast():
+        casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
+    return Modes(False, torch.is_grad_enabled(), casts, torch.get_default_dtype())
 
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    default_dtype: torch.dtype
 
-    @staticmethod
-    def now() -> RecordedUnder:
-        """This thread's."""
-        casts: tuple[tuple[str, torch.dtype], ...] = ()
-        if any_autocast():
-            casts = tuple((kind, dtype) for kind, enabled, dtype in autocast_state() if enabled)
-        return RecordedUnder(torch.is_grad_enabled(), casts, torch.get_default_dtype())
-
-    def hold_in(self, now: RecordedUnder) -> bool:
-        """Whether what was recorded under these is what would be recorded now. Gradients that are not asked for do
-        no harm."""
-        return (self.grad or not now.grad) and self[1:] == now[1:]
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """These modes, in any thread. The default dtype is all threads' and stays."""
-        with torch.set_grad_enabled(self.grad), contextlib.ExitStack() as stack:
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
-
-    def __str__(self) -> str:
-        casts = ", ".join(f"autocast to {dtype} on {kind}" for kind, dtype in self.autocast) or "no autocast"
-        return f"{casts}, default dtype {self.default_dtype}, gradients {'on' if self.grad else 'off'}"
+def still_hold(under: Modes, now: Modes) -> bool:
+    """Whether what was recorded under these is what would be recorded now. Gradients that are not asked for do no
+    harm."""
+    return under == now or (under.grad and under == replace(now, grad=True))
 
 
 @contextlib.contextmanager
@@ -164,18 +146,14 @@ def entered_modes(modes: Modes, devices: Sequence[str], grad: bool | None = None
     these types of devices."""
     before = torch.get_default_dtype()
     with torch.set_grad_enabled(modes.grad if grad is None else grad), contextlib.ExitStack() as stack:
-        if not modes.autocast and not any_autocast() and before is modes.default_dtype:
-            yield
-            return
         wanted = dict(modes.autocast)
-        for device in dict.fromkeys([*devices, *wanted]):
+        for device in dict.fromkeys([*devices, *wanted]) if wanted or any_autocast() else ():
             if device in wanted:
                 cast = torch.autocast(device, dtype=wanted[device], cache_enabled=False)
                 stack.enter_context(cast)
             elif device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        torch.set_default_dtype(modes.default_dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        if before is not modes.default_dtype:  # which is all threads'
+            torch.set_default_dtype(modes.default_dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield

@@ -43,7 +43,7 @@ from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.operations import MARKED
 from fxbatch.trace.places import MISSING
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import RecordedUnder, entered_modes, tracing
+from fxbatch.trace.state import entered_modes, modes_now, still_hold, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import at_line
@@ -221,7 +221,7 @@ class Trace:
     outputs: tuple[int, ...]  # value numbers of the result's leaves
     output_types: tuple[TensorType, ...]
     fingerprint: tuple[str, ...]  # "name: what" of each module and parameter of the model
-    under: RecordedUnder  # the modes that it was made in
+    under: Modes  # that it was made in
     digest: bytes  # of signatures and fingerprint: equal for traces that need the same of a model
     not_cacheable: str = ""  # why this trace must not be used again, "" when it may
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
@@ -295,7 +295,7 @@ def trace_instance(
     model: torch.nn.Module | None = None,
 ) -> Trace:
     """Record one instance. `fn` is called with exactly these arguments."""
-    before, under = _random_states(), RecordedUnder.now()
+    before, under = _random_states(), modes_now()
     reads = known_model(table, model).reads
     try:
         recording = record_minibatch(
@@ -341,7 +341,7 @@ def _trace(
     table: SignatureTable,
     model: torch.nn.Module | None,
     reason: str,
-    under: RecordedUnder,
+    under: Modes,
 ) -> Trace:
     recorder = recording.recorder
     leaves, spec = tree_flatten(recording.results[0])
@@ -442,13 +442,13 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
 
 def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...], *, whole: bool) -> None:
     """whole: `now` also tells what the forward reads, not its modules alone."""
-    under = RecordedUnder.now()
-    first: dict[bytes, tuple[int, Trace]] = {}
+    under, first = modes_now(), dict[bytes, tuple[int, Trace]]()
     for i, trace in enumerate(traces):
         first.setdefault(trace.digest, (i, trace))
     for i, trace in first.values():
-        if not trace.under.hold_in(under):
-            raise StaleTraceError(f"trace {i} was made with {trace.under}, now there is {under}")
+        if not still_hold(trace.under, under):
+            was, is_now = (f"{m}, default dtype {m.default_dtype}" for m in (trace.under, under))
+            raise StaleTraceError(f"trace {i} was made with {was}, now there is {is_now}")
         if trace.fingerprint != now if whole else trace.fingerprint[: len(now)] != now:
             was = next((a for a in trace.fingerprint if a not in now), "")
             is_now = next((b for b in now if b not in trace.fingerprint), "")
