@@ -44,7 +44,7 @@ class LeftBehind:
     def __init__(
         self,
         recorder: RecordedCalls,
-        written: Sequence[Written],
+        written: Iterable[Written],
         held: Sequence[Value],
         places: Sequence[Place] = (),
     ) -> None:

@@ -46,7 +46,6 @@ from fxbatch.trace.torch_patches import attributes_read, patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
 from fxbatch.trace.workers import take_worker
-from fxbatch.trace.writes import abandon_written
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class _Run:
         except BaseException:
             self.modes.restore()
             self._close()
-            abandon_written(self.recorder)
+            LeftBehind(self.recorder, self.recorder.written.values(), ()).abandon()
             raise
         finally:
             self.recorder.heard.close()

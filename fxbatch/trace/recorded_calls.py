@@ -281,19 +281,7 @@ class RecordedCalls(Columns):
             )
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call of a torch function."""
-        raise NotImplementedError
-
-    def row_of(self, v: Value, index: int) -> Any:
-        """Record `v[index]`."""
-        raise NotImplementedError
-
-    def rebind(self, v: Value, new: Value, name: str) -> None:
-        """Give v, and what shares its memory, the content of `new`."""
-        raise NotImplementedError
-
-    def laid_out(self, v: Value) -> torch.Tensor:
-        """A fake tensor with the strides that an eager tensor would have here."""
+        """Record a call of a torch function (`record.Recorder`)."""
         raise NotImplementedError
 
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]:

@@ -296,10 +296,3 @@ def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> 
     for payload in (*recorder.phases.constants, recorder.payload):
         if entry.sid in payload:
             payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
-
-
-def abandon_written(recorder: RecordedCalls) -> None:
-    """The call has failed: all tensors that were written to are as they were."""
-    for written in recorder.written.values():
-        written.give_back(None)
-    recorder.written.clear()
