@@ -33,8 +33,8 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
+from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.columns import quicken
-from fxbatch.trace.data_dependent import must_not_switch
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
