@@ -79,6 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the real data (default: FXBATCH_DATA, ./data, cache)",
     )
     add("--no-peers", action="store_true", help="leave out packages that are not part of this project")
+    add(
+        "--dynet",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="a build of DyNet for task `peers`, imported from there; may be repeated (default: the one installed)",
+    )
     add("--no-compile", action="store_true", help="leave out competitors under torch.compile")
     add("--json", metavar="FILE", type=Path, help="write the results there too (- is standard output)")
     add("-o", "--output", metavar="DIR", type=Path, help="folder of the report (default: bench-results/DATE)")
@@ -214,6 +222,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     for name in ("threads", "repeats"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name}: at least 1")
+    for path in options.dynet:
+        if not (path / "dynet.py").is_file():
+            raise UsageError(f"--dynet {path}: no dynet.py there")
     quick = options.quick
     return Settings(
         quick=quick,
@@ -225,6 +236,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         seed=options.seed,
         data=options.data,
         peers=not options.no_peers,
+        dynet=tuple(path.resolve() for path in options.dynet),
         compiled=not options.no_compile and not quick,
     )
 

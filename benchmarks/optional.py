@@ -75,6 +75,7 @@ def dynet_contender(work: Training, hand: Any) -> Contender:
     def outcome() -> dict[str, Tensor]:
         for parameter in work.model.parameters():
             parameter.grad = None
+        hand.clear()
         hand.loss(work.batches[0], train=True)
         return {f"gradient of {n}": g.clone() for n, g in hand.gradients().items() if g is not None}
 

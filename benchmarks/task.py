@@ -27,7 +27,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for. quick: every task at small size; budget: seconds a case."""
+    """What the user asked for. quick: every task at small size; budget: seconds a case; dynet: its builds."""
 
     quick: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -38,6 +38,7 @@ class Settings:
     seed: int = 0
     data: Path | None = None
     peers: bool = True
+    dynet: tuple[Path, ...] = ()
     compiled: bool = True
 
     def size(self, full: Size, quick: Size) -> Size:

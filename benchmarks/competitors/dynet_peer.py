@@ -48,15 +48,14 @@ class DyNetModel:
         return value
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Gradients of the last `loss`, under the model's names."""
+        """Gradients of what `loss` was called for since `clear`, under the model's names."""
         return {
             name: torch.from_numpy(np.array(p.grad_as_array(), dtype=np.float32))
             for name, p in self.parameters.items()
         }
 
     def clear(self) -> None:
-        """Start a new computation, without gradients."""
-        dy.renew_cg()
+        """Forget the gradients. No step of its own: a trainer's update clears the rows of tables that have any."""
         for parameter in self.parameters.values():
             parameter.scale_gradient(0.0)
 
@@ -76,7 +75,7 @@ class DyNetTreeLSTM(DyNetModel):
 
     def loss(self, trees: Sequence[Node], train: bool = True) -> float:
         """The sum of the losses of the trees."""
-        self.clear()
+        dy.renew_cg()
         losses: list[Any] = []
         for tree in trees:
             root = self._encode(tree, losses if self.all_nodes else None)
@@ -86,7 +85,7 @@ class DyNetTreeLSTM(DyNetModel):
 
     def __call__(self, trees: Sequence[Node]) -> Tensor:
         """Scores `[trees, classes]` of the roots."""
-        self.clear()
+        dy.renew_cg()
         return evaluated([self._scores(self._encode(tree, None)[0]) for tree in trees])
 
     def _scores(self, h: Any) -> Any:
@@ -116,16 +115,24 @@ class DyNetTreeLSTM(DyNetModel):
 
 
 class DyNetTagger(DyNetModel):
-    """examples.bilstm_tagger.Tagger over DyNet's own LSTM functions."""
+    """examples.bilstm_tagger.Tagger; a cell's two biases, which are only ever added, are one parameter.
+
+    DyNet batches no products whose biases are sums of their own.
+    """
 
     def __init__(self, model: Tagger) -> None:
         super().__init__(model)
         self.layers = len(model.left_to_right)
         self.hidden = model.out.in_features // 2
+        biases = dict(model.named_parameters())
+        for name in [name for name in biases if name.endswith("bias_ih")]:
+            other = name.removesuffix("ih") + "hh"
+            both = (biases[name] + biases[other]).detach().float().cpu().numpy()
+            self.parameters[name] = self.parameters[other] = self.collection.parameters_from_numpy(both)
 
     def loss(self, sentences: Sequence[Sentence], train: bool = True) -> float:
         """The sum of the losses of all words."""
-        self.clear()
+        dy.renew_cg()
         losses = []
         for sentence in sentences:
             for scores, tag in zip(self._scores(sentence), sentence.tags, strict=True):
@@ -134,7 +141,7 @@ class DyNetTagger(DyNetModel):
 
     def __call__(self, sentences: Sequence[Sentence]) -> Tensor:
         """Scores `[words, tags]` of all words, sentence after sentence."""
-        self.clear()
+        dy.renew_cg()
         return evaluated([scores for sentence in sentences for scores in self._scores(sentence)])
 
     def _scores(self, sentence: Sentence) -> list[Any]:
@@ -148,7 +155,7 @@ class DyNetTagger(DyNetModel):
 
     def _states(self, cell: str, vectors: list[Any]) -> list[Any]:
         n = self.hidden
-        bias = self[f"{cell}.bias_ih"] + self[f"{cell}.bias_hh"]
+        bias = self[f"{cell}.bias_ih"]
         h = c = dy.zeros(n)
         hidden = []
         for vector in vectors:

@@ -3,7 +3,7 @@
 In: a peer's name and a module-level function that makes its model and minibatches there, the same as here.
 Out: contenders whose seconds were taken in that process. PeerUnavailable with the reason where it can't begin.
 
-    with PeerProcess("dynet", make_dynet, cell, settings) as peer:
+    with PeerProcess("dynet", make_dynet, cell, settings, folder=build) as peer:
         contender = peer.contender("DyNet", "train", batches.prepare)
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -26,6 +28,9 @@ from benchmarks.measure import Clock, Contender
 
 class Work(Protocol):
     """What a peer does there."""
+
+    def prepare(self, number: int) -> None:
+        """Make that round's minibatch, outside the timing."""
 
     def run(self, kind: str, number: int) -> None:
         """The minibatch of round `number`; `kind`: "train" or "infer"."""
@@ -42,13 +47,13 @@ class PeerError(RuntimeError):
 
 
 class PeerProcess:
-    """The process; within `with`, it waits for its next minibatch."""
+    """The process; within `with`, it waits for its next minibatch. folder: where the library is, if not installed."""
 
-    def __init__(self, name: str, make: Make, *arguments: Any) -> None:
+    def __init__(self, name: str, make: Make, *arguments: Any, folder: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(theirs, name, make, torch.get_num_threads(), *arguments), daemon=True
+            target=serve, args=(theirs, name, folder, make, torch.get_num_threads(), *arguments), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -91,8 +96,12 @@ class PeerProcess:
         return answer
 
 
-def serve(connection: Connection, name: str, make: Make, threads: int, *arguments: Any) -> None:
+def serve(
+    connection: Connection, name: str, folder: Path | None, make: Make, threads: int, *arguments: Any
+) -> None:
     """Answer requests from the other end until it is closed: (whether it went well, the answer or the reason)."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
     torch.set_num_threads(threads)
     try:
         adapter: ModuleType = find_peer(name)
@@ -115,6 +124,7 @@ def serve(connection: Connection, name: str, make: Make, threads: int, *argument
 
 def _timed(work: Work, kind: str, number: int) -> tuple[float, float]:
     """Wall and CPU seconds of one minibatch."""
+    work.prepare(number)
     gc.collect()
     gc.disable()
     try:

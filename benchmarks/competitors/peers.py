@@ -19,11 +19,10 @@ class PeerUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A library and the module that adapts it; `install` is what the package registry calls it."""
+    """The module that adapts a library, which it imports; `install` is what the package registry calls it."""
 
     name: str
     adapter: str
-    library: str
     install: str
 
 
@@ -31,10 +30,10 @@ PEERS = {
     peer.name: peer
     for peer in (
         # The last release of DyNet has wheels under a name of its own.
-        Peer("dynet", "benchmarks.competitors.dynet_peer", "dynet", "dyNET38"),
+        Peer("dynet", "benchmarks.competitors.dynet_peer", "dyNET38"),
         # From 2.0 on DGL needs the PyTorch release that it was built for.
-        Peer("dgl", "benchmarks.competitors.dgl_peer", "dgl", "'dgl<2'"),
-        Peer("pyg", "benchmarks.competitors.pyg_peer", "torch_geometric", "torch_geometric"),
+        Peer("dgl", "benchmarks.competitors.dgl_peer", "'dgl<2'"),
+        Peer("pyg", "benchmarks.competitors.pyg_peer", "torch_geometric"),
     )
 }
 
@@ -43,13 +42,12 @@ def find_peer(name: str) -> ModuleType:
     """The adapter of a peer; PeerUnavailable where its library can't be imported here."""
     peer = PEERS[name]
     try:
-        importlib.import_module(peer.library)
+        return importlib.import_module(peer.adapter)  # and no library before it: DyNet is configured there
     except (
         ImportError,
         OSError,
         RuntimeError,
         AttributeError,
     ) as error:  # native libraries fail in many ways
-        reason = f"{peer.library} can't be imported ({type(error).__name__}: {error})"
+        reason = f"can't be imported ({type(error).__name__}: {error})"
         raise PeerUnavailable(f"{peer.name}: {reason}; pip install {peer.install}") from error
-    return importlib.import_module(peer.adapter)

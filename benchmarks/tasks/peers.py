@@ -1,8 +1,8 @@
-"""Every cell of sizes and modes beside batching by hand and DyNet, which runs in a process of its own.
+"""Every cell of sizes and modes beside batching by hand and DyNet, each build of it in a process of its own.
 
 In: Settings. Out: a row a cell: units a second, and how many times as fast as each peer, in CPU time.
 
-    python -m benchmarks --task peers --threads 1
+    python -m benchmarks --task peers --threads 1 --dynet build/dynet-eigen --dynet build/dynet-mkl
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +76,9 @@ class DyNetWork:
         model, self.batches = made(cell, settings)
         self.hand: Any = (adapter.DyNetTagger if cell.kind == "EWT" else adapter.DyNetTreeLSTM)(model)
 
+    def prepare(self, number: int) -> None:
+        self.batches.prepare(number)
+
     def run(self, kind: str, number: int) -> None:
         batch = self.batches[number]
         if kind == "train":
@@ -85,6 +89,7 @@ class DyNetWork:
     def outcome(self, kind: str) -> dict[str, np.ndarray]:
         if kind == "infer":
             return {"result": self.hand(self.batches[0]).numpy()}
+        self.hand.clear()
         loss = self.hand.loss(self.batches[0])
         gradients = {f"gradient of {n}": g.numpy() for n, g in self.hand.gradients().items()}
         return {"loss": np.array(loss, np.float32), **gradients}
@@ -99,27 +104,36 @@ def cases(settings: Settings) -> Iterator[Case]:
             yield Case(cell.name, {}, "instance", 0, [], skipped={"all": str(skip)})
 
 
+def builds(settings: Settings) -> dict[str, Path | None]:
+    """The folder of each DyNet by its contender's name; None: the one that is installed."""
+    if not settings.peers:
+        return {}
+    return {f"{DYNET} {folder.name.removeprefix('dynet-')}": folder for folder in settings.dynet} or {
+        DYNET: None
+    }
+
+
 def cell_cases(cell: Cell, settings: Settings) -> Iterator[Case]:
     """Training and inference of one cell. Who is not there is named with the reason."""
     model, batches = made(cell, settings)
     hand = PackedTagger(model) if cell.kind == "EWT" else LevelTreeLSTM(model)
     unit = "sentence" if cell.kind == "EWT" else "tree"
     with contextlib.ExitStack() as stack:
-        skipped, peer = {}, None
-        try:
-            if settings.peers:
-                peer = stack.enter_context(PeerProcess("dynet", DyNetWork, cell, settings))
-        except PeerUnavailable as error:
-            skipped = {DYNET: str(error)}
+        skipped, peers = {}, {}
+        for name, folder in builds(settings).items():
+            try:
+                process = PeerProcess("dynet", DyNetWork, cell, settings, folder=folder)
+                peers[name] = stack.enter_context(process)
+            except PeerUnavailable as error:
+                skipped[name] = str(error)
         for work in (Training(model, batches), Inference(model, batches)):
             kind = "train" if isinstance(work, Training) else "infer"
             contenders = [work.by_hand(HAND, hand), work.batched(OURS)]
-            if peer is not None:
-                contenders.append(peer.contender(DYNET, kind))
+            contenders += [peer.contender(name, kind) for name, peer in peers.items()]
             rounds = [replace(c, prepare=batches.prepare) for c in contenders]
             yield Case(
                 f"{cell.name} {kind}", {"hidden": cell.hidden, "batch": cell.batch, "mode": kind}, unit,
-                cell.batch, rounds, slow=(HAND, DYNET), skipped=skipped, reference=HAND,
+                cell.batch, rounds, slow=(HAND, *peers), skipped=skipped, reference=HAND,
             )  # fmt: skip
 
 
@@ -135,7 +149,8 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
     ]
     note = (
         "Units: trees or sentences a second of CPU time. Ratios: the peer's CPU time over fxbatch's, round by round, "
-        "median (quartiles); below 1 fxbatch loses. Least: the smallest ratio, `+` as wanted (1 up to batch "
+        "median (quartiles); below 1 fxbatch loses; of several builds of DyNet the best, named. Least: the smallest "
+        "ratio, `+` as wanted (1 up to batch "
         f"{SMALL}, {WANTED_LARGE} beyond), `-` not. Trees: 20 random leaves, embedding 300, loss at the root; SST: a "
         "loss at every node in training, root scores in inference; EWT: two layers of 256 a direction, all words."
     )
@@ -145,21 +160,21 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
 
 
 def shown(case: CaseResult) -> list[str | int | float | None]:
-    """Units a second, the ratio to each peer, and the least of those with its mark."""
-    ratios = [over(case, peer) for peer in (HAND, DYNET)]
-    least = min((r.median for r in ratios if r is not None), default=None)
+    """Units a second, the ratios to batching by hand and to the best DyNet, and the least with its mark."""
+    ratios = {name: over(case, name) for name in case.entries if name == HAND or name.startswith(DYNET)}
+    best = sorted((n for n in ratios if n != HAND), key=lambda name: ratios[name].median)[:1]
+    texts = [ratio_text(ratios[HAND]) if HAND in ratios else None, None]
+    for name in best:
+        texts[1] = ratio_text(ratios[name]) + name.removeprefix(DYNET)
+    least = min((r.median for r in ratios.values()), default=None)
     wanted = WANTED_SMALL if case.count <= SMALL else WANTED_LARGE
     mark = None if least is None else f"{least:.2f} {'+' if least >= wanted else '-'}"
-    texts = [None if r is None else ratio_text(r) for r in ratios]
     return [case.count / case.entries[OURS].cpu.median, *texts, mark]
 
 
-def over(case: CaseResult, peer: str) -> Spread | None:
+def over(case: CaseResult, peer: str) -> Spread:
     """The peer's CPU seconds over fxbatch's, round by round."""
-    theirs, ours = case.entries.get(peer), case.entries.get(OURS)
-    if theirs is None or ours is None:
-        return None
-    pairs = zip(theirs.cpu.samples, ours.cpu.samples, strict=False)
+    pairs = zip(case.entries[peer].cpu.samples, case.entries[OURS].cpu.samples, strict=False)
     return Spread.of([a / b for a, b in pairs])
 
 
@@ -168,10 +183,9 @@ TASK = Task(
     title="Beside batching by hand and DyNet",
     explanation=(
         "Tree-LSTMs and the BiLSTM tagger at several sizes, in training and in inference, in CPU time. By hand and "
-        "fxbatch share a process, DyNet has one of its own; all take turns on the same new minibatches, and their "
-        "results and gradients are compared first. DyNet's wheel (`pip install dyNET38`) is a slow build: for figures "
-        "build DyNet from source with `-DMKL_ROOT=...`, or without MKL and with "
-        "`-DCMAKE_CXX_FLAGS='-O3 -march=native'`, and install its Python package beside fxbatch."
+        "fxbatch share a process, each DyNet has one of its own; all take turns on the same new minibatches, and their "
+        "results and gradients are compared first. DyNet's wheel (`pip install dyNET38`) is a slow build: "
+        "docs/experiments.md says how good ones are built, which `--dynet DIR` names, each once."
     ),
     cases=cases,
     tables=tables,

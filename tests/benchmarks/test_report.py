@@ -240,13 +240,14 @@ def test_models_have_lines(model) -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def test_unknown_task_and_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_task_and_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="no task 'figurs'"):
         choose_tasks(["figurs"])
     assert main(["--task", "figurs"]) == 2
     assert "the tasks are figures, " in capsys.readouterr().err
     assert main(["--device", "toaster"]) == 2
     assert main(["--threads", "0"]) == 2
+    assert main(["--dynet", str(tmp_path)]) == 2  # nothing built there
     assert main(["--compare", "/nowhere/results.json", "--task", "lines-of-code"]) == 2
 
 
