@@ -50,17 +50,18 @@ def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
     signature = phase.operation(k).signature
     if is_constant(signature):
         row = phase.plan.block_start.item(phase.plan.first_block.item(k))
-        rows = functools.partial(phase.rows_of_output, memory, k, 0)
-        _fill(phase, memory, k, rows, memory.row_place(signature.outputs[0], row))
+        place = memory.row_place(signature.outputs[0], row)
+        _fill(phase, memory, k, functools.partial(phase.rows_of_output, memory, k, 0), place)
         return 0
     return run_steps(phase, memory, workspace, range(k, k + 1))
 
 
 def _fill(phase: Phase, memory: Memory, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
-    s = phase.plan.step_signature.item(k)
-    compiled, payload, plan = phase.operation(k), phase.program.constants[s], phase.plan
-    first = int(plan.step_offset[k]) - (memory.calls(compiled) - len(payload))
-    n = int(plan.step_rows[k])
+    plan = phase.plan
+    s = plan.step_signature.item(k)
+    compiled, payload = phase.operation(k), phase.program.constants[s]
+    first = plan.step_offset.item(k) - (memory.calls(compiled) - len(payload))
+    n = plan.step_rows.item(k)
     fill_constants(rows, place, compiled.signature, payload, first, n, plan.constant_order[s])
 
 

@@ -68,7 +68,8 @@ class Pool:
     def take(self, device: torch.device, lines: int) -> torch.Tensor:
         """A tensor float32 [at least lines, 16] with undefined contents."""
         with self._lock:
-            self._sort_in()
+            if self._given:
+                self._sort_in()
             for most in (2 * lines + 64, 8 * lines + 64):
                 for i in range(len(self._free) - 1, -1, -1):  # the last one given is warm in the cache
                     has, where, found = self._free[i]
@@ -97,8 +98,6 @@ class Pool:
 
     def _sort_in(self) -> None:
         """Put what came back where it is taken from; the caller has the lock."""
-        if not self._given:
-            return
         while self._given:
             piece = self._given.popleft()
             lines = piece.shape[0]
@@ -267,7 +266,8 @@ class Pieces:
             begins.append(address(piece, lines * LINE) or 0)
         places = layout.places.copy()
         if len(begins) == 1 and begins[0]:
-            places[:, 0] += begins[0]
+            begun = places[:, 0]
+            begun += begins[0]
         elif begins:
             begin = np.array(begins, dtype=np.int64)[list(layout.piece)]
             places[:, 0] = np.where(begin > 0, places[:, 0] + begin, 0)
@@ -375,7 +375,7 @@ class Memory(Pieces):
 
     def row_place(self, kind: TensorType, row: int) -> int:
         """Where a value of a type is in memory that C can write to, 0 where it can't."""
-        pointer = int(self.places[self._arena[self.type_ids[kind]], 0])
+        pointer: int = self.places.item(self._arena[self.type_ids[kind]], 0)
         return pointer + row * kind.nbytes if pointer else 0
 
     # -- room ---------------------------------------------------------------------------------------

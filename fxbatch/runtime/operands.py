@@ -9,7 +9,7 @@ Compiled by Cython (see uncompiled.py): a call asks for all of it anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,3 +50,15 @@ def by_signature(
 ) -> dict[Signature, list[torch.Tensor]]:
     """The tensors of each signature that is called. called: with the places of its shared operands among them."""
     return {signature: [tensors[i] for i in places] for signature, places in called}
+
+
+def put_operands(
+    put_places: Any, rows: Any, parts: Sequence[Any], operands: Mapping[Signature, Sequence[torch.Tensor]]
+) -> list[int]:
+    """Write where the shared operands of each part of a table of pointers are into its rows; the signatures whose
+    operands C can't read."""
+    refused = []
+    for part in parts:
+        if not put_places(rows, 3, part.shared, operands[part.operation.signature], part.step.shared_bytes):
+            refused.append(part.s)
+    return refused

@@ -23,6 +23,7 @@ from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
 from fxbatch.runtime.memory import Arrays, GradientRows
+from fxbatch.runtime.operands import put_operands
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.trace.integers import PLAIN_TENSORS
 
@@ -119,12 +120,9 @@ class PointerTable:
         rows = self.rows.copy()
         if len(self.at):
             rows[self.at] = places[self.arrays]
-        refused = []
-        for part in self.parts:
-            shared = operands[part.operation.signature]
-            if not extension.put_places(rows, 3, part.shared, shared, part.step.shared_bytes):
-                refused.append(part.s)
-            elif made is not None and part.operation.extra_types:
+        refused = put_operands(extension.put_places, rows, self.parts, operands)
+        for part in self.parts if made is not None else ():
+            if made is not None and part.operation.extra_types and part.s not in refused:
                 extra = made.extra_places(part.operation)
                 rows[part.extra : part.extra + len(extra)] = extra
         programs = self.programs

@@ -45,26 +45,25 @@ class Run:
     """One minibatch: its memory, the phases run so far, and where each value is."""
 
     released = True  # until it is made: a fault in between leaves nothing to release
+    table: SignatureTable | None = None  # of the recording, where packed calls may be resolved
+    value_row = value_type = np.zeros(0, dtype=np.int64)  # of each value
+    value_needs = np.zeros(0, dtype=bool)
+    launches = 0
+    lasting = False  # whether more may be run after a backward pass (lazy use)
 
     def __init__(self, planner: Planner, *, grad: bool) -> None:
         self.planner = planner
-        self.table: SignatureTable | None = None  # of the recording, where packed calls may be resolved
         self.packed_values: dict[int, torch.Tensor] = {}  # what they gave, by value
         planner.pool.begin()
         self.grad = grad
         self.memory = Memory(planner.pool)
         self.phases: list[Phase] = []
         self.segments: list[Run] = []  # what ran before, for packed calls
-        self.value_row = np.zeros(0, dtype=np.int64)
-        self.value_type = np.zeros(0, dtype=np.int64)
-        self.value_needs = np.zeros(0, dtype=bool)
-        self.launches = 0
         self.operands: Operands = {}  # what shared operands are in this run
         self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
-        self.lasting = False  # whether more may be run after a backward pass (lazy use)
         self.released = False
 
     def __del__(self) -> None:

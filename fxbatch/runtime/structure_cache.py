@@ -62,7 +62,8 @@ class StructureCache:
             with self._lock:
                 if whole in self._entries:  # another thread may have dropped it
                     self._entries.move_to_end(whole)
-            return cast(T, found[0])
+            kept: T = found[0]
+            return kept
         self.misses[kind] += 1
         made = make()
         with self._lock:
@@ -113,7 +114,8 @@ class PlanKey:
     @property
     def bytes(self) -> int:
         """About what it takes."""
-        return HELD * len(self.signatures) + sum(column.nbytes for column in self.columns)
+        sig, inputs, outputs = self.columns
+        return HELD * len(self.signatures) + sig.nbytes + inputs.nbytes + outputs.nbytes
 
 
 @dataclass(frozen=True, eq=False)
