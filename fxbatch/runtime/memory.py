@@ -314,8 +314,7 @@ class Memory(Pieces):
         super().__init__(pool)
         self.shared: dict[Signature, list[torch.Tensor]] = {}  # the shared operands of each signature
         self.type_ids: dict[TensorType, int] = {}
-        # What they leave of values, arrays and operations, where there are several.
-        self.phases = RunColumns()
+        self._phases: RunColumns | None = None
         self._calls: dict[CompiledOperation | None, int] = {}  # where there is one
         self._operation: dict[CompiledOperation, int] = {}  # the number of each, where there are several
         self._arena: list[int] = []  # the array of each type
@@ -328,6 +327,13 @@ class Memory(Pieces):
         # Of arrays in this memory; and of each signature's operation, -1 for none.
         self._numbers: dict[Arrays, tuple[np.ndarray, np.ndarray]] = {}
         self._types: dict[SignatureColumns, np.ndarray] = {}
+
+    @property
+    def phases(self) -> RunColumns:
+        """What they leave of values, arrays and operations, where there are several."""
+        if self._phases is None:
+            self._phases = RunColumns()
+        return self._phases
 
     # -- types --------------------------------------------------------------------------------------
 

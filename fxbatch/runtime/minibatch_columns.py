@@ -27,10 +27,11 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
     @staticmethod
     def of(head: tuple[Any, ...], columns: Sequence[Any]) -> Columns | None:
         """The instances of these columns; None where one is no list of tensors alone or has another length."""
-        if len(head) != 1 or not all(
-            type(c) in (list, tuple) and set(map(type, c)) == {torch.Tensor} for c in columns
-        ):
+        if len(head) != 1:
             return None
+        for c in columns:
+            if type(c) not in (list, tuple) or set(map(type, c)) != {torch.Tensor}:
+                return None
         return Columns(head, columns) if len(set(map(len, columns))) == 1 else None
 
     def __len__(self) -> int:

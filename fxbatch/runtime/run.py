@@ -206,11 +206,12 @@ class Run:
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A new tensor [len(values), *shape] of values of one type."""
-        kinds, rows = self.value_type.take(values), self.value_row.take(values)
-        assert len(kinds), "values of one tensor type"
-        kind, first = kinds.item(0), rows.item(0)
-        if len(rows) == 1:
+        assert len(values), "values of one tensor type"
+        at = values.item(0)
+        kind, first = self.value_type.item(at), self.value_row.item(at)
+        if len(values) == 1:
             return self.memory.copied(kind, first, 1)
+        kinds, rows = self.value_type.take(values), self.value_row.take(values)
         assert (kinds == kind).all(), "values of one tensor type"
         if (rows[1:] - rows[:-1] == 1).all():
             return self.memory.copied(kind, first, len(rows))
