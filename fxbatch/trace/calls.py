@@ -84,13 +84,6 @@ class Known:
     result: Any
 
 
-@dataclass(frozen=True)
-class Dependent:
-    """A call that needs values: its instance is suspended."""
-
-    reason: str
-
-
 # What torch.nn.utils.rnn and recurrent layers call for a PackedSequence: they read numbers in C++. The recurrent ones
 # take 9 arguments, of which the fourth is the parameters where the first two are a packed sequence.
 _PACKED = frozenset({
@@ -159,8 +152,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         entry = _new_function(key, func, arguments, reason)
     if type(entry) is Known:
         return entry.result
-    if type(entry) is Dependent:
-        return call_with_values(func, arguments, key, entry.reason)
+    if type(entry) is str:  # why it needs values
+        return call_with_values(func, arguments, key, entry)
     if entry.written:
         if arguments.rows:
             raise BatchCoupledError(f"{function_name(func)}: {WRITES_TO_SHARED}{at_line()}")
@@ -262,14 +255,14 @@ def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any
 
 def function_entry(
     made: Operation, arguments: Arguments, examined: ExaminedFunction | None = None, reason: str = ""
-) -> Entry | Known | Dependent:
+) -> Entry | Known | str:
     """The signature of a function call that was not met before, from one run on fake tensors.
 
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
     _refuse_running_statistics(made.target, arguments.args, arguments.kwargs)
     if made.target in _PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
-        return Dependent("reads batch sizes of a packed sequence")
+        return "reads batch sizes of a packed sequence"
     template, inputs = arguments.template(), arguments.types()
     if examined is not None:
         arguments.recorder.known_before = None  # what is known of the function may be more then
@@ -284,12 +277,12 @@ def function_entry(
             raise TraceError(f"{made.name}: {error}{at_line()}") from None
         examined.reason, outcome = str(error), run()  # it runs call by call, as it stands
     except NEEDS_VALUES as error:
-        return Dependent(_why_values(error))
+        return _why_values(error)
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
         raise
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
         _raise_as_eager(template, made.target, inputs, [s.resolve() for s in arguments.shared])
-        return Dependent(_why_values(error))
+        return _why_values(error)
     refuse_shared_writes(made.name, outcome)
     if outcome.written:
         return written_entry(made, arguments, outcome, reason)
@@ -562,8 +555,8 @@ def _new_marked(key: Any, examined: ExaminedFunction, arguments: Arguments) -> A
             except (BatchCoupledError, InPlaceError):
                 raise
             except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there
-                entry = Dependent(first_line(error))
-            if type(entry) is Dependent:
-                _note_marked(recorder, examined.target, entry.reason)
+                entry = first_line(error)
+            if type(entry) is str:
+                _note_marked(recorder, examined.target, entry)
             recorder.functions[key] = entry
         return entry

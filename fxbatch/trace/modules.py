@@ -40,10 +40,6 @@ MOST_MADE = 8  # modules without tensors that instances make of one class, each 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 
 
-class LookAgain(Exception):
-    """A body ran code that had not been found before; what is known of its module now has it."""
-
-
 class ModuleRecord:
     """What the table knows of one module (or one marked method of it)."""
 
@@ -55,8 +51,8 @@ class ModuleRecord:
         self.examined: Examined | None = None  # as it was when last called in a new minibatch
         self.changed = ""  # what it reads that changed last
         self.through = ""  # why it is traced through from now on, whatever it is called with
-        # (modes, what it is and reads) -> argument key -> Entry or reason
-        self.variants: dict[Any, dict[Any, Any]] = {}
+        # (modes, structure) -> what it reads -> argument key -> Entry or reason
+        self.variants: dict[Any, dict[Any, dict[Any, Any]]] = {}
 
 
 def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,30 +155,22 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: An
         )
     entries = examined.entries.get(recorder._mode_key)
     if entries is None:
-        if _keeps_changing(recorder, record, examined):
-            return record.through
-        entries = record.variants.setdefault((recorder._mode_key, examined.key), {})
-        examined.entries[recorder._mode_key] = entries
+        alike = record.variants.setdefault((recorder._mode_key, examined.structure), {})
+        if len(alike) >= MANY_STATES and examined.reads.key not in alike:
+            return _from_now_on(recorder, record, keeps_changing(record.changed))
+        entries = examined.entries[recorder._mode_key] = alike.setdefault(examined.reads.key, {})
     entry: Entry | str | None = entries.get(key)
-    try:
-        return _new_entry(record, examined, entries, key, arguments) if entry is None else entry
-    except LookAgain:
-        return _entry(call, record, arguments, key)
+    if entry is None:
+        entry = _new_entry(record, examined, entries, key, arguments)
+    return _entry(call, record, arguments, key) if entry is None else entry
 
 
-def _keeps_changing(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> bool:
-    """Whether what a module reads had so many contents that building one more operation would not pay."""
-    alike = [
-        reads
-        for mode, (structure, reads) in record.variants
-        if mode == recorder._mode_key and structure == examined.structure
-    ]
-    if len(alike) < MANY_STATES or examined.reads.key in alike:
-        return False
+def _from_now_on(recorder: RecordedCalls, record: ModuleRecord, reason: str) -> str:
+    """A module is traced through, since building one more operation of it would not pay."""
     recorder.lasts = False  # its known calls would go on being one operation
-    record.through = keeps_changing(record.changed)
-    _note(recorder, record.module, record.method, record.through)
-    return True
+    record.through = reason
+    _note(recorder, record.module, record.method, reason)
+    return reason
 
 
 def _copies_of_buffers(
@@ -324,7 +312,9 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 def _new_entry(
     record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: Any, arguments: Arguments
-) -> Entry | str:
+) -> Entry | str | None:
+    """The entry of a call that was not met before, or why it is no operation; None where the body ran code that had not
+    been found before: what is known of the module now has it."""
     recorder, module, method = arguments.recorder, record.module, record.method
     recorder.known_before = None  # what is known of the module may be more then
     arguments.first_shared = len(examined.names)
@@ -340,13 +330,13 @@ def _new_entry(
                 entries[key] = found
                 return found
         if rule is PLAIN_MODULE and _shapes_met(recorder, record, examined) >= MANY_SHAPES:
-            recorder.lasts = False  # its known calls would go on being one operation
-            record.through = f"met more than {MANY_SHAPES} signatures: its parts batch better"
-            _note(recorder, module, method, record.through)
-            return record.through
+            many = f"met more than {MANY_SHAPES} signatures: its parts batch better"
+            return _from_now_on(recorder, record, many)
         try:
             entry = _signature(record, examined, rule, arguments)
-        except (FxbatchError, LookAgain):
+            if entry is None:
+                return None
+        except FxbatchError:
             raise
         except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
             report(error, _name(recorder, module), verify=recorder.table.verify)
@@ -380,14 +370,11 @@ def _why_coupled(module: torch.nn.Module) -> str:
 
 def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
     """How many different arguments a module was recorded with, whatever its code read meanwhile."""
-    met: set[Any] = set()  # only counted
-    for (mode, (structure, _)), entries in record.variants.items():
-        if mode == recorder._mode_key and structure == examined.structure:
-            met.update(key for key, entry in entries.items() if type(entry) is Entry)
-    return len(met)
+    alike = record.variants[recorder._mode_key, examined.structure].values()
+    return len({key for entries in alike for key, entry in entries.items() if type(entry) is Entry})
 
 
-def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry:
+def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry | None:
     recorder, module, method = arguments.recorder, record.module, record.method
     names, template = tuple(examined.names), arguments.template()
     inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
@@ -417,7 +404,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
         record.examined = recorder.examined[id(record)] = Examined(
             module, examined.reads.again(effects.unknown)
         )
-        raise LookAgain
+        return None
     changed = changed_attribute(twins) or effects.changed
     if changed or effects.effect:
         raise BodyError(f"changes {changed}" if changed else effects.effect)

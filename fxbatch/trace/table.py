@@ -212,10 +212,6 @@ class SignatureTable:
     def __len__(self) -> int:
         return len(self.signatures)
 
-    def type_id(self, t: TensorType) -> int:
-        """The id of a type that some signature gives."""
-        return self.type_ids[t]
-
     def snapshot(self) -> tuple[Signature, ...]:
         """All signatures as a tuple, index = id."""
         if len(self._snapshot) != len(self.signatures):
