@@ -299,6 +299,9 @@ _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _FREE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
+_SELF = "."  # no name of an attribute
+
+
 class Changes(NamedTuple):
     """What code may change: attributes by name, and the first global, closure or plain object ("" for none)."""
 
@@ -314,23 +317,18 @@ class _Found:
         self.rebound: dict[str, None] = {}  # globals and closure variables that are assigned
         self.shared: dict[str, None] = {}  # those whose attributes or items are, if they are containers
         self.called: dict[str, None] = {}  # names of functions that it may call
-        self.own: dict[
-            str, None
-        ] = {}  # attributes of its first parameter that are set, or whose contents are changed
-        # Of anything else: (attribute that it was read from or "", name).
-        self.others: dict[tuple[str, str], None] = {}
+        # Attributes that are set, or whose contents are changed (""): of its first parameter (_SELF), of what was read
+        # from an attribute of that name, or of anything ("").
+        self.changed: dict[tuple[str, str], None] = {}
         self.methods: dict[str, None] = {}  # attributes that are read: its methods may be called
 
     def add(self, inner: _Found, cells: Sequence[str]) -> None:
         """A function within it, whose first parameter is another, and which shares these variables with it."""
-        for into, more in zip(
-            (self.names, self.called, self.methods), (inner.names, inner.called, inner.methods), strict=True
-        ):
-            into.update(more)
-        self.others.update(inner.others)
-        self.others.update({("", x): None for x in inner.own})
-        self.rebound.update({x: None for x in inner.rebound if x not in cells})
-        self.shared.update({x: None for x in inner.shared if x not in cells})
+        for name in ("names", "called", "methods"):
+            getattr(self, name).update(getattr(inner, name))
+        for name in ("rebound", "shared"):
+            getattr(self, name).update({x: None for x in getattr(inner, name) if x not in cells})
+        self.changed.update({("" if owner == _SELF else owner, name): None for owner, name in inner.changed})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -348,10 +346,8 @@ def _found(code: types.CodeType) -> _Found:
         elif step.opname in _STORES_ATTRIBUTE:
             found.names[name] = None
             changed = _read(steps, k)
-            if len(changed) == 1 and _is_first(code, steps[changed.start]):
-                found.own[name] = None
-            else:
-                found.others[["", *_path(steps, changed)][-1], name] = None
+            owned = len(changed) == 1 and _is_first(code, steps[changed.start])
+            found.changed[_SELF if owned else ["", *_path(steps, changed)][-1], name] = None
             changed = changed[:1]
         elif step.opname in _STORES_ITEM:
             key = _expression(steps, k)
@@ -362,8 +358,8 @@ def _found(code: types.CodeType) -> _Found:
             found.methods[name] = None
         path = _path(steps, changed)
         if path and step.opname not in _STORES_ATTRIBUTE:
-            found.own[path[0]] = None
-            found.others.update({(x, ""): None for x in path})
+            found.changed[_SELF, path[0]] = None
+            found.changed.update({(x, ""): None for x in path})
         found.names.update({x: None for x in path if x not in _MUTATORS})
         for x in (steps[at] for at in changed):
             if x.opname in _FREE and (x.opname != "LOAD_DEREF" or x.argval in code.co_freevars):
@@ -437,7 +433,7 @@ def changes_of(functions: Iterable[Callable[..., Any]], modules: Sequence[torch.
         read.update(found.methods)
         changed = (*found.rebound, *(x for x in found.shared if _may_hold(known.get(x))))
         shared = shared or (f"{changed[0]} ({f.__qualname__})" if changed else "")
-        shared = shared or _changed_of_held(found.others, held)
+        shared = shared or _changed_of_held(found.changed, held)
         ahead.extend(x for n in found.called if isinstance(x := known.get(n), types.FunctionType))
     return Changes(frozenset(names), shared or _changed_by_methods(read, held))
 
@@ -470,9 +466,9 @@ def _find_held(name: str, x: Any, held: dict[int, tuple[str, Any]], depth: int) 
             _find_held(inner, y, held, depth + 1)
 
 
-def _changed_of_held(others: Iterable[tuple[str, str]], held: dict[int, tuple[str, Any]]) -> str:
+def _changed_of_held(changed: Iterable[tuple[str, str]], held: dict[int, tuple[str, Any]]) -> str:
     """The attribute of a plain object that `owner.name = ...` may set, or whose contents `owner.add(...)` changes."""
-    for (owner, name), (at, x) in itertools.product(others, held.values()):
+    for (owner, name), (at, x) in itertools.product(changed, held.values()):
         unknown = name and not owner  # where it was read from: any object with such an attribute
         if (name in getattr(x, "__dict__", ()) or hasattr(type(x), name)) if unknown else owner == at:
             return f"{type(x).__name__}.{name}" if name else f"{type(x).__name__} ({at})"
@@ -491,9 +487,8 @@ def _changed_by_methods(read: Iterable[str], held: dict[int, tuple[str, Any]]) -
                 continue
             seen[name] = None
             found = _found(f.__code__)
-            changed = (*found.own, *(n or o for o, n in found.others))
-            if changed:
-                return f"{cls.__name__}.{changed[0]} ({f.__qualname__})"
+            for owner, changed in found.changed:
+                return f"{cls.__name__}.{changed or owner} ({f.__qualname__})"
             ahead.extend(found.methods)
     return ""
 
