@@ -25,6 +25,8 @@ class MemoryPlaces(NamedTuple):
     storage: int
     autograd: int
     version: int
+    offset: int  # where it begins in its storage, counted in numbers
+    numbers: int  # in a storage: where its numbers are
     resizable: int  # in a storage: the byte that says whether it may be resized; what numpy has too may not
     counted: int  # in what counts a tensor's writes: their number
     no_view: int  # address that the autograd part of a tensor that is no view begins with
@@ -51,13 +53,26 @@ def memory_places() -> MemoryPlaces | None:
     if implementation < 0 or storage < 0 or len(counters) != 1 or len(autograds) != 1:
         return None
     (version,), (autograd,) = counters, autograds
+    far = torch.arange(80_000)[77_777]
+    offsets = [i for i, word in _words(far).items() if word == 77_777]
+    numbers = _place_of(tensor.data_ptr(), mine[storage], 72)
     resized = _changed(mine[storage], 72, tensor.numpy)
     counted = _changed(mine[version], 24, lambda: tensor.zero_())
     no_view, view = (_word(_words(t)[autograd]) for t in (asking, tensor[0]))
-    if len(resized) != 1 or len(counted) != 1 or no_view == view:
+    if any(len(found) != 1 for found in (resized, counted, offsets)) or numbers < 0 or no_view == view:
         return None
-    found = MemoryPlaces(implementation, storage, autograd, version, resized[0], counted[0], no_view)
-    found = found._replace(kind=_kind_words())
+    found = MemoryPlaces(
+        implementation,
+        storage,
+        autograd,
+        version,
+        offsets[0],
+        numbers,
+        resized[0],
+        counted[0],
+        no_view,
+        _kind_words(),
+    )
     return found if found.kind and _is_right(found) else None
 
 
@@ -88,7 +103,7 @@ def _is_right(places: MemoryPlaces) -> bool:
     lent = torch.frombuffer(bytearray(8), dtype=torch.float32)
     for t in (
         torch.zeros(3),
-        torch.ones(2)[0],
+        torch.ones(2)[1],
         lent,
         lent[1],
         torch.zeros(1).add_(1).mul_(2),
@@ -100,6 +115,8 @@ def _is_right(places: MemoryPlaces) -> bool:
             words[places.storage] != t.untyped_storage()._cdata
             or ctypes.c_uint8.from_address(words[places.storage] + places.resizable).value
             != t.untyped_storage().resizable()
+            or _word(words[places.storage] + places.numbers) + words[places.offset] * t.element_size()
+            != t.data_ptr()
             or ctypes.c_uint32.from_address(words[places.version] + places.counted).value != t._version
             or bool(view) != t._is_view()
         ):

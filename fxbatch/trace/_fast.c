@@ -352,8 +352,8 @@ static int set_places(PyObject *places)
     PyObject *kind;
     if (places == Py_None)
         return 1;
-    if (!PyArg_ParseTuple(places, "nnnnnnKO!", &lies.implementation, &lies.storage, &lies.autograd, &lies.version,
-                          &lies.resizable, &lies.counted, &lies.no_view, &PyTuple_Type, &kind))
+    if (!PyArg_ParseTuple(places, "nnnnnnnnKO!", &lies.implementation, &lies.storage, &lies.autograd, &lies.version,
+                          &lies.offset, &lies.numbers, &lies.resizable, &lies.counted, &lies.no_view, &PyTuple_Type, &kind))
         return 0;
     lies.kinds = PyTuple_GET_SIZE(kind);
     for (Py_ssize_t i = 0; i < lies.kinds && i < MAX_KIND; i++)
@@ -364,7 +364,7 @@ static int set_places(PyObject *places)
 /* setup(what is given by name, addresses of torch's C++, where things lie in memory); once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *given, *places, *pointer;
+    PyObject *given, *places;
     unsigned long long address[4];
     if (!PyArg_ParseTuple(args, "O!(KKKK)O", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3],
                           &places))
@@ -385,10 +385,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     }
     EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset, slots[i].whole) < 0) return NULL;
     EACH(i, getters) if (!(*getters[i].where = getter_of((PyObject *)Tensor, getters[i].name))) return NULL;
-    if ((pointer = PyObject_GetAttrString((PyObject *)Tensor, "data_ptr")) && Py_IS_TYPE(pointer, &PyMethodDescr_Type))
-        data_ptr = ((PyMethodDescrObject *)pointer)->d_method;
-    Py_XDECREF(pointer); /* its class keeps it */
-    if (!set_places(places) || !data_ptr || data_ptr->ml_flags != METH_NOARGS || !Value->tp_clear || !Value->tp_weaklistoffset)
+    if (!set_places(places) || !Value->tp_clear || !Value->tp_weaklistoffset)
         return not_as_expected();
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];
@@ -411,6 +408,12 @@ static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
         return empty_value();
     PyErr_SetString(PyExc_TypeError, "makes Values only");
     return NULL;
+}
+
+static PyObject *is_plain_value(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    return PyBool_FromLong(n == 2 && Py_IS_TYPE(args[0], Value) && SLOT(args[0], at.recorder) == args[1] &&
+                           !SLOT(args[0], at.alias));
 }
 
 /* usual_modes(recorder, grad): whether this thread records with it, with gradients so, and without autocast. None where
@@ -497,6 +500,8 @@ static PyMethodDef functions[] = {
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
+    {"is_plain_value", (PyCFunction)(void (*)(void))is_plain_value, METH_FASTCALL,
+     "is_plain_value(value, recorder): whether it is the recorder's and shares memory with no other."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},

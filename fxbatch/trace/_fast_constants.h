@@ -59,7 +59,7 @@ static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
    decides about all of them. */
 #define MAX_KIND 24
 static struct {
-    Py_ssize_t implementation, storage, autograd, version, resizable, counted;
+    Py_ssize_t implementation, storage, autograd, version, offset, numbers, resizable, counted;
     uint64_t no_view;
     Py_ssize_t kinds, kind[MAX_KIND];
 } lies = {.implementation = -1};

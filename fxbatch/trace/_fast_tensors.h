@@ -4,7 +4,6 @@
 #ifndef FXBATCH_FAST_TENSORS_H
 #define FXBATCH_FAST_TENSORS_H
 
-static PyMethodDef *data_ptr; /* of torch.Tensor */
 static const PyGetSetDef *get_requires_grad;
 
 /* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
@@ -16,13 +15,13 @@ static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
 /* Read one number of `size` bytes; 0 where that can't be done, maybe with an error. */
 static int read_integer(PyObject *t, char *out, Py_ssize_t size)
 {
-    if (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter))
+    if (lies.implementation < 0 || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
         return 0;
-    PyObject *here = ask(get_is_cpu, t), *address = here == Py_True ? data_ptr->ml_meth(t, NULL) : NULL;
-    void *from = address ? PyLong_AsVoidPtr(address) : NULL;
+    void *implementation = AT(void *, t, lies.implementation), *storage = AT(void *, implementation, lies.storage);
+    PyObject *here = storage ? ask(get_is_cpu, t) : NULL;
+    const char *from = here == Py_True ? AT(char *, storage, lies.numbers) : NULL;
     if (from)
-        memcpy(out, from, size);
-    Py_XDECREF(address);
+        memcpy(out, from + AT(int64_t, implementation, lies.offset) * size, size);
     Py_XDECREF(here);
     return from != NULL;
 }

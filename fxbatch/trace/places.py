@@ -237,6 +237,8 @@ def values_kept(
 
 @cython.cfunc
 def _is_plain_value(v: object, recorder: object) -> cython.bint:
+    if _fast is not None:
+        return _fast.is_plain_value(v, recorder)
     return v._recorder is recorder and not hasattr(v, "_alias")
 
 
