@@ -9,6 +9,7 @@ the shared operands, and a key that is equal exactly for calls of equal structur
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
 from fxbatch.trace.columns import _fast
 from fxbatch.trace.fake_run import Outcome, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.table import ATOMS, OpaqueArgumentError, static_key
+from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, WrittenTensor, value_of
 
@@ -169,17 +170,26 @@ class Arguments:
     """The arguments of one call, and the tensors among them in pytree order."""
 
     __slots__ = (
-        "args", "copied", "first_shared", "kwargs", "leaves", "recorder", "rows", "shared", "slots", "values", "viewed",
-        "views",
+        "args", "copied", "first_shared", "kwargs", "leaves", "own", "recorder", "rows", "shared", "slots", "values",
+        "viewed", "views",
     )  # fmt: skip
 
     def __init__(
-        self, recorder: RecordedCalls, args: tuple[Any, ...], kwargs: dict[str, Any], *, views: bool = False
+        self,
+        recorder: RecordedCalls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        views: bool = False,
+        own: bool = False,
     ) -> None:
         self.recorder = recorder
         self.args, self.kwargs = args, kwargs
         self.first_shared = 0  # how many shared operands are the called module's own, before these
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
+        self.own = (
+            own  # whether users' code is called, which tells members of enumerations from their numbers
+        )
         self.viewed = False  # ... and whether there was one
         self.copied = False  # whether a view of a bare parameter was taken for what it holds now
         self.rows = False  # whether there was a row of a parameter that is looked up
@@ -213,7 +223,7 @@ class Arguments:
         if is_pytree_node(kind) and kind is not torch.Size:
             leaves, spec = tree_flatten(x)
             return (kind, repr(spec), *[self._key(y) for y in leaves])
-        return static_key(x)
+        return (kind, ByIdentity(x)) if self.own and isinstance(x, enum.Enum) else static_key(x)
 
     def _input(self, v: Value, leaf: torch.Tensor) -> int:
         if v._recorder is not self.recorder:

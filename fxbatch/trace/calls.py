@@ -111,15 +111,16 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         func = take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
-    arguments = Arguments(recorder, args, kwargs, views=func is not on_views)
+    own = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
+    arguments = Arguments(recorder, args, kwargs, views=func is not on_views, own=own)
     try:
         key = (func, *arguments.key())
-    except ArrayArgument:
-        indexed = func in (GETITEM, SETITEM)
-        args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
-        return call_function(recorder, func, args, kwargs)
     except OpaqueArgumentError as error:
-        plain = without_derived((args, kwargs))
+        if type(error) is ArrayArgument and not own:
+            indexed = func in (GETITEM, SETITEM)
+            args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
+            return call_function(recorder, func, args, kwargs)
+        plain = None if own else without_derived((args, kwargs))
         if plain is not None:
             return call_function(recorder, func, *plain)
         raise OpaqueOperandError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.trace.calls import operation
@@ -112,6 +114,35 @@ def test_users_code_that_takes_an_array_is_traced_through() -> None:
     check_equal(lambda x: marked(takes(LIN(x), array), array), X, table=table)
     assert reasons(table)["Takes"] == "takes a ndarray"
     assert "takes a ndarray" in reasons(table)["marked"]
+
+
+class Times(enum.IntEnum):
+    TWO = 2
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, by: Any) -> Any:
+        ctx.by = 3.0 if by is Times.TWO else 5.0 if isinstance(by, int) else float(by.astype(np.float64)[0])
+        return x * ctx.by
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.by, None
+
+
+class ByTimes(nn.Module):
+    def forward(self, x: Any, by: Any) -> Any:
+        return LIN(x) * (3.0 if by is Times.TWO else 5.0)
+
+
+def test_users_functions_that_are_one_operation_are_given_what_they_were_given() -> None:
+    """Torch's functions take arrays as tensors and members of enumerations as numbers, users' code may not."""
+    by_times = ByTimes()
+    check_equal(lambda x: Scaled.apply(LIN(x), Times.TWO) + Scaled.apply(LIN(x), 2), X)
+    check_equal(lambda x: functional_call(by_times, {}, (LIN(x), Times.TWO)), X)
+    with pytest.raises(TraceError, match="met a value together with a ndarray"):
+        recorded(lambda x: Scaled.apply(LIN(x), np.ones(3)), X)
 
 
 def test_python_randomness_is_not_frozen() -> None:
