@@ -8,8 +8,6 @@ In: OperationGraphs and their kernels. Out: a NativeStep a kernel, or the reason
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,30 +37,9 @@ class NativeStep:
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
     adding: Any = None  # the program that adds to its results, where there is one
 
-    @functools.cached_property
-    def _fixed_outputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Where no result grows with the rows: made once."""
-        if any(a for dims, _ in self.forms for a, _ in dims):
-            return []
-        return [(tuple(b for _, b in dims), dtype) for dims, dtype in self.forms]
-
     def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each result for n rows."""
-        return self._fixed_outputs or [
-            (tuple(a * n + b for a, b in dims), dtype) for dims, dtype in self.forms
-        ]
-
-    @functools.cached_property
-    def _fixed_bytes(self) -> tuple[int, ...]:
-        return _bytes_of(self._fixed_outputs)
-
-    def output_bytes(self, n: int) -> tuple[int, ...]:
-        """The bytes of each result for n rows."""
-        return self._fixed_bytes or _bytes_of(self.outputs(n))
-
-
-def _bytes_of(outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[int, ...]:
-    return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in outputs)
+        return [(tuple([a * n + b for a, b in dims]), dtype) for dims, dtype in self.forms]
 
 
 def make_step(

@@ -150,7 +150,7 @@ class NativeKernels:
         table = array("q", inputs)
         first = len(inputs) // 2
         table.frombytes(bytes(16 * (len(shared) + len(results))))
-        sizes = (*step.shared_bytes, *step.output_bytes(n))
+        sizes = (*step.shared_bytes, *[x.nbytes for x in results])
         if not extension.put_places(table, 2, first, (*shared, *results), sizes):
             return None
         self._table += table
