@@ -24,9 +24,8 @@ from fxbatch.checking import Call, Prepared, checked, run_ready_watched, run_wat
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
-from fxbatch.runtime.argument_objects import holds_tensors
+from fxbatch.runtime.argument_objects import Columns, holds_tensors
 from fxbatch.runtime.engine import Engine, Instance
-from fxbatch.runtime.minibatch_columns import Columns
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance, is_traced, traced_items

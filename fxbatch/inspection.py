@@ -30,10 +30,10 @@ from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.packed_calls import after_packed_calls
 from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
-from fxbatch.runtime.segments import after_packed_calls
 from fxbatch.trace.minibatch import Recording
 
 

@@ -7,7 +7,8 @@ In: an argument. Out: the same with an `Opened`, which is a node of a pytree, in
 
 An attribute that no code names is left out (`names`): it may differ between instances, and hold anything. Of an object
 that is made from a dictionary and gives one (`torch_geometric.data.Data`) every tensor counts, since the library's own
-code may read it, and what else no code names is `UNREAD` in its copy.
+code may read it, and what else no code names is `UNREAD` in its copy. Instances whose
+arguments are tensors alone are `Columns`: the lists as they were given, an instance made where somebody asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -176,3 +177,38 @@ def holds_tensors(x: Any, depth: int = 3) -> bool:
         return False
     held = attributes_of(x).values()
     return any(v.dim() > 0 if type(v) is torch.Tensor else holds_tensors(v, depth - 1) for v in held)
+
+
+class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
+    """Instances whose arguments are columns of plain tensors: (args, kwargs) of each, made when it is asked for."""
+
+    __slots__ = ("columns", "head")
+
+    def __init__(self, head: tuple[Any, ...], columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.head = head
+        self.columns = columns
+
+    @staticmethod
+    def of(head: tuple[Any, ...], columns: Sequence[Any]) -> Columns | None:
+        """The instances of these columns; None where one is no list of tensors alone or has another length."""
+        if len(head) != 1:
+            return None
+        for c in columns:
+            if type(c) not in (list, tuple) or set(map(type, c)) != {torch.Tensor}:
+                return None
+        return Columns(head, columns) if len(set(map(len, columns))) == 1 else None
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, i: slice) -> Columns: ...
+    def __getitem__(self, i: int | slice) -> Columns | tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(i, slice):
+            return Columns(self.head, [c[i] for c in self.columns])
+        return (*self.head, *[c[i] for c in self.columns]), {}
+
+    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return (((*self.head, *row), {}) for row in zip(*self.columns, strict=True))

@@ -25,7 +25,7 @@ from fxbatch.passes.gradients import (
 )
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.constants import to_device
 from fxbatch.runtime.memory import GradientRows, Memory
 from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
 from fxbatch.runtime.operation_cache import CompiledOperation

@@ -1,4 +1,10 @@
-"""Constants: the tensors and Python numbers that instances bring along, stacked once a tensor type."""
+"""Constants, the tensors and Python numbers that instances bring along, stacked once a tensor type; and how they, and
+indices, come to their device: few copies, pinned, none that waits.
+
+A copy reads pinned memory after the call has returned; PyTorch's pinned allocator keeps it until then, so
+nothing here waits. Indices are int64, as index_select and embedding_bag take them: int32 would halve one
+small copy a minibatch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,6 @@ import torch
 
 from fxbatch.codegen.native import extension
 from fxbatch.ir import Signature
-from fxbatch.runtime.devices import host_numbers, move, to_device
 from fxbatch.trace.integers import IntegerColumn, read_integers
 
 # Tensors without dimensions are read one by one in half the time that stacking them takes.
@@ -83,3 +88,20 @@ def stack_distinct(items: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     objects = {id(x): x for x in items}
     table = torch.stack([objects[i] for i in places])
     torch.index_select(table, 0, to_device(np.array(index, dtype=np.int64), out.device), out=out)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device: shared memory on the CPU, one pinned, non-blocking copy elsewhere."""
+    return move(torch.from_numpy(array), device)
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on a device, without waiting for the copy."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory(device).to(device, non_blocking=True)
+
+
+def host_numbers(tensors: Sequence[torch.Tensor], kind: Any) -> np.ndarray:
+    """The numbers of CPU tensors without dimensions, as an array; they wait for no device."""
+    return np.array(list(map(torch.Tensor.item, tensors)), dtype=kind)

@@ -31,7 +31,7 @@ from torch import fx, nn
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperand, Signature, TensorType
 from fxbatch.passes.plan import is_constant, plan_arenas
-from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.constants import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Renumber, renumbering

@@ -7,6 +7,7 @@ at once, and are constants, and so are the rows that are read of them (`encoded[
 
     entry = packed_calls.entry(entries, arguments)    # None: as any other call
     program = packed_calls.resolve(run, program)
+    program = after_packed_calls(run, program)        # of a whole minibatch, with what packed calls need run first
 
 A signature of a packed call is whole: where it is not resolved, it runs as any other.
 """
@@ -14,7 +15,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ import torch
 
 from fxbatch.ir import Program, Signature, Slot, TensorType
 from fxbatch.mistakes import report
+from fxbatch.passes.select import calls_behind, number_segments, select_calls
+from fxbatch.runtime.autograd import take_results
+from fxbatch.runtime.run import Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_type
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.operations import take_row
@@ -34,6 +38,8 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
+MOST = 3  # segments: each is a run, which takes as long as several steps
+STACKS = 4  # of an instance on average
 
 _GETITEM = torch.Tensor.__getitem__
 _ROW_READS = (_GETITEM, torch.Tensor.unbind, torch.unbind)
@@ -439,3 +445,120 @@ def _fitting_sizes(function: PackedFunction, types: Sequence[TensorType]) -> lis
             return None
     sizes = [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]
     return sizes if function.graph.fitting(sizes).all() else None
+
+
+# -- segments: packed calls on what recorded calls compute (attention over the states of a cell, a loss over a stack of
+#    rows). What they need runs first, as a minibatch of its own; its values are constants of the rest, through which
+#    gradients go.
+
+
+def after_packed_calls(run: Run, program: Program) -> Program:
+    """What is left of the program of a whole minibatch, renumbered, when its packed calls have run.
+
+    The same object where it has none, or where they wait for one another too often.
+    """
+    table = run.table
+    packed: PackedCalls | None = None if table is None else table.packed
+    if table is None or packed is None or not packed.families or not len(program):
+        return program
+    program = run.resolved(program)
+    waits = _packed_calls(packed, program)
+    if program.known or not waits.any() or _stacks_too_often(packed, program):
+        return program
+    if _segment_of(program, waits).max() > MOST:
+        return program
+    before = len(program)
+    while waits.any() and waits.sum() < before:  # some were packed
+        before = waits.sum()
+        program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
+        run.packed_values = {}  # values have other numbers now
+        program = packed.resolve(table, program, {}, grad=run.grad)
+        waits = _packed_calls(packed, program)
+    return program
+
+
+def _stacks_too_often(packed: PackedCalls, program: Program) -> bool:
+    """Whether rows of many small tensors are stacked, as of the neighbours of each node: there sums over stacks are
+    additions."""
+    families = [packed.family_of(s) for s in program.signatures]
+    stacks = np.array([f is not None and f.stacks for f in families])
+    return int(stacks[program.sig].sum()) > STACKS * program.instances
+
+
+def _packed_calls(packed: PackedCalls, program: Program) -> np.ndarray:
+    """bool [calls]"""
+    met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0].tolist()
+    mine = [s for s in met if packed.family_of(program.signatures[s]) is not None]
+    return np.isin(program.sig, mine)
+
+
+def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:
+    """int64 [calls]: after how many segments each call can run.
+
+    A packed call runs at the end of the segment that gives it the last of its inputs, and so do packed calls that
+    read it; what else reads it is in the next one.
+    """
+    columns = program.columns
+    found = np.zeros(len(program), dtype=np.int64)
+    number_segments(program.sig, columns.width, columns.arity, program.inputs, packed, found, program.known)
+    return found
+
+
+def _run_first(
+    run: Run, table: SignatureTable, program: Program, packed: np.ndarray, first: np.ndarray
+) -> Program:
+    """The program with constants in place of what the first of its packed calls wait for."""
+    maker = program.call_of_value
+    segment = calls_behind(program, program.inputs[first[program.reader]]) & ~packed
+    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures])[program.sig]
+    ran = segment & ~constant
+    read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
+    values = np.unique(read_later[ran[maker[read_later]]])
+    tensors = _run(run, select_calls(dataclasses.replace(program, outputs=values), segment))
+    return _with_constants(table, program, ran, values, tensors)
+
+
+def _run(run: Run, program: Program) -> list[torch.Tensor]:
+    """The outputs of a program, attached to autograd."""
+    part = Run(run.planner, grad=run.grad)
+    run.segments.append(part)
+    renumber = part.finish(program, program.outputs)
+
+    def attached(requests: list[np.ndarray]) -> Iterator[list[torch.Tensor]]:
+        for values, rows in zip(requests, take_results(part, requests), strict=True):
+            needs = part.value_needs[values].tolist()
+            yield [row if need else row.detach() for row, need in zip(rows.unbind(0), needs, strict=True)]
+
+    return part.by_type(renumber(program.outputs), attached)
+
+
+def _with_constants(
+    table: SignatureTable,
+    program: Program,
+    ran: np.ndarray,
+    values: np.ndarray,
+    tensors: Sequence[torch.Tensor],
+) -> Program:
+    """The program without the calls that ran (bool [calls]); these values of theirs are constants at its beginning."""
+    kinds = program.type_of_value[values]
+    of_kind = {k: table.constant(program.types[k]).sid for k in np.unique(kinds).tolist()}
+    sids = [of_kind[k] for k in kinds.tolist()]
+    kept = ~ran
+    width, first = program.width[program.sig[kept]], program.first_value[:-1][kept]
+    number = np.full(program.values, -1)
+    number[values] = np.arange(len(values))
+    old = np.repeat(first - (np.cumsum(width) - width), width) + np.arange(width.sum())
+    number[old] = len(values) + np.arange(len(old))
+    constants: dict[int, Sequence[object]] = dict(program.constants)
+    for sid in dict.fromkeys(sids):
+        made = [t for t, s in zip(tensors, sids, strict=True) if s == sid]
+        constants[sid] = [*made, *constants.get(sid, ())]
+    return dataclasses.replace(
+        program,
+        signatures=table.snapshot(),
+        sig=np.concatenate([np.array(sids, dtype=program.sig.dtype), program.sig[kept]]),
+        inputs=number[program.inputs[kept[program.reader]]],
+        instance=np.concatenate([program.instance[program.call_of_value[values]], program.instance[kept]]),
+        outputs=number[program.outputs],
+        constants=constants,
+    )

@@ -31,8 +31,7 @@ from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import Minibatch, PackedFunction
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
-from fxbatch.runtime.argument_objects import Opened, classes_of, closed, named, opened
-from fxbatch.runtime.minibatch_columns import Columns
+from fxbatch.runtime.argument_objects import Columns, Opened, classes_of, closed, named, opened
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.runtime.argument_objects import holds_tensors, opened
-from fxbatch.runtime.minibatch_columns import Columns
+from fxbatch.runtime.argument_objects import Columns, holds_tensors, opened
 from fxbatch.runtime.options import Options
 from fxbatch.torch_private import tree_leaves
 

@@ -15,7 +15,7 @@ import torch
 from fxbatch.codegen.step_functions import Kept, Source
 from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule
 from fxbatch.passes.signature_graph import Needs
-from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.constants import to_device
 from fxbatch.runtime.memory import ArrayLayout, Memory
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.structure_cache import OperationSet

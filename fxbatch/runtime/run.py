@@ -25,7 +25,7 @@ from fxbatch.passes.signature_graph import (
     find_needs,
     survey,
 )
-from fxbatch.runtime.devices import to_device
+from fxbatch.runtime.constants import to_device
 from fxbatch.runtime.forward import execute_forward
 from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.operands import by_signature

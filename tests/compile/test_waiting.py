@@ -20,8 +20,7 @@ from benchmarks.task import Settings
 from benchmarks.workloads import made_up_trees
 from fxbatch.ir import INDEX
 from fxbatch.runtime import backward, constants, phase, run
-from fxbatch.runtime.constants import stack_distinct
-from fxbatch.runtime.devices import host_numbers, move, to_device
+from fxbatch.runtime.constants import host_numbers, move, stack_distinct, to_device
 from tests.compile.waits import count_waits
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 

@@ -13,8 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.ir import CONSTANT_KINDS
-from fxbatch.runtime.packed_calls import LONG, MEMBERS
-from fxbatch.runtime.segments import MOST
+from fxbatch.runtime.packed_calls import LONG, MEMBERS, MOST
 from tests.oracle import check_equal
 
 SIZE = 6

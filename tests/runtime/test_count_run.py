@@ -8,7 +8,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.runtime.costs import Counts
-from fxbatch.runtime.count_run import WRITE
+from fxbatch.runtime.engine import WRITE
 from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
 
 
