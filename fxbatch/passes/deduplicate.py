@@ -45,6 +45,7 @@ Ints = cython.typedef(cython.const[cython.longlong][::1])
 Shorts = cython.typedef(cython.const[cython.int][::1])
 Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
+WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 Hash = cython.typedef(cython.ulonglong)
 
@@ -84,7 +85,7 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     keep, c = np.empty(len(program), dtype=bool), program.columns
     kept = _find_equal(
         program.sig, c.width, c.arity, c.random, program.inputs, program.outputs, begin, held, inputs, outputs,
-        keep, program.known, program.values,
+        keep, program.known,
     )  # fmt: skip
     if kept >= len(program) * (1 - least):
         return program
@@ -106,7 +107,6 @@ def _find_equal(
     outputs: Written,
     keep: Marks,
     known: Int,
-    values: Int,
 ) -> Int:
     """Mark the first call of equal ones, and write of what is read and of the results the values that stand for them;
     how many calls are marked. begin: where the contents of each signature of constants begin, -1 for others.
@@ -115,21 +115,29 @@ def _find_equal(
     equal earlier is equal here.
     """
     mask: Int = 63
-    while mask < 2 * sig.shape[0]:
+    while 3 * mask < 4 * sig.shape[0]:
         mask = 2 * mask + 1
-    table: Written = np.zeros(mask + 1, dtype=np.int64)  # open addressing: one more than a call, 0 is free
-    scratch: Written = np.empty(3 * sig.shape[0], dtype=np.int64)
-    first_input: Written = scratch[: sig.shape[0]]  # of each call, as the next two
-    first_value: Written = scratch[sig.shape[0] : 2 * sig.shape[0]]
-    held: Written = scratch[2 * sig.shape[0] :]  # what a constant holds
+    values: Int = known
+    for c in range(sig.shape[0]):
+        if sig[c] < 0 or sig[c] >= arity.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    if max(values, given.shape[0]) > 0x7FFFFFFF:
+        raise OverflowError("a program has at most 2,147,483,647 values")
+    # Small, for it is read anywhere. Open addressing: one more than a call, 0 is free.
+    table: WrittenShorts = np.zeros(mask + 1, dtype=np.int32)
+    scratch: WrittenShorts = np.empty(2 * sig.shape[0], dtype=np.int32)
+    first_input: WrittenShorts = scratch[: sig.shape[0]]  # of each call, as the next two
+    first_value: WrittenShorts = scratch[sig.shape[0] :]
+    held: Written = np.empty(sig.shape[0], dtype=np.int64)  # what a constant holds
     following: Written = np.array(begin)
-    value: Written = np.arange(values)  # of each value the one that stands for it
+    value: WrittenShorts = np.arange(values, dtype=np.int32)  # of each value the one that stands for it
     kept = 0
     at = 0
     v = known
     for c in range(sig.shape[0]):
         s = sig[c]
-        if s < 0 or s >= arity.shape[0] or at + arity[s] > given.shape[0]:
+        if at + arity[s] > given.shape[0]:
             raise IndexError(NOT_THERE)
         first_input[c], first_value[c], held[c] = at, v, 0
         if begin[s] >= 0:

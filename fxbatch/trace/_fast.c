@@ -502,6 +502,7 @@ static PyMethodDef functions[] = {
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
     {"is_plain_value", (PyCFunction)(void (*)(void))is_plain_value, METH_FASTCALL,
      "is_plain_value(value, recorder): whether it is the recorder's and shares memory with no other."},
+    {"versions_of", versions_of, METH_O, "How often torch has written to each of a list of tensors."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},

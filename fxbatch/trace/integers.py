@@ -45,6 +45,17 @@ def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray
     return numbers
 
 
+def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
+    """How often torch has written to each; None where nobody counts for one, which was made in inference mode."""
+    if _fast is not None:
+        found: bytes | None = _fast.versions_of(tensors)
+        return found
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return None
+
+
 class IntegerColumn(Sequence[torch.Tensor]):
     """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
 
@@ -55,7 +66,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
         self._tensors = tensors
         self._parts: Sequence[IntegerColumn] = ()  # what it was joined from, until a tensor is asked for
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
-        self._versions: list[int] | None = None  # of the tensors when they were read
+        self._versions: Sequence[int] | None = None  # of the tensors when they were read
         self._foreign = False  # whether others may write to their memory, which versions don't tell
 
     @staticmethod
@@ -64,12 +75,9 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
         watched: whether it says later if one was written to.
         """
-        try:
-            versions = [t._version for t in tensors] if watched else None
-        except RuntimeError:  # tensors made in inference mode have none
-            return None
+        versions = versions_of(tensors) if watched else None
         numbers = read_integers(tensors, dtype)
-        if numbers is None:
+        if numbers is None or (watched and versions is None):
             return None
         column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
         column._versions = versions
@@ -100,7 +108,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
             now = read_integers(self._tensors, self._tensors[0].dtype)
             if now is None or not np.array_equal(now, self.numbers):
                 return True
-        return [t._version for t in self._tensors or ()] != self._versions
+        return versions_of(self._tensors or []) != self._versions
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -240,6 +240,12 @@ class Trace:
         return each and tree_unflatten(leaves, self.result.spec) == tuple(leaves)
 
     @functools.cached_property
+    def sound(self) -> bool:
+        """Whether its columns name signatures and values that it has: it may come from a file."""
+        pairs = (self.sig, len(self.signatures)), (self.inputs, self.values)
+        return not any(((column < 0) | (column >= size)).any() for column, size in pairs)
+
+    @functools.cached_property
     def leaf(self) -> bool:
         """Whether the result is no container."""
         return bool(self.result.spec.is_leaf())
@@ -383,7 +389,7 @@ def _trace(
         not_cacheable=reason,
         live=(table, model),
     )
-    trace.integers(), trace.row, trace.leaf  # read now, so that merging finds them
+    trace.integers(), trace.row, trace.leaf, trace.sound  # read now, so that merging finds them
     return trace
 
 
@@ -507,14 +513,10 @@ def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np
     )
     sig, inputs = np.concatenate([t.sig for t in traces]), np.concatenate([t.inputs for t in traces])
     reads = [len(t.inputs) for t in traces]
-    if _outside(sig, known.repeat(sizes)) or _outside(inputs, values.repeat(reads)):
+    if not all(t.sound for t in traces):
         raise IndexError("a trace names a signature or a value that it does not have")
     found = np.concatenate(ids)[sig + (known.cumsum() - known).repeat(sizes)]
     return found, inputs + (values.cumsum() - values).repeat(reads)
-
-
-def _outside(indices: np.ndarray, sizes: np.ndarray) -> bool:
-    return bool(((indices < 0) | (indices >= sizes)).any())
 
 
 def _join(parts: list[Any]) -> Any:
