@@ -366,7 +366,7 @@ class Memory(Pieces):
     def copied(self, type_id: int, first: int, rows: int) -> torch.Tensor:
         """A copy of values of a type that lie together, without a kernel of ATen where C can read them."""
         array = self._arena[type_id]
-        kind, (pointer, room, _) = self.kinds[array], self.places[array].tolist()
+        kind, pointer, room = self.kinds[array], self.places.item(array, 0), self.places.item(array, 1)
         start, size = first * kind.nbytes, rows * kind.nbytes
         if pointer and size and 0 <= start <= room - size:
             made = torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
