@@ -240,9 +240,9 @@ def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any
     with table.lock, tracing(None):
         entry = recorder.functions.get(key)
         if entry is None:
-            name = function_name(arguments.args[0] if func is on_views else func)
-            target = Operation(name, "function", func, FUNCTION)
-            examined = func.examined if type(func) in (CustomFunction, Functional) else None
+            called = arguments.args[0] if func is on_views else func
+            target = Operation(function_name(called), "function", func, FUNCTION)
+            examined = called.examined if type(called) in (CustomFunction, Functional) else None
             packed = None if examined or reason or func is on_views else table.packed
             if packed is not None:
                 entry = packed.entry(recorder.functions, arguments, of=func)

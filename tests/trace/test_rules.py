@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import random
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+import fxbatch
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.trace.calls import operation
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE
@@ -143,6 +145,37 @@ def test_users_functions_that_are_one_operation_are_given_what_they_were_given()
     check_equal(lambda x: functional_call(by_times, {}, (LIN(x), Times.TWO)), X)
     with pytest.raises(TraceError, match="met a value together with a ndarray"):
         recorded(lambda x: Scaled.apply(LIN(x), np.ones(3)), X)
+
+
+LOG: list[int] = []
+
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, row: Any) -> Any:
+        LOG.append(1)
+        return x * row[0] * len(LOG)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_users_function_that_changes_something_runs_as_it_stands(turned: bool) -> None:
+    """With a parameter, or a view of one."""
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(x: Any) -> Any:
+        return Counted.apply(LIN(x), weight.t() if turned else weight)
+
+    found = []
+    for run in (fxbatch.disabled(), contextlib.nullcontext()):
+        LOG.clear()
+        with run:
+            found.append((torch.stack(forward(X)), len(LOG)))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_python_randomness_is_not_frozen() -> None:
