@@ -22,6 +22,7 @@ from fxbatch.verify import verify_program
 
 ProgramPass = Callable[[Program], Program]
 _KEPT = 256  # families of programs
+_FEW = 1000  # calls: with more, the passes take less time than finding the family
 
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
@@ -69,7 +70,7 @@ class Pipeline:
         calls, clock = len(program.sig), time.perf_counter()
         first, family = program, None
         for name, rewrite in self.passes.items():
-            if len(did) == 1:
+            if len(did) == 1 and calls < _FEW:
                 first, family = program, (program.columns, survey(program).present)
                 if calls < self._idle.get(family, 0) and not self.verify:
                     self._did = did

@@ -245,16 +245,29 @@ def kept_payloads(
     program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
 ) -> dict[int, Sequence[Any]]:
     """The constants of the calls where `keep` (bool [calls]) holds."""
-    left = np.bincount(program.sig[keep], minlength=len(program.signatures)).tolist()
     kept: dict[int, Sequence[Any]] = {}
     for s, payload in payloads.items():
-        if left[s] == len(payload):
+        room = np.empty(len(payload), dtype=np.int64)
+        mine = room[: _kept_of(program.sig, keep, s, room)]
+        if len(mine) == len(payload):
             kept[s] = payload
-            continue
-        mine = keep[program.sig == s].nonzero()[0]
-        kept[s] = (
-            payload.take(mine) if isinstance(payload, IntegerColumn) else [payload[i] for i in mine.tolist()]
-        )
+        elif isinstance(payload, IntegerColumn):
+            kept[s] = payload.take(mine)
+        else:
+            kept[s] = [payload[i] for i in mine.tolist()]
+    return kept
+
+
+def _kept_of(sig: Shorts, keep: Flags, s: Int, mine: Written) -> int:
+    """Which of the calls of a signature are kept, written to `mine`; how many."""
+    met = 0
+    kept = 0
+    for c in range(sig.shape[0]):
+        if sig[c] == s and met < mine.shape[0]:
+            if keep[c]:
+                mine[kept] = met
+                kept += 1
+            met += 1
     return kept
 
 
