@@ -45,10 +45,12 @@ def take_worker(main: greenlet.greenlet) -> Worker:
             return worker
     worker = Worker(_serve, main)
     worker.stack = stack
+    worker.switch()  # what a greenlet is started with it holds for good
     return worker
 
 
-def _serve(work: Callable[[], None] | None) -> None:
+def _serve() -> None:
+    work: Callable[[], None] | None = greenlet.getcurrent().parent.switch()
     while work is not None:
         if _fast is None:
             work()
