@@ -575,6 +575,13 @@ class Reads:
             for item, now in differing:
                 put(item, now)
 
+    def restoring(self, body: Callable[[], Any]) -> Any:
+        """The result of a body; what it changes is put back."""
+        try:
+            return body()
+        finally:
+            self.restore(self.changes())
+
     def run(self, body: Callable[[], Any]) -> tuple[Any, Effects]:
         """Run a body, and what it did besides: what it changed is put back."""
         watch = _Watch(self.codes)

@@ -272,11 +272,9 @@ def function_entry(
         return arguments.outcome(made.target, template)
 
     try:
-        outcome = run() if examined is None else _run_watched(examined, run)
+        outcome = run() if examined is None else _run_watched(examined, run, as_it_is=made.rule != MARKED)
     except BodyError as error:
-        if examined is None or made.rule == MARKED:
-            raise TraceError(f"{made.name}: {error}{at_line()}") from None
-        examined.reason, outcome = str(error), run()  # it runs call by call, as it stands
+        raise TraceError(f"{made.name}: {error}{at_line()}") from None
     except NEEDS_VALUES as error:
         return _why_values(error)
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
@@ -298,17 +296,25 @@ def function_entry(
     return entry
 
 
-def _run_watched(examined: ExaminedFunction, run: Callable[[], Outcome]) -> Outcome:
-    """Run the body of a user's function; BodyError where it does more than give a result."""
+def _run_watched(examined: ExaminedFunction, run: Callable[[], Outcome], *, as_it_is: bool) -> Outcome:
+    """Run the body of a user's function; what that changes is put back. Where it does more than give a result, it runs
+    call by call (as_it_is), or BodyError is raised."""
     for _ in range(4):
-        outcome, effects = examined.reads.run(run)
+        try:
+            outcome, effects = examined.reads.run(run)
+        except BodyError as error:
+            if not as_it_is:
+                raise
+            examined.reason = str(error)
+            return examined.reads.restoring(run)
         if not effects.unknown:
             break
         examined.reads = examined.reads.again(effects.unknown)
         examined.guards = examined.reads.guards()
     reason = examined.reads.opaque or (f"changes {effects.changed}" if effects.changed else effects.effect)
-    if reason:
+    if reason and not as_it_is:
         raise BodyError(reason)
+    examined.reason = reason or examined.reason
     return outcome
 
 

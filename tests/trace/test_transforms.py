@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class Model(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4, bias=False))
         self.body = body
 
-    @fxbatch.autobatch
+    @fxbatch.autobatch(adaptive=False)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(self, self.linear(x))
 
@@ -57,6 +58,25 @@ def test_functional_call_is_batched() -> None:
     found = fxbatch.explain(Model(CALLS["weights of a module of modules"]), torch.randn(16, 4))
     assert not found.unbatched
     assert found.launches_after <= 8 < found.launches_before
+
+
+def test_functional_call_of_a_module_that_counts() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(x) * self.calls
+
+    model = Model(lambda s, v: functional_call(s.inner, {"linear.bias": v}, (v,)))
+    model.inner, x, found = Counting(), torch.randn(5, 4), []
+    for run in (fxbatch.disabled(), contextlib.nullcontext()):
+        model.inner.calls = 0
+        with run:
+            found.append((model(x), model.inner.calls))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_functional_call_follows_the_mode() -> None:
