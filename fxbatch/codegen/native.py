@@ -16,8 +16,6 @@ import torch
 from fxbatch.torch_private import product_address, thread_addresses
 from fxbatch.trace.integers import PLAIN_TENSORS
 
-Span = tuple[int, int]  # pointer and bytes
-
 extension: Any
 try:
     extension = importlib.import_module("fxbatch.codegen._native")
