@@ -31,7 +31,7 @@ OF_MEMORY = ("build_operation", "emit_kernel", "Pool.take", "run_on_fakes")  # t
 IN_PYTHON = ("StepViews._source", "Backward._step")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.arguments", "run_on_fakes", 0),
-    ("fxbatch.trace.recorded_calls", "Program", 0),
+    ("fxbatch.trace.recorded_calls", "RecordedCalls.pending_program", 0),
     ("fxbatch.runtime.memory", "Memory.plan", 0),
     ("fxbatch.runtime.operation_cache", "build_operation", 0),
     ("fxbatch.runtime.operation_cache", "emit_kernel", 1),
