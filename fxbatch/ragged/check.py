@@ -73,5 +73,7 @@ def _compare(packed: Tensors, loop: Tensors) -> None:
 
 
 def _largest(t: torch.Tensor) -> float:
+    if not t.dtype.is_floating_point:
+        return 0.0
     found = t.detach()[torch.isfinite(t.detach())].abs()
-    return float(found.max()) if found.numel() and t.dtype.is_floating_point else 0.0
+    return float(found.max()) if found.numel() else 0.0

@@ -24,9 +24,9 @@ import torch
 
 from fxbatch.ir import Program, Signature, Slot, TensorType
 from fxbatch.mistakes import report
-from fxbatch.passes.select import calls_behind, number_segments, select_calls
+from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
 from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.run import Run
+from fxbatch.runtime.run import Known, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_type
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.operations import take_row
@@ -162,7 +162,7 @@ class PackedCalls:
             return
         family = self._family(entries, arguments, of)
         key, entry = made
-        if len(family.members) < MEMBERS:
+        if family.function is None and not family.reason:
             family.members.append(entry)
             family.keys.append(key)
         if not arguments.values:
@@ -227,19 +227,19 @@ class PackedCalls:
 
     # -- before a phase runs ----------------------------------------------------------------------------
 
-    def resolve(
-        self, table: SignatureTable, program: Program, held: dict[int, torch.Tensor], *, grad: bool
-    ) -> Program:
+    def resolve(self, table: SignatureTable, program: Program, known: Known, *, grad: bool) -> Program:
         """The program with constants in place of packed calls that could run, and of rows that are read of them.
 
-        held: what packed calls of this minibatch gave, by value; it grows.
+        known: what is known of this minibatch's values; it grows.
         """
+        held = known.held
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         if not packed and not len(_readers(program, held)):
+            known.note(program)
             return program
-        work = _Resolution(program, held)
+        work = _Resolution(program, known)
         self._run_packed(work, packed, grad=grad)
         if not held:
             return program
@@ -307,19 +307,14 @@ class PackedCalls:
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, held: dict[int, torch.Tensor]) -> None:
+    def __init__(self, program: Program, known: Known) -> None:
         self.program = program
-        self.held = held
+        self.held, self.constant = known.held, known.constant
         self.resolved = np.zeros(len(program), dtype=bool)
-        self.constant: dict[int, Any] = {}  # value -> payload
-        self._at_hand = np.zeros(
-            int(program.first_value[-1]), dtype=bool
-        )  # by value: whether it is a tensor that is there
-        for s, payload in program.constants.items():
-            values = program.first_value[np.flatnonzero(program.sig == s)]
-            self.constant.update(zip(values.tolist(), payload, strict=True))
-            self._at_hand[values] = isinstance(next(iter(payload), None), torch.Tensor)
-        self._at_hand[[v for v in held if v < len(self._at_hand)]] = True
+        known.note(program)
+        self._at_hand = np.zeros(int(program.first_value[-1]), dtype=bool)  # by value: whether it is there
+        there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, int, float))]
+        self._at_hand[there] = self._at_hand[list(self.held)] = True
         self._inputs, self._offsets = program.inputs.tolist(), program.input_offsets.tolist()
 
     def have_inputs(self) -> np.ndarray:
@@ -330,7 +325,12 @@ class _Resolution:
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """What a call reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
-        return [self.held[v] if v in self.held else self.constant[v] for v in values]
+        given = [self.held[v] if v in self.held else self.constant[v] for v in values]
+        types = self.program.signatures[self.program.sig[c]].inputs
+        return [
+            x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
+            for x, t in zip(given, types, strict=True)
+        ]
 
     def give(self, calls: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Calls have run; parts: the values of each output."""
@@ -461,7 +461,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     packed: PackedCalls | None = None if table is None else table.packed
     if table is None or packed is None or not packed.families or not len(program):
         return program
-    program = run.resolved(program)
+    program = run.resolved(eliminate_dead(program))
     waits = _packed_calls(packed, program)
     if program.known or not waits.any() or _stacks_too_often(packed, program):
         return program
@@ -471,8 +471,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     while waits.any() and waits.sum() < before:  # some were packed
         before = waits.sum()
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
-        run.packed_values = {}  # values have other numbers now
-        program = packed.resolve(table, program, {}, grad=run.grad)
+        run.known = Known()  # values have other numbers now
+        program = packed.resolve(table, program, run.known, grad=run.grad)
         waits = _packed_calls(packed, program)
     return program
 

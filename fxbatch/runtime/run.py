@@ -41,6 +41,22 @@ from fxbatch.trace.table import SignatureTable
 Renumber = Callable[[np.ndarray], np.ndarray]
 
 
+class Known:
+    """What is there of a minibatch's values, by number, while its phases run."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
+        self.constant: dict[
+            int, Any
+        ] = {}  # what the programs' constants are, and rows of what packed calls gave
+
+    def note(self, program: Program) -> None:
+        """The constants of a phase."""
+        for s, payload in program.constants.items():
+            values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
+            self.constant.update(zip(values, payload, strict=True))
+
+
 class Run:
     """One minibatch: its memory, the phases run so far, and where each value is."""
 
@@ -53,7 +69,7 @@ class Run:
 
     def __init__(self, planner: Planner, *, grad: bool) -> None:
         self.planner = planner
-        self.packed_values: dict[int, torch.Tensor] = {}  # what they gave, by value
+        self.known = Known()  # to packed calls
         planner.pool.begin()
         self.grad = grad
         self.memory = Memory(planner.pool)
@@ -96,7 +112,7 @@ class Run:
         packed = None if self.table is None else self.table.packed
         if packed is None or not packed.families or not len(program):
             return program
-        found: Program = packed.resolve(self.table, program, self.packed_values, grad=self.grad)
+        found: Program = packed.resolve(self.table, program, self.known, grad=self.grad)
         return found
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:

@@ -13,13 +13,13 @@ others run call by call from then on, so that a schedule of them builds nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fxbatch.ir import Operation, Slot, Template
+from fxbatch.ir import Operation, Slot, Template, TensorType
 from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -135,10 +135,47 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
         recorder.forget_fixed(entry)
     lifted = recorder.number(number, dtype, t.device)
     if entry is None:
-        entry = _new_lifted(recorder, key, func, func, v, lifted, position)
-    recorder.lifted[entry.sid] = True
+        entry = _new_entry(recorder, key, func, v, lifted, position)
+    if entry.signature.sizes is None:
+        recorder.lifted[entry.sid] = True
     ids = (v._value, lifted._value) if position == 1 else (lifted._value, v._value)
     return recorder.emit(entry, ids)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The arguments of a lifted call, as calls with sizes of their own are looked for."""
+
+    recorder: RecordedCalls
+    values: tuple[Value, Value]
+    shared: tuple[()] = ()
+
+    def types(self) -> tuple[TensorType, ...]:
+        return tuple(map(self.recorder.type_of, self.values))
+
+    def template(self) -> Template:
+        return _BOTH
+
+
+_BOTH = Template.of(((Slot("input", 0), Slot("input", 1)), {}))
+
+
+def _new_entry(recorder: RecordedCalls, key: Any, func: Any, v: Value, lifted: Value, position: int) -> Entry:
+    """A lifted call that was not met before: of its family, where that is for all sizes."""
+    packed = recorder.table.packed
+    pair = _Pair(recorder, (v, lifted) if position == 1 else (lifted, v))
+    with recorder.table.lock:
+        found: Entry | None = None
+        if packed is not None:
+            with tracing(None):
+                found = packed.entry(recorder.functions, pair, of=func)
+        if found is not None:
+            recorder.functions[key] = found
+            return found
+        made = _new_lifted(recorder, key, func, func, v, lifted, position)
+        if packed is not None:
+            packed.met(recorder.functions, pair, (key, made), of=func)
+        return made
 
 
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:

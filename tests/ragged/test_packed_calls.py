@@ -265,3 +265,51 @@ def test_views_of_packed_values_are_packed() -> None:
         check_equal(model, [Sentence(n) for n in sizes])
     ran = {f.signature.name: f.calls for f in families(model) if f.signature}
     assert all(ran[name] for name in ("unsqueeze", "mul", "t", "transpose")), ran
+
+
+class Numbers(Parser):
+    """Numbers that meet what the encoder gives, also after a question, and masks of it."""
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
+        x = 1 - self.encoder(self.embed(s.words)) * 2
+        mask = (x > 0.1) * 3
+        if x.sum().item() > 0:
+            x = x / len(s.words)
+        return self.out((x * mask / 0.5).sum(0))
+
+
+def test_numbers_that_meet_packed_values_are_packed() -> None:
+    torch.manual_seed(0)
+    model = Numbers().double()
+    for sizes in ((3, 5, 2, 7), (4, 1, 9, 6, 3), (11, 12, 1)):
+        batch = [Sentence(n) for n in sizes]
+        found = results(model, batch)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, results(model, batch))
+    ran = {str(f.signature).split("(")[0]: f for f in families(model) if f.signature}
+    last = [name for name, f in ran.items() if f.calls >= 3]
+    assert {"rsub", "gt", "mul", "truediv"} <= set(last), [(n, f.calls, f.reason) for n, f in ran.items()]
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Any) -> torch.Tensor:
+        h = torch.zeros(8)
+        for row in s:
+            h = torch.tanh(self.used(h)) + row
+        assert len(torch.stack([torch.tanh(self.other(row)) + h for row in s])) == len(s)
+        return h
+
+
+def test_a_stack_that_nobody_reads_is_no_segment() -> None:
+    model = Unread()
+    for sizes in ((9, 11, 10), (12, 9, 14), (9, 13)):
+        model.zero_grad()
+        model([list(torch.randn(n, 8)) for n in sizes]).sum().backward()
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == {"used.weight", "used.bias"}
