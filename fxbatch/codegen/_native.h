@@ -137,6 +137,7 @@ static inline int64_t turned_line(int64_t width) /* whole vectors; not as long a
     int64_t line = (width + 15) / 16 * 16;
     return line % 256 ? line : line + 16;
 }
+void clear_floats(float *to, int64_t count);
 int has_products(void); /* 1: BLAS, 2: loops of ours, 3: both */
 void set_choice(const int8_t *choice);
 

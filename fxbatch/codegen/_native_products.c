@@ -12,6 +12,7 @@ typedef struct {
     void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
     void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
     void (*turn)(float *, int64_t, const float *, int64_t, int64_t, int64_t);
+    void (*clear)(float *, int64_t);
 } Tiles;
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -91,6 +92,7 @@ static inline void avx512_across(V *r, V *t)
 #pragma GCC pop_options
 #endif
 
+enum { PAST_CACHES = 1 << 20 }; /* floats */
 static const Tiles *tiles;
 static int8_t chosen[LAYOUTS][ROW_CLASSES]; /* 1: BLAS */
 
@@ -126,6 +128,19 @@ int can_turn(void)
 void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth)
 {
     tiles->turn(to, turned_line(width), weights, line, width, depth);
+}
+
+/* Zero floats; more of them than a cache keeps anyway go past it. */
+void clear_floats(float *to, int64_t count)
+{
+    int64_t first = (int64_t)(aligned((size_t)to) - (size_t)to) / 4, lines = (count - first) / 16 * 16;
+    if (!tiles || count < PAST_CACHES) {
+        memset(to, 0, (size_t)count * 4);
+        return;
+    }
+    memset(to, 0, (size_t)first * 4);
+    tiles->clear(to + first, lines);
+    memset(to + first + lines, 0, (size_t)(count - first - lines) * 4);
 }
 
 static int class_of(int64_t rows)

@@ -289,7 +289,7 @@ static void zero_piece(void *job, int64_t thread, int64_t threads)
     int64_t first = p->items * thread / threads, last = p->items * (thread + 1) / threads, stride = x->out.stride;
     float *out = (float *)p->at[0];
     if (stride == x->width)
-        memset(out + first * stride, 0, (size_t)((last - first) * stride) * 4);
+        clear_floats(out + first * stride, (last - first) * stride);
     else
         for (int64_t r = first; r < last; r++)
             memset(out + r * stride, 0, (size_t)x->width * 4);

@@ -77,8 +77,9 @@ static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), 
 #undef TILES
 #undef TILE_NAMES
 
-/* to[j][i] = from[i][j] of lines x depth elements, both at most LANES. */
-static inline void TILE_OF(transpose)(float *to, int64_t st, const float *from, int64_t sf, int64_t lines, int64_t depth)
+/* to[j][i] = from[i][j] of lines x depth elements, both at most LANES; `past` the caches, whole lines of them. */
+static inline __attribute__((always_inline)) void TILE_OF(transpose)(float *to, int64_t st, const float *from, int64_t sf,
+                                                                     int64_t lines, int64_t depth, int past)
 {
     V r[LANES], t[LANES];
     MASK some = TILE_OF(some)(depth);
@@ -100,17 +101,27 @@ static inline void TILE_OF(transpose)(float *to, int64_t st, const float *from, 
     TILE_OF(across)(r, t);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
-        if (i < depth)
+        if (i < depth && past)
+            MM(stream_ps)(to + i * st, t[i]);
+        else if (i < depth)
             MM(storeu_ps)(to + i * st, t[i]);
 }
 
 /* b [width, depth], rows ldb apart, turned: whole vectors of rows st apart are written. */
-static void TILE_OF(turn)(float *to, int64_t st, const float *b, int64_t ldb, int64_t width, int64_t depth)
+static inline __attribute__((always_inline)) void TILE_OF(turned)(float *to, int64_t st, const float *b, int64_t ldb,
+                                                                  int64_t width, int64_t depth, int past)
 {
     for (int64_t j = 0; j < width; j += LANES)
         for (int64_t p = 0; p < depth; p += LANES)
             TILE_OF(transpose)(to + p * st + j, st, b + j * ldb + p, ldb, width - j < LANES ? width - j : LANES,
-                               depth - p < LANES ? depth - p : LANES);
+                               depth - p < LANES ? depth - p : LANES, past);
+}
+
+/* Whole weights, which are read when all is written: lines that aren't in a cache need not be read to be written. */
+static void TILE_OF(turn)(float *to, int64_t st, const float *b, int64_t ldb, int64_t width, int64_t depth)
+{
+    TILE_OF(turned)(to, st, b, ldb, width, depth, LANES == 16);
+    _mm_sfence();
 }
 
 /* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
@@ -125,7 +136,7 @@ static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_o
             MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
             const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
             if (turned) {
-                TILE_OF(turn)(panel, COLUMNS, from, ldb, wide, deep);
+                TILE_OF(turned)(panel, COLUMNS, from, ldb, wide, deep, 0);
                 from = panel;
                 sb = COLUMNS;
             }
@@ -213,7 +224,15 @@ static void TILE_OF(dots)(float *out, int64_t so, const float *a, int64_t lda, c
     }
 }
 
-static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots), TILE_OF(turn)};
+/* Zeros for whole lines of the caches, which need not be read to be written. */
+static void TILE_OF(clear)(float *to, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += LANES)
+        MM(stream_ps)(to + i, MM(setzero_ps)());
+    _mm_sfence();
+}
+
+static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots), TILE_OF(turn), TILE_OF(clear)};
 
 #undef TILE_ROWS
 #undef VECTORS

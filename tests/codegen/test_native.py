@@ -304,6 +304,23 @@ def test_the_gradient_of_a_table_and_its_padding() -> None:
         check(module, normal(4), lambda n: torch.randint(6, (n,)))
 
 
+@pytest.mark.parametrize("rows", (5003, 3))  # more than a cache keeps, and less
+@pytest.mark.parametrize("first", (0, 1, 15))
+def test_a_large_gradient_of_a_table_is_cleared_wherever_it_begins(rows: int, first: int) -> None:
+    graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, rows, -1, False))]  # noqa: E731
+    made = program_of(graph_of(graph, (211, torch.float32), (torch.int64,)))
+    program = extension.Program(made.bases, made.instructions, np.zeros((0, 5), dtype=np.int64))
+    x, index = torch.randn(3, 211), torch.tensor([1, 0, 1])
+    memory = torch.full([rows * 211 + 32], 77.0)
+    out = memory[first : first + rows * 211]
+    given = [(t.data_ptr(), t.numel() * t.element_size()) for t in (x, index, out)]
+    assert ran(program, extension.Room(), 3, np.array(given, dtype=np.int64))
+    wanted = torch.zeros(rows, 211)
+    wanted[:2] = torch.stack([x[1], x[0] + x[2]])
+    assert torch.equal(out.view(rows, 211), wanted)
+    assert torch.cat((memory[:first], memory[first + rows * 211 :])).eq(77).all()  # and nothing beside it
+
+
 def test_a_result_that_is_a_constant_is_written() -> None:
     module = graph_of(
         lambda g, x: [add_call(g, aten.zeros.default, ([4, 3],)), add_call(g, aten.neg.default, (x,))],
