@@ -167,11 +167,10 @@ def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
             found[node] = None
         elif node.op == "call_function" and not is_random(node) and is_tensor(node):
             inside = all(x in found for x in node.all_input_nodes)
-            if inside and node not in results and not _only_filled(node):
+            if inside and node not in results and not _only_filled(node) and not _ends_in(node, results):
                 found[node] = None
                 launches |= not is_view(node)
-    calls = {node: None for node in found if node.op == "call_function"}
-    calls = {node: None for node in calls if not _ends_in(node, results)} if launches else {}
+    calls = {node: None for node in found if node.op == "call_function"} if launches else {}
     return calls, [x for x in calls if any(u not in calls for u in x.users)]
 
 

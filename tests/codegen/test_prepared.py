@@ -93,3 +93,18 @@ def test_casts_of_weights_under_autocast() -> None:
     assert kernel.launches == 4  # casts of the rows and of the result, product, bias; the weight's is hoisted
     body, prepare = kernel.source.split("def prepare")
     assert body.count("aten__to_copy") == 2 and prepare.count("aten__to_copy") == 1
+
+
+@torch.no_grad()
+def test_what_a_result_is_a_view_of_is_made_with_the_rows_and_so_is_what_reads_it() -> None:
+    def cell(x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = b.exp()
+        return a, x * (a + 1).tanh()
+
+    x, b = torch.randn(4), torch.randn(4)
+    graphs, operands = build(cell, [x], grad=False, shared=[b])
+    assert isinstance(graphs, OperationGraphs), graphs
+    rows, kernel = rows_of([x], 3), emit_kernel(graphs.forward)
+    a, y = kernel(3, (*rows, *operands), [None, None], Workspace())
+    torch.testing.assert_close(a, operands[0].exp().expand(3, 4))
+    torch.testing.assert_close(y, rows[0] * (operands[0].exp() + 1).tanh())
