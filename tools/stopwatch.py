@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import record_function
@@ -102,14 +103,12 @@ class Stopwatch:
 
     @contextmanager
     def instrumented(self) -> Iterator[None]:
-        """Within it, everything that runs is timed; afterwards all is as before."""
-        replaced: list[tuple[Any, str, Any]] = []
+        """Within it, everything that runs is timed; afterwards all is as before: what was inherited is again."""
+        with ExitStack() as patches:
 
-        def replace(owner: Any, name: str, wrapper: Any) -> None:
-            replaced.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, wrapper)
+            def replace(owner: Any, name: str, wrapper: Any) -> None:
+                patches.enter_context(mock.patch.object(owner, name, wrapper))
 
-        try:
             for owner, name, phase in PARTS:
                 replace(owner, name, self._timed(getattr(owner, name), phase))
             replace(
@@ -133,9 +132,6 @@ class Stopwatch:
 
             replace(Run, "launch", launch_timed)
             yield
-        finally:
-            for owner, name, before in reversed(replaced):
-                setattr(owner, name, before)
 
     def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         @functools.wraps(function)

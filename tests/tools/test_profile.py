@@ -35,8 +35,13 @@ def test_table_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_afterwards_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    from fxbatch.runtime.engine import Engine
+    from fxbatch_cli.stopwatch import PARTS
 
-    before = Engine.plan
+    before = [getattr(owner, name) for owner, name, _ in PARTS]
     run(capsys, "profile", TARGET, "--repeat", 1, "--no-backward")
-    assert Engine.plan is before
+    assert [getattr(owner, name) for owner, name, _ in PARTS] == before
+    for owner, name, _ in PARTS:  # what was inherited is again
+        assert all(
+            vars(owner).get(name, owner) is not getattr(base, name, None)
+            for base in getattr(owner, "__mro__", ())[1:-1]
+        )
