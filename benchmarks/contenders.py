@@ -25,12 +25,12 @@ Instance = TypeVar("Instance")
 
 
 class Batches(Generic[Instance]):
-    """Minibatches by round, made when a round first asks and kept until the next round."""
+    """Minibatches by round, made when a round first asks; the last ones are kept, `kept` of them."""
 
-    def __init__(self, make: Callable[[int], list[Instance]]) -> None:
+    def __init__(self, make: Callable[[int], list[Instance]], kept: int = 1) -> None:
         self.make = make
-        self._round = -1
-        self._batch: list[Instance] = []
+        self.kept = kept
+        self._made: dict[int, list[Instance]] = {}
 
     @staticmethod
     def of(instances: Sequence[Instance], size: int) -> Batches[Instance]:
@@ -39,9 +39,11 @@ class Batches(Generic[Instance]):
         return Batches(lambda number: list(instances[(number % count) * size : (number % count + 1) * size]))
 
     def __getitem__(self, number: int) -> list[Instance]:
-        if number != self._round:
-            self._round, self._batch = number, self.make(number)
-        return self._batch
+        if number not in self._made:
+            while len(self._made) >= self.kept:
+                del self._made[next(iter(self._made))]
+            self._made[number] = self.make(number)
+        return self._made[number]
 
     def prepare(self, number: int) -> None:
         """Make the minibatch of a round; for Contender.prepare."""

@@ -69,7 +69,7 @@ class PeerProcess:
             self.process.kill()
 
     def contender(self, name: str, kind: str, prepare: Callable[[int], None] | None = None) -> Contender:
-        """Whose run is one minibatch there."""
+        """Whose run is what the work there does for a round."""
 
         def run(clock: Clock) -> None:
             clock.elsewhere = self._ask("run", kind, clock.round)
@@ -123,7 +123,7 @@ def serve(
 
 
 def _timed(work: Work, kind: str, number: int) -> tuple[float, float]:
-    """Wall and CPU seconds of one minibatch."""
+    """Wall and CPU seconds of a round."""
     work.prepare(number)
     gc.collect()
     gc.disable()

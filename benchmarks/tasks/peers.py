@@ -21,6 +21,7 @@ from benchmarks.competitors.packed_lstm import PackedTagger
 from benchmarks.competitors.peer_process import PeerProcess
 from benchmarks.competitors.peers import PeerUnavailable
 from benchmarks.contenders import Batches, Inference, Training
+from benchmarks.measure import Clock, Contender
 from benchmarks.optional import DYNET
 from benchmarks.report import ratio_text
 from benchmarks.results import CaseResult, Spread, Table
@@ -30,6 +31,9 @@ from benchmarks.workloads import ewt_tagger, made_up_trees, sst_trees
 HAND, OURS = "by hand", "fxbatch"
 SMALL = 8  # instances of a minibatch up to which level with the best peer is wanted, beyond it 1.5 times
 WANTED_SMALL, WANTED_LARGE = 1.0, 1.5
+# Instances of a turn at least, one minibatch after the other: a single small step after somebody else's finds all
+# caches as that one left them, which no step of a training does.
+TURN = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ class Cell:
     def name(self) -> str:
         return f"{self.kind} H{self.hidden} b{self.batch}"
 
+    @property
+    def minibatches(self) -> int:
+        """How many minibatches a turn has."""
+        return -(-TURN // self.batch)
+
+    def turn(self, number: int) -> range:
+        """The minibatches of a turn."""
+        return range(number * self.minibatches, (number + 1) * self.minibatches)
+
 
 CELLS = (
     *(Cell("trees", hidden, batch) for hidden in (150, 300) for batch in (1, 8, 64, 256)),
@@ -53,6 +66,12 @@ CELLS = (
 
 def made(cell: Cell, settings: Settings) -> tuple[Any, Batches[Any]]:
     """The model and minibatches of a cell: the same in each process, by the seed."""
+    model, batches = _made(cell, settings)
+    batches.kept = cell.minibatches
+    return model, batches
+
+
+def _made(cell: Cell, settings: Settings) -> tuple[Any, Batches[Any]]:
     wide = settings.size(300, 6)
     if cell.kind == "trees":
         leaves = settings.size(20, 4)
@@ -73,18 +92,20 @@ class DyNetWork:
     """What DyNet's process does."""
 
     def __init__(self, adapter: ModuleType, cell: Cell, settings: Settings) -> None:
+        self.cell = cell
         model, self.batches = made(cell, settings)
         self.hand: Any = (adapter.DyNetTagger if cell.kind == "EWT" else adapter.DyNetTreeLSTM)(model)
 
     def prepare(self, number: int) -> None:
-        self.batches.prepare(number)
+        for minibatch in self.cell.turn(number):
+            self.batches.prepare(minibatch)
 
     def run(self, kind: str, number: int) -> None:
-        batch = self.batches[number]
-        if kind == "train":
-            self.hand.loss(batch)
-        else:
-            self.hand(batch)
+        for minibatch in self.cell.turn(number):
+            if kind == "train":
+                self.hand.loss(self.batches[minibatch])
+            else:
+                self.hand(self.batches[minibatch])
 
     def outcome(self, kind: str) -> dict[str, np.ndarray]:
         if kind == "infer":
@@ -128,13 +149,27 @@ def cell_cases(cell: Cell, settings: Settings) -> Iterator[Case]:
                 skipped[name] = str(error)
         for work in (Training(model, batches), Inference(model, batches)):
             kind = "train" if isinstance(work, Training) else "infer"
-            contenders = [work.by_hand(HAND, hand), work.batched(OURS)]
+            contenders = [in_turns(c, cell, batches) for c in (work.by_hand(HAND, hand), work.batched(OURS))]
             contenders += [peer.contender(name, kind) for name, peer in peers.items()]
-            rounds = [replace(c, prepare=batches.prepare) for c in contenders]
             yield Case(
                 f"{cell.name} {kind}", {"hidden": cell.hidden, "batch": cell.batch, "mode": kind}, unit,
-                cell.batch, rounds, slow=(HAND, *peers), skipped=skipped, reference=HAND,
+                cell.batch * cell.minibatches, contenders, slow=(HAND, *peers), skipped=skipped, reference=HAND,
             )  # fmt: skip
+
+
+def in_turns(contender: Contender, cell: Cell, batches: Batches[Any]) -> Contender:
+    """The contender whose run is a turn."""
+
+    def run(clock: Clock) -> None:
+        for minibatch in cell.turn(clock.round):
+            clock.round = minibatch
+            contender.run(clock)
+
+    def prepare(number: int) -> None:
+        for minibatch in cell.turn(number):
+            batches.prepare(minibatch)
+
+    return replace(contender, run=run, prepare=prepare)
 
 
 def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
@@ -152,7 +187,8 @@ def tables(found: Sequence[CaseResult], settings: Settings) -> list[Table]:
         "median (quartiles); below 1 fxbatch loses; of several builds of DyNet the best, named. Least: the smallest "
         "ratio, `+` as wanted (1 up to batch "
         f"{SMALL}, {WANTED_LARGE} beyond), `-` not. Trees: 20 random leaves, embedding 300, loss at the root; SST: a "
-        "loss at every node in training, root scores in inference; EWT: two layers of 256 a direction, all words."
+        "loss at every node in training, root scores in inference; EWT: two layers of 256 a direction, all words. "
+        f"A turn is one minibatch, or as many as have {TURN} instances."
     )
     columns = ["units/s", HAND, DYNET, "least"]
     header = ["cell", *(f"training: {c}" for c in columns), *(f"inference: {c}" for c in columns)]
@@ -167,7 +203,7 @@ def shown(case: CaseResult) -> list[str | int | float | None]:
     for name in best:
         texts[1] = ratio_text(ratios[name]) + name.removeprefix(DYNET)
     least = min((r.median for r in ratios.values()), default=None)
-    wanted = WANTED_SMALL if case.count <= SMALL else WANTED_LARGE
+    wanted = WANTED_SMALL if case.parameters["batch"] <= SMALL else WANTED_LARGE
     mark = None if least is None else f"{least:.2f} {'+' if least >= wanted else '-'}"
     return [case.count / case.entries[OURS].cpu.median, *texts, mark]
 

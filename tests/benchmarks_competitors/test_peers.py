@@ -15,10 +15,11 @@ import torch
 
 from benchmarks import models
 from benchmarks.competitors import peer_process, peers
-from benchmarks.measure import Clock
+from benchmarks.contenders import Batches
+from benchmarks.measure import Clock, Contender
 from benchmarks.results import CaseResult, Entry, Spread
 from benchmarks.task import Settings
-from benchmarks.tasks.peers import builds, tables
+from benchmarks.tasks.peers import Cell, builds, in_turns, tables
 from examples import bilstm_tagger, molecules
 
 
@@ -196,7 +197,7 @@ def test_the_best_build_of_each_cell_is_shown() -> None:
 
     def case(name: str, count: int, **seconds: float) -> CaseResult:
         entries = {n: Entry(Spread.of([1.0]), Spread.of([s, s])) for n, s in seconds.items()}
-        return CaseResult(name, {}, "tree", count, entries, {}, [], {})
+        return CaseResult(name, {"batch": count}, "tree", count, entries, {}, [], {})
 
     cases = [
         case("x b8 train", 8, **{"by hand": 2.0, "fxbatch": 1.0, eigen: 1.1, mkl: 1.5}),
@@ -208,6 +209,20 @@ def test_the_best_build_of_each_cell_is_shown() -> None:
         "x b8", 8.0, "2x (2-2)", "1.1x (1.1-1.1) eigen", "1.10 +", 8.0, "2x (2-2)", "0.9x (0.9-0.9) mkl", "0.90 -",
     ]  # fmt: skip
     assert large == ["x b9", 9.0, "1.4x (1.4-1.4)", None, "1.40 -", *[None] * 4]
+
+
+def test_small_minibatches_take_their_turn_together() -> None:
+    ran: list[int] = []
+    batches = Batches(lambda number: [number], kept=16)
+    once = Contender("x", lambda clock: ran.extend(batches[clock.round]), prepare=batches.prepare)
+    small = in_turns(once, Cell("trees", 150, 1), batches)
+    assert small.prepare is not None
+    for number in (0, 1):
+        small.prepare(number)
+        assert list(batches._made) == list(range(16 * number, 16 * number + 16))  # made outside the timing
+        small.run(Clock(torch.device("cpu"), number))
+    assert ran == list(range(32))
+    assert [Cell("trees", 150, b).minibatches for b in (8, 16, 64)] == [2, 1, 1]
 
 
 def test_dgl_trees() -> None:
