@@ -184,7 +184,8 @@ class Training:
             found = (
                 {n: p.grad for n, p in self.model.named_parameters()} if gradients is None else gradients()
             )
-            tensors = {f"gradient of {n}": g.detach().clone() for n, g in found.items() if g is not None}
+            dense = {n: g.detach().to_dense() for n, g in found.items() if g is not None}
+            tensors = {f"gradient of {n}": g.clone() for n, g in dense.items()}
             return {"loss": total.detach().clone(), **tensors}
 
         return Contender(name, run, outcome, self.batches.prepare)
