@@ -285,8 +285,8 @@ def _way(func: Any) -> Any:
             return decomposition_table[func]
         if func._can_decompose():
             return func.decompose
-    if func is aten.native_layer_norm.default:
-        return decomposition_table[func]
+    if func in (aten.native_layer_norm.default, aten.native_group_norm.default):
+        return functools.partial(_norm_with_statistics, decomposition_table[func])
     if _is_tensor_constructor(func) or func in _like_tensor_constructors:
         return "made"
     if func is aten._local_scalar_dense.default or func is aten.nonzero.default:
@@ -294,6 +294,16 @@ def _way(func: Any) -> Any:
     if func not in _AS_OTHERS and any(check(func) for check, _ in op_implementations_checks):
         return "torch"
     return "meta" if has_meta(func) else "torch"
+
+
+def _norm_with_statistics(rule: Any, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """What torch's rule for a norm gives; mean and deviation, on the CPU, of the type of its weights, as the kernel has
+    them: the rule says that of x, which autocast makes another."""
+    found, *statistics = rule(x, *args)
+    weights = [w for w in args if isinstance(w, torch.Tensor)]
+    if weights and x.device.type == "cpu":
+        statistics = [s.to(weights[0].dtype) for s in statistics]
+    return found, *statistics
 
 
 def _asks_device(kernel: Any, deep: int = 3) -> bool:

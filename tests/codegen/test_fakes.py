@@ -102,6 +102,19 @@ def test_fakes_are_torchs(name: str) -> None:
     assert told(FakeMode()) == told(FakeTensorMode())
 
 
+def test_norms_keep_what_their_kernels_keep() -> None:
+    """On the CPU statistics have the type of the weights, where autocast makes x another; by torch's fakes, of x."""
+    x, w, aten = A.bfloat16(), torch.ones(6), torch.ops.aten
+    norms: list[Callable[..., Any]] = [
+        lambda x, w: aten.native_layer_norm(x, [6], w, w, 1e-5),
+        lambda x, w: aten.native_group_norm(x[..., None], w, w, 4, 6, 1, 2, 1e-5),
+    ]
+    for norm in norms:
+        with FakeMode() as mode:
+            found = norm(mode.from_tensor(x), mode.from_tensor(w))
+        assert [(y.dtype, y.shape) for y in found] == [(y.dtype, y.shape) for y in norm(x, w)]
+
+
 @pytest.mark.filterwarnings("ignore:An output with one or more elements")
 def test_writing_what_does_not_fit_is_an_error() -> None:
     """As kernels say it; torch's fakes become as large as what is written."""

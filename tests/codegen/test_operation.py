@@ -13,6 +13,7 @@ from fxbatch import ir
 from fxbatch.codegen.build_operation import UnbatchedKernel, build_operation
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
+from fxbatch.torch_fakes import _way
 from tests.codegen.operation_cases import (
     assert_equals_rows,
     build,
@@ -334,6 +335,17 @@ def test_autocast_is_part_of_the_operation() -> None:
     assert isinstance(graphs, OperationGraphs), graphs
     assert signature.outputs[0].dtype is torch.bfloat16
     assert graphs.forward(2, r(2, 4), *shared)[0].dtype is torch.bfloat16
+
+
+def test_fakes_that_say_another_type_of_what_is_kept_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxbatch.torch_fakes._norm_with_statistics", lambda rule, *args: rule(*args))
+    modes, norm = ir.Modes(training=True, autocast=(("cpu", torch.bfloat16),)), nn.LayerNorm(4)
+    _way.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        signature, shared = signature_of(norm, [r(4).bfloat16()], modes=modes)
+    graphs = build_operation(signature, input_needs=[True], shared_needs=[True, True], shared=shared)
+    assert isinstance(graphs, Unbatched) and "it keeps torch.float32[1]" in graphs.reason
+    _way.cache_clear()
 
 
 def test_frozen_parameters_cost_nothing() -> None:

@@ -194,6 +194,28 @@ def test_autocast_runs_as_before() -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.GroupNorm(2, 8)], ids=repr)
+def test_norms_of_what_autocast_made_have_gradients(norm: nn.Module) -> None:
+    def forward(self: Any, xs: Any) -> Any:
+        h = xs[0]
+        for x in xs:
+            h = self.norm(self.a(h + x)[None])[0]
+        return h
+
+    made, instances = (
+        model(forward, {"a": nn.Linear(8, 8), "norm": norm}),
+        [vectors(8) * n for n in (1, 3, 2)],
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = made(instances)
+        with fxbatch.disabled():
+            wanted = made(instances)
+    weights = torch.randn(wanted.shape)
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), made.parameters()) for x in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+
+
 def test_parameters_that_changed_and_that_are_not_contiguous() -> None:
     made = model(lambda self, x: torch.sigmoid(self.a(x)), {"a": nn.Linear(6, 5)})
     xs = vectors(6, 6, 6)
