@@ -266,7 +266,10 @@ class Autobatched:
         if not rest and first:
             return self._put_together(results)
         if how == "packed":
-            found = engine.packed.call(self.fn, rest, out)
+            try:
+                found = engine.packed.call(self.fn, rest, out)
+            finally:
+                strategy.building = None
             if found is not NOT_PACKED:
                 strategy.was_packed(count, *engine.packed.by_instance(), grad=grad)
                 return self._put_together(results + found) if first else found

@@ -41,6 +41,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._mode_utils import no_dispatch
 
+from fxbatch.torch_private import start_engine
+
 __all__ = [
     "FakeMode",
     "before_dynamo",
@@ -373,6 +375,7 @@ class FakeMode(FakeTensorMode):
     """torch's mode, of fixed sizes."""
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
+        start_engine()
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self.fake_tensor_converter = _Converter(copy_data=False, export=False)
 

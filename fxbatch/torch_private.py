@@ -74,7 +74,7 @@ from torch.overrides import _is_torch_function_mode_enabled as function_modes_en
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 # Checked against 2.11.0 and 2.13.0.
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._pytree import register_pytree_node as register_node
 
@@ -112,6 +112,7 @@ def compile_symbolic(
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     env = ShapeEnv()
+    start_engine()
     mode = FakeTensorMode(shape_env=env)
     fakes = []
     for tensor, flags in zip(tensors, dynamic, strict=True):
@@ -134,6 +135,16 @@ def compile_symbolic(
     return compiled.current_callable, fits
 
 
+@functools.cache
+def start_engine() -> None:
+    """Have autograd's engine look for devices, once, before there is a mode of fakes: where CUDA is built and not
+    there, such a mode says that there is one, and the engine starts a thread for it, after which no forked process can
+    go backward. Checked: 2.11.0, 2.13.0."""
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), outside_functorch():
+            torch.zeros((), requires_grad=True).clone().backward()
+
+
 def trace_with_sizes(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
@@ -149,6 +160,7 @@ def trace_with_sizes(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+    start_engine()
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     fakes = []

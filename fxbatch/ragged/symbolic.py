@@ -49,7 +49,8 @@ from fxbatch.torch_private import (
 )
 from fxbatch.trace.operations import one_hot_within
 
-TRIED = 16  # combinations of sizes with a 0 or 1 that are tried for one graph
+TRIED = 16  # combinations of sizes that are tried for one graph
+FAILED = 3  # of those with a 0 or 1, and of the others, that may fail before no more are
 MOST_SIZES = 16  # sizes of one instance that may differ
 
 
@@ -173,7 +174,9 @@ class SizedGraph:
         """Whether the body with these sizes as numbers has the nodes of the graph."""
         found = self._tried.get(sizes)
         if found is None:
-            if len(self._tried) >= TRIED:
+            small = min(sizes) < 2
+            failed = sum(not stands for met, stands in self._tried.items() if (min(met) < 2) is small)
+            if failed >= FAILED or len(self._tried) >= TRIED:
                 return False
             found = self._tried[sizes] = self._try(sizes)
         return found

@@ -42,11 +42,11 @@ class Engine(Planner):
         super().__init__(options)
         self.root = root
         self.table = SignatureTable(verify=options.verify)
-        self.packed = PackedRoute(options, root)
+        pays = (lambda *, whole: True) if self.strategy is None else self.strategy.pays_for_packing
+        self.packed = PackedRoute(options, root, lambda: pays(whole=True))
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            may_build = (lambda: True) if self.strategy is None else self.strategy.pays_for_a_packed_call
-            self.table.packed = PackedCalls(verify=options.verify, may_build=may_build)
+            self.table.packed = PackedCalls(verify=options.verify, may_build=lambda: pays(whole=False))
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 

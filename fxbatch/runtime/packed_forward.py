@@ -56,6 +56,7 @@ from fxbatch.trace.state import autocast_state, current_recorder
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
+FEWEST = 8  # one in so many instances the first graph is to be for: four such are for half of them
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
 MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
 MOST_UNLIKE = 4  # minibatches of objects that are not alike, one after another, before it is given up
@@ -115,9 +116,12 @@ class Family:
 class PackedForward:
     """The packed forms of one decorated forward on one module."""
 
-    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
+    ) -> None:
         self.options = options
         self.root = root
+        self.may_build = may_build  # asked before a graph is built for what the first one is not for
         self.families: dict[Any, Family] = {}
         self.examined: Examined | None = None
         self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
@@ -249,12 +253,16 @@ class PackedForward:
         if family.built < MOST_VARIANTS:
             places = np.flatnonzero(left)
             smallest = np.min([s[places] for s in sizes], axis=0)
-            if smallest.max() > 1 and (len(places) > 1 or not family.variants):
+            first = not family.variants
+            if smallest.max() > 1 and (first or (len(places) > 1 and self.may_build())):
                 family.built += 1
                 made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
                 if made is None:
                     return None
                 family.variants.append(made)
+                if first and FEWEST * made.function.graph.fitting(sizes).sum() < columns.n:
+                    family.reason = "its code does something else for most sizes"
+                    return None
                 return self._work(fn, family, columns, sizes)
         if not family.variants:
             return None

@@ -16,6 +16,7 @@ that it is for.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -43,7 +44,12 @@ from fxbatch.runtime.costs import (
 )
 from fxbatch.runtime.scouting import Seen
 
-SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch
+SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch; later on, one in SPARSE
+SPARSE, COUNTING, SHARE = (
+    16,
+    10.0,
+    0.03,
+)  # one that is counted takes so many times its loop: a small share of the time
 FIRST_CREDIT = 50.0  # minibatches of the loop whose time may go into building at once
 LENT = 80.0  # minibatches whose estimated savings may be spent ahead, once
 LENT_TO_IMPORTS = 100.0  # and on what is imported once a process
@@ -173,8 +179,14 @@ class Strategy:
                     return Choice("batched")
                 self._be_quiet(mode, instances, packs)
                 return Choice(self._take(mode, instances, "loop"))
-            mode.next_scouts += min(mode.minibatches, LONGEST)
-            return Choice("loop", min(SCOUTS, (instances + 1) // 2))
+            scouts = min(SCOUTS, (instances + 1) // 2)
+            if mode.minibatches > SPARSE:
+                scouts = min(scouts, 1 + (instances - 1) // SPARSE)
+            apart = (
+                math.ceil(COUNTING * scouts / (SHARE * instances)) if mode.minibatches >= SPARSE / 2 else 0
+            )
+            mode.next_scouts += max(apart, min(mode.minibatches, LONGEST))
+            return Choice("loop", scouts)
 
     def is_quiet(self, instances: int, packs: bool, *, grad: bool) -> bool:
         """Whether the next minibatch runs the loop and nothing can change that; it is counted then."""
@@ -300,8 +312,7 @@ class Strategy:
                 mode.packs = True
                 mode.verdicts.clear()
             mode.packed += 1
-        else:
-            self.building, self.trial = mode, False
+        self.building, self.trial = mode, False
         return how
 
     def _earn(self, mode: _Mode, instances: int, share: float) -> None:
@@ -423,12 +434,14 @@ class Strategy:
                 self._built.popitem(last=False)
             return frozenset(late)
 
-    def pays_for_a_packed_call(self) -> bool:
-        """Whether the function of a call with sizes of its own may be built now, in the middle of a recording."""
+    def pays_for_packing(self, *, whole: bool) -> bool:
+        """Whether a function of packed rows may be built now: of one call in the middle of a recording, or another one
+        of the whole forward, for sizes that the first is not for."""
         with self._lock:
-            mode, cost = self.building, importing() + PACKING + PACKING_CALL
+            mode = self.building
             if mode is None:
                 return True
+            cost = packing_cost(mode.seen.eager) if whole else importing() + PACKING + PACKING_CALL
             if self.trial or mode.credit < cost:
                 return False
             mode.credit -= cost

@@ -89,10 +89,28 @@ _OF_MEMORY = named_functions(
 ) | {getattr(torch.Tensor, name).__get__ for name in ("_version", "_base", "_cdata", "output_nr")}
 
 
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _has_steps(x: Any, *rest: Any) -> bool:
+    """Whether a recurrent layer is given several steps; the fourth argument of a packed sequence is its weights."""
+    return len(rest) == 8 and type(rest[2]) is bool and x.dim() == 3 and x.shape[rest[-1]] > 1
+
+
+def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> Any:
+    """A recurrent layer's result, of which all steps are like one: on fakes torch runs them one by one, in Python."""
+    along = int(rest[-1])  # batch_first
+    first, *states = layer(x.narrow(along, 0, 1), *rest)
+    shape = [*first.shape[:along], x.shape[along], *first.shape[along + 1 :]]
+    return (first.expand(shape).clone(), *states)
+
+
 class _MemoryWatch(TorchFunctionMode):
     """Refuses what the user's code asks about a tensor's memory. Torch's own code only chooses a faster way by it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RECURRENT and _has_steps(*args):
+            return _by_one_step(func, *args)
         if func in _OF_MEMORY:
             asking = sys._getframe(1)
             torchs = asking.f_globals.get("__name__", "").split(".")[0] == "torch"

@@ -65,6 +65,8 @@ RECORDED: dict[str, Callable[..., Any]] = {
     "whether any": lambda self, x, m, y: x[m].amax(0) if m.any() else x.sum(0),
     "columns of its own": lambda self, x, m, y: x[:, x[0] > 0].sum() if len(x) else x.sum(),
 }
+if torch.__version__ < "2.12":  # which does not say how long a slice of so many is
+    RECORDED["first of them"] = PACKED.pop("first of them")
 
 
 @pytest.mark.parametrize("name", [*PACKED, *RECORDED])

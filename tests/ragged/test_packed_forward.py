@@ -10,9 +10,13 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import ResultError
+from fxbatch.ragged import symbolic
+from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
 from fxbatch.trace import columns
 from fxbatch.trace.columns import sizes_of
+from tests.oracle import check_equal
+from tests.trust.programs import model
 
 
 class Tagger(nn.Module):
@@ -117,6 +121,42 @@ def test_a_branch_on_the_size_gets_a_graph_of_its_own() -> None:
     model = Branch().double()
     compare(model, words(3, 9, 1, 4, 6, 5))
     assert len(variants_of(model)) == 2
+
+
+def _traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    plain = symbolic._trace
+    monkeypatch.setattr(symbolic, "_trace", lambda *given: found.append(1) or plain(*given))
+    return found
+
+
+def test_code_that_does_something_else_for_each_size_is_traced_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = model(lambda self, x: x[: int(0.5 * len(x))].tanh().sum(0), adaptive=False)
+    traces = _traces(monkeypatch)
+    for _ in range(3):
+        check_equal(made, [torch.randn(t, 8) for t in range(10, 27)], gradients=False)
+    assert not sum(v.calls for v in variants_of(made))
+    assert len(traces) == 1 + symbolic.FAILED
+
+
+def test_further_graphs_are_built_where_they_are_paid_for() -> None:
+    made = model(
+        lambda self, x: self.l(x).sum(0) if len(x) > 4 else self.l(x).mean(0), {"l": nn.Linear(8, 4)}
+    )
+    batch = [torch.randn(t, 8) for t in (2, 3, 4, 5, 6, 7)]
+    instances = [((made, x), {}) for x in batch]
+    asked: list[int] = []
+    packed = PackedForward(Options(), made, lambda: bool(asked.append(1)))
+    fn = type(made).forward.__wrapped__
+    for _ in range(2):
+        (found,) = packed.call(fn, instances, "list") or ((),)
+        assert all(torch.allclose(a, fn(made, x), atol=1e-5) for a, x in zip(found, batch, strict=True))
+    (family,) = packed.families.values()
+    assert (len(family.variants), family.built, len(asked), family.alone) == (1, 1, 2, 6)
+    packed.may_build = lambda: True
+    assert packed.call(fn, instances, "list") and len(family.variants) == 2 and family.alone == 6
 
 
 def test_a_module_in_two_places() -> None:

@@ -164,7 +164,7 @@ def test_under_a_profiler_steps_run_one_by_one(counts: Callable[[str], int]) -> 
     made, instances = made_of(chain), sentences(4, 6)
     wanted = run(made, [instances])
     before = counts("apart")
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         found = run(made, [instances])
     assert counts("apart") == before
     for a, b in zip(found, wanted, strict=True):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from fxbatch.decorator import Autobatched
 from fxbatch.plain_loop import switch
-from fxbatch.runtime.strategy import AdaptiveSwitch
+from fxbatch.runtime.strategy import SCOUTS, AdaptiveSwitch, Strategy
 
 
 class Small(nn.Module):
@@ -123,3 +123,17 @@ def test_an_error_names_its_instance_and_leaves_nothing_switched_off(long_way: l
     assert caught.value.__notes__ == ["fxbatch: in instance 2 of the minibatch"]
     assert len(long_way) == before and not switch.disabled
     assert f(x, [1.0] * 8).shape == (8, 2)
+
+
+@pytest.mark.parametrize(("instances", "most"), [(1, 1), (8, 3), (32, 8), (256, 12)])
+def test_few_instances_are_counted_once_the_loop_has_run_for_a_while(instances: int, most: int) -> None:
+    strategy, counted = Strategy(), []
+    for _ in range(100):
+        choice = strategy.choose(instances, grad=False)
+        counted.append(choice.scouts)
+        if choice.scouts:
+            with strategy.watched(grad=False).watch():
+                torch.ones(4).tanh()
+            assert strategy.decide(instances, grad=False) == "loop"
+    assert counted[0] == min(SCOUTS, (instances + 1) // 2)
+    assert sum(counted[10:]) <= most, "counting takes ten times the loop"

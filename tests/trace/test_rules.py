@@ -17,7 +17,10 @@ from torch.func import functional_call
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
+from fxbatch.ir import TensorType
+from fxbatch.torch_fakes import FakeMode
 from fxbatch.trace.calls import operation
+from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE
 from fxbatch.trace.table import SignatureTable
 from tests.trace.oracle import check_equal, recorded
@@ -418,3 +421,34 @@ def test_views_of_parameters_stay_shared() -> None:
         sum(len(v) for s, v in program.constants.items() if program.signatures[s].outputs[0].shape == (4, 4))
         == 0
     )
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(3, 4, num_layers=2, bidirectional=True, dropout=0.5),
+        nn.GRU(3, 4, batch_first=True),
+        nn.RNN(3, 4, num_layers=2),
+        nn.LSTM(3, 4, proj_size=2),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 2, 30])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_recurrent_layer_runs_one_step_on_fakes(
+    layer: nn.Module, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    plain = FakeMode.dispatch
+    monkeypatch.setattr(FakeMode, "dispatch", lambda self, f, *rest: calls.append(f) or plain(self, f, *rest))
+    x = torch.randn(*((2, steps) if layer.batch_first else (steps, 2)), 3)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    outcome = run_on_fakes(
+        lambda inputs, shared: functional_call(layer, dict(zip(names, shared, strict=True)), tuple(inputs)),
+        (TensorType.of(x),),
+        parameters,
+    )
+    leaves = torch.utils._pytree.tree_leaves(layer(x))
+    assert outcome.outputs == tuple(TensorType.of(t) for t in leaves)
+    assert all(outcome.gradients) and not any(a >= 0 for a in outcome.aliases)
+    assert outcome.random == (getattr(layer, "dropout", 0.0) > 0)
+    assert len(calls) < 300, "steps are not run one by one"
