@@ -100,7 +100,8 @@ class ModuleCall:
 
     def pass_through(self) -> Any:
         """Run what is no operation; what torch's own modules and their hooks see are values."""
-        if self.marked is None and _rule(self.module, None) is TORCH_MODULE:
+        tensors = all(isinstance(x, torch.Tensor) for x in self.args)
+        if tensors and self.marked is None and _rule(self.module, None) is TORCH_MODULE:
             arguments = Arguments(self.recorder, self.args, {})
             with contextlib.suppress(OpaqueArgumentError):
                 arguments.key()

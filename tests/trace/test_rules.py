@@ -82,6 +82,19 @@ def test_hooks_are_traced_through_and_see_values() -> None:
     assert "hooks" in reasons(table)["Two"]
 
 
+def test_a_cell_with_a_hook_is_given_a_parameter_and_a_state() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.cell = nn.Parameter(torch.randn(4)), nn.LSTMCell(4, 4)
+            self.cell.register_forward_hook(lambda *_: None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(self.start, (x, LIN(x)))[0]
+
+    check_equal(Decoder(), X)
+
+
 def test_a_module_that_branches_on_a_value_is_traced_through() -> None:
     class Branch(nn.Module):
         def forward(self, x: Any) -> Any:
