@@ -49,7 +49,7 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
 /* Whether a parameter among the arguments belongs to none of the modules that are watched; -1 on error. */
 static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
 {
-    PyObject *owners = SLOT(recorder, at.owners);
+    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
     int foreign = 0;
     for (Py_ssize_t i = 0; i < a->n && !foreign; i++) {
         if (!is_parameter(Py_TYPE(a->tokens[i].object)))
@@ -293,7 +293,7 @@ static struct {
     void *where; /* a PyObject * or a PyTypeObject * */
 } const given_objects[] = {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
-    {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Entry", &Entry},
+    {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row},
     {"link_views", &slow_link}, {"Alias", &Alias}, {"getitem", &getitem}, {"torch_function", &slow_torch_function},
@@ -327,10 +327,10 @@ static struct {
     {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid, 1}, {&Entry, "types", &at.types},
     {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliases", &at.aliases}, {&Entry, "target", &at.target},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
-    {&Recorder, "count", &at.count, 1}, {&Recorder, "call_table", &at.table}, {&Recorder, "mode", &at.mode, 1},
-    {&Recorder, "grad", &at.grad}, {&Recorder, "autocast", &at.autocast}, {&Recorder, "floats", &at.floats},
-    {&Recorder, "constants", &at.constants}, {&Recorder, "owners", &at.owners},
-    {&Recorder, "constant_entries", &at.entries}, {&Recorder, "payload", &at.payload},
+    {&Recorder, "count", &at.count, 1}, {&Recorder, "known", &at.known}, {&Recorder, "constants", &at.constants},
+    {&Recorder, "payload", &at.payload}, {&Knowledge, "call_table", &at.table}, {&Knowledge, "mode", &at.mode, 1},
+    {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
+    {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "unchecked", &at.unchecked}, {&Recorder, "settled", &at.settled},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls},
     {&Alias, "source", &at.source}, {&Alias, "call", &at.call}, {&Alias, "output", &at.output},

@@ -173,14 +173,14 @@ static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args,
 
 static Call call_of(PyObject *recorder, PyObject *func, Arguments *a)
 {
-    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)WHOLE(recorder, at.mode)};
+    Call c = {.func = func, .n = a->n, .tokens = a->tokens, .mode = (int32_t)WHOLE(KNOWN(recorder), at.mode)};
     c.hash = call_hash(&c);
     return c;
 }
 
 static CallTable *table_of(PyObject *recorder)
 {
-    PyObject *table = SLOT(recorder, at.table);
+    PyObject *table = SLOT(KNOWN(recorder), at.table);
     return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
 }
 

@@ -104,7 +104,7 @@ static int is_of_kind(PyObject *kind, const void *implementation)
 /* The entry of constants like t, borrowed; NULL where there is none, maybe with an error. Most recordings have few. */
 static PyObject *entry_like(PyObject *recorder, PyObject *t)
 {
-    PyObject *entries = SLOT(recorder, at.entries), *key, *entry = NULL;
+    PyObject *entries = SLOT(KNOWN(recorder), at.entries), *key, *entry = NULL;
     if (PyDict_GET_SIZE(entries) <= 16) {
         for (Py_ssize_t place = 0; PyDict_Next(entries, &place, &key, &entry);)
             if (is_of_kind(key, AT(void *, t, lies.implementation)))
@@ -120,7 +120,7 @@ static PyObject *entry_like(PyObject *recorder, PyObject *t)
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
-    PyObject *owners = SLOT(recorder, at.owners), *v = NULL;
+    PyObject *owners = SLOT(KNOWN(recorder), at.owners), *v = NULL;
     if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || lies.implementation < 0 ||
         version_of(t) < 0)
         return NULL;
@@ -152,7 +152,7 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     if (!base)
         return -1;
     int found = base != Py_None;
-    PyObject *owners = SLOT(recorder, at.owners);
+    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
     if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
         PyObject *key = PyLong_FromVoidPtr(base);
         found = key ? PyDict_Contains(owners, key) : -1;
@@ -238,7 +238,7 @@ static int mode_is(PyObject *ask, PyObject *expected)
 /* Whether gradients and autocast are as they were recorded. Autocast is False or, where it is on, None. */
 static int grad_and_autocast_as_recorded(PyObject *recorder)
 {
-    PyObject *grad = SLOT(recorder, at.grad), *autocast = SLOT(recorder, at.autocast);
+    PyObject *grad = SLOT(KNOWN(recorder), at.grad), *autocast = SLOT(KNOWN(recorder), at.autocast);
     if (!(grad_now ? (grad_now() ? Py_True : Py_False) == grad : mode_is(grad_enabled, grad)))
         return 0;
     return keys_excluded ? autocast == Py_False && keys_excluded(autocast_keys) : mode_is(autocast_enabled, autocast);
@@ -263,7 +263,7 @@ static int default_dtype_is(PyObject *expected)
 
 static int modes_as_recorded(PyObject *recorder)
 {
-    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(recorder, at.floats));
+    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(KNOWN(recorder), at.floats));
 }
 
 /* Whether what an entry's body reads, and user code may change unseen, is as it was (Entry.guards). */

@@ -7,11 +7,11 @@ static struct {
     Py_ssize_t value, type, recorder, alias;                            /* of a Value */
     Py_ssize_t source, call, output, again, through, views;             /* of an Alias */
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
-    Py_ssize_t sigs, inputs, count, table, mode, grad, autocast, floats; /* of the recorder */
-    Py_ssize_t constants, owners, entries, payload, unchecked, settled, lifted, row_calls;
+    Py_ssize_t sigs, inputs, count, known, constants, payload, unchecked, settled, lifted, row_calls; /* of the recorder */
+    Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */
 } at;
 static PyTypeObject *Value, *Alias, *Tensor, *Parameter, *BareParameter, *BareView;
-static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder;
+static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder, *Knowledge;
 static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *getitem;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base;
@@ -25,6 +25,8 @@ static _Thread_local PyObject *current; /* this thread's recorder */
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
 
 #define WHOLE(object, where) (*(int64_t *)((char *)(object) + (where)))
+
+#define KNOWN(recorder) SLOT(recorder, at.known) /* it has one from its beginning on */
 
 /* Where a slot is. whole: it holds a number of 8 bytes from here on, in place of an object. */
 static int slot(PyObject *type, const char *name, Py_ssize_t *offset, int whole)

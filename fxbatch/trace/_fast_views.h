@@ -21,7 +21,7 @@ static PyObject *new_alias(PyObject *source, PyObject *call, PyObject *output, P
 /* Note that a value is leaf `output` of a call that gives views of `source`; -1 on error. */
 static int link_view(PyObject *recorder, PyObject *view, PyObject *source, PyObject *call, Py_ssize_t output)
 {
-    PyObject *leaf = PyLong_FromSsize_t(output), *through = SLOT(recorder, at.grad), *ref = NULL;
+    PyObject *leaf = PyLong_FromSsize_t(output), *through = SLOT(KNOWN(recorder), at.grad), *ref = NULL;
     PyObject *alias = leaf ? new_alias(source, call, leaf, through) : NULL, *above = SLOT(source, at.alias);
     if (alias)
         put(view, at.alias, alias);
@@ -89,7 +89,7 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
     if (!Py_IS_TYPE(v, Value) || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted ||
         !PyDict_Check(lifted) || !has_columns(recorder) || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(recorder, at.mode), (long long)WHOLE(v, at.type), args[1]);
+    PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(v, at.type), args[1]);
     PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */
     Py_XDECREF(key);
     if (!known || !PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3)

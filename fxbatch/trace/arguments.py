@@ -51,7 +51,7 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
         return None
     key = (
         id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.grad_fn is None, t.is_conj(),
-        t.is_neg(), recorder.mode,
+        t.is_neg(), recorder.known.mode,
     )  # fmt: skip
     found = recorder.parameter_rows.get(key)
     if found is None:
@@ -100,7 +100,7 @@ def _row(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor) -> int | 
 def gradients_go_through(recorder: RecordedCalls, view: torch.Tensor) -> bool:
     """Whether a view of a parameter takes part in gradients as the parameter does: not one made under `no_grad`."""
     assert view._base is not None
-    return not (recorder.grad and view._base.requires_grad) or view.grad_fn is not None
+    return not (recorder.known.grad and view._base.requires_grad) or view.grad_fn is not None
 
 
 def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
@@ -281,7 +281,7 @@ class Arguments:
             return target(*args, **kwargs)
 
         operands = [s.resolve() for s in self.shared]
-        return run_on_fakes(body, self.types(), operands, grad=self.recorder.grad)
+        return run_on_fakes(body, self.types(), operands, grad=self.recorder.known.grad)
 
     def types(self) -> tuple[TensorType, ...]:
         """The types of the inputs."""

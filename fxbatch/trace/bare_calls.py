@@ -56,7 +56,7 @@ def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func is GETITEM and len(args) == 2:
         args = args[0], _by_numbers(recorder, args[1])
     if args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
-        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.mode
+        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.known.mode
         known = recorder.heard.again.get(key)
         if known is not None:
             return known

@@ -129,7 +129,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
         ) from None
     if arguments.viewed:
         return _call_on_views(recorder, func, args, kwargs)
-    entry = recorder.functions.get(key)
+    entry = recorder.known.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
             raise TraceError(
@@ -171,7 +171,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
 def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
     """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed. Its states
     with each content are kept, the last one first."""
-    found = recorder.examined.get(id(func))
+    found = recorder.known.examined.get(id(func))
     if found is not None and found.reads.near():
         return found
     known = recorder.table.functions.setdefault(id(func), [])
@@ -190,7 +190,7 @@ def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
                 known.pop(0)
         known.insert(0, again)
         found = again
-    recorder.examined[id(func)], recorder.known_before = found, None
+    recorder.known.examined[id(func)], recorder.known.places = found, None
     return found
 
 
@@ -199,7 +199,7 @@ def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:
     structure, floats = without_floats(key)
     if not floats:
         return False
-    met = recorder.functions.setdefault(("floats", structure), {})
+    met = recorder.known.functions.setdefault(("floats", structure), {})
     met[floats] = None
     return len(met) > MANY_NUMBERS
 
@@ -224,7 +224,7 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     result = call_function(recorder, on_views, seen, kwargs)
     if comes_again:
         arguments = Arguments(recorder, seen, kwargs)
-        entry = recorder.functions.get((on_views, *arguments.key()))
+        entry = recorder.known.functions.get((on_views, *arguments.key()))
         if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
             recorder.remember(func, *given, entry)
     return result
@@ -238,19 +238,19 @@ def _by_integer_value(x: Any, index: Any) -> bool:
 def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
     recorder, table = arguments.recorder, arguments.recorder.table
     with table.lock, tracing(None):
-        entry = recorder.functions.get(key)
+        entry = recorder.known.functions.get(key)
         if entry is None:
             called = arguments.args[0] if func is on_views else func
             target = Operation(function_name(called), "function", func, FUNCTION)
             examined = called.examined if type(called) in (CustomFunction, Functional) else None
             packed = None if examined or reason or func is on_views else table.packed
             if packed is not None:
-                entry = packed.entry(recorder.functions, arguments, of=func)
+                entry = packed.entry(recorder.known.functions, arguments, of=func)
             if entry is None:
                 entry = function_entry(target, arguments, examined, reason)
                 if packed is not None and type(entry) is Entry and not entry.written:
-                    packed.met(recorder.functions, arguments, (key, entry), of=func)
-            recorder.functions[key] = entry
+                    packed.met(recorder.known.functions, arguments, (key, entry), of=func)
+            recorder.known.functions[key] = entry
         return entry
 
 
@@ -266,7 +266,7 @@ def function_entry(
         return "reads batch sizes of a packed sequence"
     template, inputs = arguments.template(), arguments.types()
     if examined is not None:
-        arguments.recorder.known_before = None  # what is known of the function may be more then
+        arguments.recorder.known.places = None  # what is known of the function may be more then
 
     def run() -> Outcome:
         return arguments.outcome(made.target, template)
@@ -478,7 +478,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
     types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
     key = ("dependent", key, types)
-    entry = recorder.functions.get(key)
+    entry = recorder.known.functions.get(key)
     with recorder.table.lock:
         if entry is None:
             made = Operation(function_name(func), "function", func, FUNCTION)
@@ -489,7 +489,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
             entry = recorder.signed(
                 made, arguments.types(), arguments.shared, template, outcome, reason=reason
             )
-            recorder.functions[key] = entry
+            recorder.known.functions[key] = entry
     return recorder.emit(entry, arguments.ids())
 
 
@@ -535,7 +535,7 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
         _note_marked(recorder, func, reason)
     if reason or not arguments.values:
         return func(*args, **kwargs)
-    entry = recorder.functions.get(key)
+    entry = recorder.known.functions.get(key)
     if entry is None:
         entry = _new_marked(key, examined, arguments)
     if type(entry) is not Entry or entry.written:
@@ -554,7 +554,7 @@ def _note_marked(recorder: RecordedCalls, func: Any, reason: str) -> None:
 def _new_marked(key: Any, examined: ExaminedFunction, arguments: Arguments) -> Any:
     recorder = arguments.recorder
     with recorder.table.lock, tracing(None):
-        entry = recorder.functions.get(key)
+        entry = recorder.known.functions.get(key)
         if entry is None:
             made = Operation(function_name(examined.target), "function", examined.target, MARKED)
             try:
@@ -565,5 +565,5 @@ def _new_marked(key: Any, examined: ExaminedFunction, arguments: Arguments) -> A
                 entry = first_line(error)
             if type(entry) is str:
                 _note_marked(recorder, examined.target, entry)
-            recorder.functions[key] = entry
+            recorder.known.functions[key] = entry
         return entry

@@ -180,7 +180,7 @@ def _held(
         known.setdefault(id(x), x)
     found: dict[int, Value] = {}
     places: list[Place] = []
-    for module in dict.fromkeys(m for root in recorder.roots for m in root.modules()):
+    for module in dict.fromkeys(m for root in recorder.known.roots for m in root.modules()):
         for holder in _beside(module):
             _look_into(holder, recorder, found, places, _DEEPEST)
     found = {number: v for number, v in found.items() if number not in known}

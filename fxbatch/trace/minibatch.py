@@ -192,8 +192,7 @@ def record_minibatch(
     run = _Run(fn, instances, recorder, execution, return_exceptions)
     run.first = first
     with patched():
-        if recorder.modules is not None:
-            quicken(recorder.modules.classes)
+        quicken(recorder.known.modules.classes)
         run.all()
     kept = values_kept(
         recorder, run.results, (recorder.constants, recorder.foreign.copies, recorder.copies or {}),
@@ -463,7 +462,7 @@ class _Run:
         if self.waiting is None:
             recorder = self.recorder
             self.waiting = Instances(
-                (*recorder.roots, *recorder.table.owners.values()), recorder.set_before, recorder.forget_modules,
+                (*recorder.known.roots, *recorder.table.owners.values()), recorder.set_before, recorder.forget_modules,
                 self.fn, len(self.instances), self.running, self.settings,
             )  # fmt: skip
             self.waiting.turn = self._turn

@@ -70,7 +70,7 @@ def call_module(
     quicken(type(module))
     recorder.sync_modes()
     call = ModuleCall(recorder, module, args, kwargs)
-    return call.through() if any(module is r for r in recorder.roots) else _recorded(call)
+    return call.through() if any(module is r for r in recorder.known.roots) else _recorded(call)
 
 
 def call_method(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def _recorded(call: ModuleCall) -> Any:
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()
-    guards = recorder.examined[id(record)].guards
+    guards = recorder.known.examined[id(record)].guards
     entry.guards = guards or None
     result = recorder.emit(entry, arguments.ids())
     if entry.aliases:
@@ -154,12 +154,12 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: An
             f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
             f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
         )
-    entries = examined.entries.get(recorder._mode_key)
+    entries = examined.entries.get(recorder.known.mode_key)
     if entries is None:
-        alike = record.variants.setdefault((recorder._mode_key, examined.structure), {})
+        alike = record.variants.setdefault((recorder.known.mode_key, examined.structure), {})
         if len(alike) >= MANY_STATES and examined.reads.key not in alike:
             return _from_now_on(recorder, record, keeps_changing(record.changed))
-        entries = examined.entries[recorder._mode_key] = alike.setdefault(examined.reads.key, {})
+        entries = examined.entries[recorder.known.mode_key] = alike.setdefault(examined.reads.key, {})
     entry: Entry | str | None = entries.get(key)
     if entry is None:
         entry = _new_entry(record, examined, entries, key, arguments)
@@ -183,7 +183,7 @@ def _copies_of_buffers(
     constants they are batched with the others of the module.
     """
     kept = recorder.copies
-    if kept is None or not recorder.grad or not args or getattr(module, "max_norm", None) is not None:
+    if kept is None or not recorder.known.grad or not args or getattr(module, "max_norm", None) is not None:
         return None
     if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
         return None
@@ -232,7 +232,7 @@ def _whole(entry: Entry) -> bool:
 def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
     table = recorder.table
     record = table.modules.get((id(module), method))
-    if record is None and id(module) not in recorder.seen and (same := stateless_key(module)) is not None:
+    if record is None and id(module) not in recorder.known.modules.seen and (same := stateless_key(module)) is not None:
         with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
             like = table.stateless.get(same)
             if like is None and sum(known[0] == same[0] for known in table.stateless) >= MOST_MADE:
@@ -242,9 +242,9 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     if record is None:
         with table.lock:
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
-            if not any(module is m for r in recorder.roots for m in r.modules()):
+            if not any(module is m for r in recorder.known.roots for m in r.modules()):
                 table.owners.setdefault(id(module), module)
-                recorder.owners, recorder.lasts = None, False
+                recorder.known.owners, recorder.lasts = None, False
     return record
 
 
@@ -279,7 +279,7 @@ def stateless_key(module: torch.nn.Module) -> tuple[Any, ...] | None:
 
 def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
     """The record's module as it is: looked at once a minibatch, and anew where it changed."""
-    found = recorder.examined.get(id(record))
+    found = recorder.known.examined.get(id(record))
     if found is not None and not found.reads.near():
         recorder.forget_modules()
         found = None
@@ -291,8 +291,8 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
             reads = found.reads.again()
             record.changed = found.reads.differs_from(reads) or record.changed
             found = record.examined = Examined(record.module, reads)
-        recorder.examined[id(record)], recorder.known_before = found, None
-        if id(record.module) not in recorder.seen:  # it may change unseen
+        recorder.known.examined[id(record)], recorder.known.places = found, None
+        if id(record.module) not in recorder.known.modules.seen:  # it may change unseen
             recorder.lasts = False
     return found
 
@@ -317,7 +317,7 @@ def _new_entry(
     """The entry of a call that was not met before, or why it is no operation; None where the body ran code that had not
     been found before: what is known of the module now has it."""
     recorder, module, method = arguments.recorder, record.module, record.method
-    recorder.known_before = None  # what is known of the module may be more then
+    recorder.known.places = None  # what is known of the module may be more then
     arguments.first_shared = len(examined.names)
     rule = _rule(module, method)
     with recorder.table.lock, tracing(None):
@@ -371,7 +371,7 @@ def _why_coupled(module: torch.nn.Module) -> str:
 
 def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
     """How many different arguments a module was recorded with, whatever its code read meanwhile."""
-    alike = record.variants[recorder._mode_key, examined.structure].values()
+    alike = record.variants[recorder.known.mode_key, examined.structure].values()
     return len({key for entries in alike for key, entry in entries.items() if type(entry) is Entry})
 
 
@@ -399,10 +399,10 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
         return result
 
     outcome, effects = examined.reads.run(
-        lambda: run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.grad)
+        lambda: run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad)
     )
     if effects.unknown:  # code that runs and was not found: look at what it reads, and try again
-        record.examined = recorder.examined[id(record)] = Examined(
+        record.examined = recorder.known.examined[id(record)] = Examined(
             module, examined.reads.again(effects.unknown)
         )
         return None
@@ -428,7 +428,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
 
 
 def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:
-    for root in recorder.roots:
+    for root in recorder.known.roots:
         for name, m in root.named_modules():
             if m is module and name:
                 return name

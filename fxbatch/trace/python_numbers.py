@@ -121,7 +121,7 @@ _FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner
 def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> LiftedForm | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
-    if form is None or recorder.autocast is None:
+    if form is None or recorder.known.autocast is None:
         return None
     try:
         found = form(*args, **kwargs)
@@ -163,11 +163,11 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
     else:
         return None
     t = recorder.type_of(v)
-    dtype = None if recorder.autocast is None else lifted_dtype(func, t, number)
+    dtype = None if recorder.known.autocast is None else lifted_dtype(func, t, number)
     if dtype is None:
         return None
     key = ("lifted", func, v._type, recorder.table.number(dtype, t.device).types[0], type(number), position)
-    entry = recorder.functions.get(key)
+    entry = recorder.known.functions.get(key)
     if entry is not None and recorder.watches_operands:
         fixed = uniform_entry(recorder.table, entry, number)
         if fixed is not None:
@@ -210,20 +210,20 @@ def _new_entry(recorder: RecordedCalls, key: Any, func: Any, v: Value, lifted: V
         found: Entry | None = None
         if packed is not None:
             with tracing(None):
-                found = packed.entry(recorder.functions, pair, of=func)
+                found = packed.entry(recorder.known.functions, pair, of=func)
         if found is not None:
-            recorder.functions[key] = found
+            recorder.known.functions[key] = found
             return found
         made = _new_lifted(recorder, key, func, func, v, lifted, position)
         if packed is not None:
-            packed.met(recorder.functions, pair, (key, made), of=func)
+            packed.met(recorder.known.functions, pair, (key, made), of=func)
         return made
 
 
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
-    known = recorder.row_calls.get((recorder.mode, v._type, index))
+    known = recorder.row_calls.get((recorder.known.mode, v._type, index))
     entry, number, row = _lift_row(recorder, v, index) if known is None else known
     recorder.lifted[entry.sid] = True
     result = recorder.emit(entry, (v._value, number))
@@ -245,11 +245,11 @@ def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int
     row = index + size if index < 0 else index
     lifted = recorder.number(row, torch.int64, t.device)
     key = ("lifted row", v._type, lifted._type)
-    entry = recorder.functions.get(key)
+    entry = recorder.known.functions.get(key)
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
     found = entry, lifted._value, row
-    recorder.row_calls[recorder.mode, v._type, index] = found
+    recorder.row_calls[recorder.known.mode, v._type, index] = found
     return found
 
 
@@ -258,18 +258,18 @@ def _new_lifted(
 ) -> Entry:
     table = recorder.table
     with table.lock, tracing(None):
-        entry = recorder.functions.get(key)
+        entry = recorder.known.functions.get(key)
         if entry is not None:
             return entry
         types = [recorder.type_of(v), recorder.type_of(lifted)]
         if position == 0:
             types.reverse()
         slots = (Slot("input", 0), Slot("input", 1))
-        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.grad)
+        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.known.grad)
         name = function_name(fixed_func)
         made = Operation(name, "function", func, FUNCTION)
         entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)
-        t, functions, s = types[1 - position], recorder.functions, entry.signature
+        t, functions, s = types[1 - position], recorder.known.functions, entry.signature
 
         def fixed(number: Any) -> Entry:
             fixed_key = ("fixed", *key, static_key(number))
@@ -283,5 +283,5 @@ def _new_lifted(
                 return found
 
         table.lifted[entry.sid] = Lifted(position, fixed)
-        recorder.functions[key] = entry
+        recorder.known.functions[key] = entry
         return entry

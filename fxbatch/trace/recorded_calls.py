@@ -46,21 +46,14 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "autocast", "call_table", "constant_entries", "constants", "count", "floats", "grad", "inputs", "lifted",
-        "mode", "owners", "payload", "row_calls", "settled", "sigs", "unchecked",
+        "constants", "count", "inputs", "known", "lifted", "payload", "row_calls", "settled", "sigs", "unchecked",
     )  # fmt: skip
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
     count: int  # id of the next value
-    call_table: Any  # of calls that were met before
-    mode: int  # number of torch's modes, part of the key of a known call
-    grad: bool
-    floats: torch.dtype  # torch's default dtype
-    autocast: bool | None  # what any_autocast() must say; None never is: then each call takes the slow path
+    known: Knowledge
     constants: dict[int, tuple[Value, torch.Tensor, int | None]]
     unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
-    constant_entries: dict[Any, Entry]  # by (shape, dtype, device), and by what C knows a type by
-    owners: dict[int, tuple[torch.nn.Module, str]] | None
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
     lifted: dict[int, bool]  # lifted signatures recorded since the last phase
@@ -68,31 +61,57 @@ class Columns:
     row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]]
 
 
-class _Known:
-    """What a recorder leaves to the next one of its table, while the modules are as they were."""
+class Knowledge:
+    """What a recording knows of torch's modes, modules and calls: the next one of its table goes on with it, where the
+    modules are as they were. C finds the slots by their offsets."""
 
     __slots__ = (
-        "by_mode", "call_table", "constant_entries", "examined", "mode", "modules", "places", "read", "roots",
+        "autocast", "by_mode", "call_table", "constant_entries", "examined", "floats", "functions", "grad", "mode",
+        "mode_key", "modules", "owners", "places", "read", "roots",
     )  # fmt: skip
-    mode: tuple[Any, ...]  # what `sync_modes` found last
+    functions: dict[Any, Any]  # entries of calls of functions, under these modes
 
-    def __init__(self, recorder: RecordedCalls, modules: ModulesMet) -> None:
-        self.roots, self.modules, self.examined = recorder.roots, modules, recorder.examined
-        self.call_table, self.by_mode = recorder.call_table, recorder._by_mode
-        self.constant_entries = recorder.constant_entries
-        found = self.examined.values()
-        # What all of it depends on; and what the code of operations reads.
-        self.places = [*(modules.places or ()), *(item for x in found for item in x.reads.items)]
-        self.read = [item for x in found if not x.reason for item in x.reads.items]
+    def __init__(self, roots: tuple[torch.nn.Module, ...]) -> None:
+        self.roots = roots  # traced through, and searched for owners of parameters
+        self.owners: Owners | None = None
+        self.modules = _NO_MODULES  # all modules as they were when owners were found
+        self.examined: dict[int, Any] = {}  # modules as they are
+        self.call_table = new_call_table()  # of calls that were met before
+        self.constant_entries: dict[Any, Entry] = {}  # by (shape, dtype, device), and by what C knows a type by
+        self.by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
+        self.mode = -1  # number of torch's modes, part of the key of a known call
+        self.mode_key: Any = None
+        self.grad = False
+        self.floats = torch.float32  # torch's default dtype
+        # What any_autocast() must say; None never is: then each call takes the slow path.
+        self.autocast: bool | None = None
+        self.places: list[Item] | None = None  # what all of it depends on; None: something was added to it
+        self.read: list[Item] = []  # and what the code of operations reads
+
+    def note_places(self) -> None:
+        """List the places of what was found, to be looked at before another recording goes on with it."""
+        found = [x for x in self.examined.values() if x.lasts]  # others are to be looked at again
+        if len(found) < len(self.examined):
+            self.examined = {key: x for key, x in self.examined.items() if x.lasts}
+        self.places = [*(self.modules.places or ()), *(item for x in found for item in x.reads.items)]
+        self.read = self.read_by_operations()
+
+    def read_by_operations(self) -> list[Item]:
+        """The places that the code of operations reads."""
+        return [item for x in self.examined.values() if not x.reason for item in x.reads.items]
 
     def is_true(self, roots: tuple[torch.nn.Module, ...]) -> bool:
         """Whether it still holds, for these roots."""
         return (
             len(self.roots) == len(roots)
             and all(map(operator.is_, self.roots, roots))
+            and self.places is not None
             and first_changed(self.places) is None
             and not has_global_hooks()
         )
+
+
+_NO_MODULES = ModulesMet({}, None, frozenset(), [], (), ())
 
 
 class RecordedCalls(Columns):
@@ -101,10 +120,7 @@ class RecordedCalls(Columns):
     # As each recording begins.
     ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
-    modules: ModulesMet | None = None  # all modules as they were when owners were found
-    seen: frozenset[int] = frozenset()  # their ids
-    known_before: _Known | None = None  # what it began with, as long as nothing was added to that
-    recalled = False  # whether it began with, and leaves, what is known of modules
+    recalls = False  # whether it began with, and leaves, what is known of modules
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
@@ -113,7 +129,7 @@ class RecordedCalls(Columns):
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     waiting: Instances | None = None  # what instances set on modules, once one has waited
-    _mode_key: Any = None
+    operands: Sequence[tuple[str, torch.Tensor, int]] = ()  # parameters and buffers, with version at first sight
 
     def __init__(
         self,
@@ -125,7 +141,6 @@ class RecordedCalls(Columns):
     ) -> None:
         """recalls: begin with what the last recorder of this table knew of the modules, and leave it to the next."""
         self.table = table
-        self.roots = tuple(roots)  # traced through, and searched for owners of parameters
         self.instances = instances
         self.base = self.count = next(_ranges) * _RANGE
         self.sigs, self.inputs = new_column(), new_column()
@@ -139,46 +154,44 @@ class RecordedCalls(Columns):
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted = {}, {}
-        # Parameters and buffers, with version at first sight.
-        self.operands: list[tuple[str, torch.Tensor, int]] = []
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
         self.foreign = Foreign()  # tensors whose memory others may write to
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
-        if not (recalls and self._recall()):
-            self.owners = None
-            self.examined: dict[int, Any] = {}  # modules as they are in this minibatch
-            self.constant_entries = {}
-            self._by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
-            self.call_table = new_call_table()
-            self.sync_modes()
-            if recalls:
-                self.look_at_modules()
+        known = self._recalled(tuple(roots)) if recalls else None
+        self.known = known or Knowledge(tuple(roots))
+        self.sync_modes()
+        if known is not None:
+            self.operands = versions_now(known.modules.operands)
+            self.heard.parameters = known.modules.bare
+        elif recalls:
+            self.look_at_modules()
 
     # Modes
 
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
-        known = self._mode_key is not None and self.autocast is False and not any_autocast()
-        if known and torch.is_grad_enabled() is self.grad and torch.get_default_dtype() is self.floats:
+        known = self.known
+        known.grad = grad = torch.is_grad_enabled()
+        self.graded = self.graded or grad
+        usual = known.autocast is False and not any_autocast()
+        if usual and known.mode_key.grad is grad and torch.get_default_dtype() is known.floats:
             return
-        self.grad = torch.is_grad_enabled()
-        self.graded = self.graded or self.grad
-        self.autocast = None if any_autocast() else False
+        known.autocast = None if any_autocast() else False
         key = modes_now()
-        self.floats = key.default_dtype
-        if key != self._mode_key:
-            self._mode_key = key
-            if key not in self._by_mode:
+        known.floats = key.default_dtype
+        if key != known.mode_key:
+            known.mode_key = key
+            if key not in known.by_mode:
                 functions = self.table.entries.setdefault(("by mode", key), {})
-                self._by_mode[key] = (len(self._by_mode), functions)
-            self.mode, self.functions = self._by_mode[key]
+                known.by_mode[key] = (len(known.by_mode), functions)
+            known.mode, known.functions = known.by_mode[key]
 
     def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
         """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
-        now: Modes = self._mode_key
+        now: Modes = self.known.mode_key
         return replace(now, training=training, grad=now.grad and not detaches)
 
     def signed(
@@ -213,15 +226,16 @@ class RecordedCalls(Columns):
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
-        self.copies = self.known_before = None
-        self.call_table.clear()
+        known = self.known
+        self.copies = known.places = known.owners = None
+        known.call_table.clear()
+        known.examined.clear()
         self.heard.forget()
-        self.examined.clear()
-        self.owners, self.lasts = None, False
+        self.lasts = False
 
     def is_read(self, name: str) -> bool:
         """Whether a module that was called reads an attribute of this name."""
-        return any(name in x.reads.names for x in self.examined.values() if not x.reason)
+        return any(name in x.reads.names for x in self.known.examined.values() if not x.reason)
 
     # Calls
 
@@ -259,21 +273,17 @@ class RecordedCalls(Columns):
 
     def finish(self) -> None:
         """No more calls: a value that is used from here on is an error with the user's line."""
-        if self.recalled:
+        if self.recalls:
             self._refuse_unseen_changes()
             self._leave_known()
-        self.over, self.settled = "its minibatch is over", None
-        self.ask = None
-        self.call_table, self.row_calls = None, {}
-        self._by_mode, self.functions, self.known_before = {}, {}, None
+        self.over = "its minibatch is over"
+        self.settled = self.ask = None
+        self.row_calls = {}
 
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
-        if self.known_before is not None:
-            read = self.known_before.read
-        else:
-            read = [item for x in self.examined.values() if not x.reason for item in x.reads.items]
-        changed = first_changed(read, far=False)
+        known = self.known
+        changed = first_changed(known.read_by_operations() if known.places is None else known.read, far=False)
         if changed is not None:
             raise TraceError(
                 f"{changed.path} was changed while instances ran, in a way that can't be seen at each call: set "
@@ -382,53 +392,37 @@ class RecordedCalls(Columns):
 
     # What one minibatch finds out of the modules, for the next
 
-    def _recall(self) -> bool:
-        """Know what the last recorder of this table knew, if every module of its trees is as it was. It is taken out of
-        the table while in use: another thread begins anew."""
-        table, self.recalled = self.table, True
+    def _recalled(self, roots: tuple[torch.nn.Module, ...]) -> Knowledge | None:
+        """What the last recorder of this table knew, if every module of its trees is as it was. It is taken out of the
+        table while in use: another thread begins anew."""
+        table, self.recalls = self.table, True
         with table.lock:
-            kept, table.kept = table.kept, None
-        if kept is None or not kept.is_true(self.roots):
-            return False
-        self.known_before = kept
-        self._know(kept.modules)
-        self.operands = versions_now(kept.modules.operands)
-        self.examined, self.call_table = kept.examined, kept.call_table
-        self.constant_entries, self._by_mode = kept.constant_entries, kept.by_mode
-        self._mode_key, self.autocast, self.grad, self.floats, self.mode, self.functions = kept.mode
-        self.sync_modes()
-        self.graded = self.grad
-        return True
+            kept: Knowledge | None = table.kept
+            table.kept = None
+        return kept if kept is not None and kept.is_true(roots) else None
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
-        if not self.lasts or self.owners is None or self.modules is None:
+        known = self.known
+        if not self.lasts or known.owners is None or not (_fast is None or known.call_table.lasts()):
             return
-        if _fast is not None and not self.call_table.lasts():
-            return
-        known = self.known_before
-        if known is None:
-            if not all(x.lasts for x in self.examined.values()):  # those are to be looked at again
-                self.examined = {key: x for key, x in self.examined.items() if x.lasts}
-            known = _Known(self, self.modules)
-        known.mode = self._mode_key, self.autocast, self.grad, self.floats, self.mode, self.functions
+        if known.places is None:
+            known.note_places()
         with self.table.lock:
             self.table.kept = known
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""
-        self.known_before = None
+        known = self.known
+        known.places = None
         versions = {id(t): version for _, t, version in self.operands}
-        found = ModulesMet.of((*self.roots, *self.table.owners.values()), versions)
-        self._know(found)
+        found = ModulesMet.of((*known.roots, *self.table.owners.values()), versions)
+        known.modules, known.owners = found, found.owners
+        self.heard.parameters = found.bare
         self.lasts = self.lasts and found.places is not None
         # A lazy block may outlast an optimizer's step.
-        self.operands = found.operands if self.recalled else []
+        self.operands = found.operands if self.recalls else ()
         return found.owners
-
-    def _know(self, modules: ModulesMet) -> None:
-        self.modules, self.owners, self.seen = modules, modules.owners, modules.seen
-        self.heard.parameters = modules.bare
 
     # Constants, numbers, shared operands
 
@@ -439,7 +433,7 @@ class RecordedCalls(Columns):
         hit = self.constants.get(id(t))
         if hit is not None and (hit[2] is None or hit[2] == t._version):
             return hit[0]
-        owners = self.owners
+        owners = self.known.owners
         if owners is None:
             owners = self.look_at_modules()
         if id(t) in owners:
@@ -467,12 +461,12 @@ class RecordedCalls(Columns):
 
     def constant_of_own(self, t: torch.Tensor) -> Value:
         """The value of a real tensor that is met now, whose memory nobody writes to unseen."""
-        entry = self.constant_entries.get((t.shape, t.dtype, t.device))
+        entry = self.known.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
         kind = _fast.kind_of(t) if _fast is not None and t.dim() <= 5 else None
         if kind is not None:  # C finds the next one
-            self.constant_entries[kind] = entry
+            self.known.constant_entries[kind] = entry
         try:
             version = t._version
         except RuntimeError:  # tensors made in inference mode have none
@@ -487,7 +481,7 @@ class RecordedCalls(Columns):
         if t.layout is not torch.strided:
             raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
         entry = self.table.constant(TensorType.of(t))
-        self.constant_entries[(t.shape, t.dtype, t.device)] = entry
+        self.known.constant_entries[(t.shape, t.dtype, t.device)] = entry
         return entry
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
@@ -504,7 +498,7 @@ class RecordedCalls(Columns):
 
     def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module and name of a parameter or buffer of the modules met; None for other tensors."""
-        owners = self.owners
+        owners = self.known.owners
         if owners is None:
             owners = self.look_at_modules()
         return owners.get(id(t))
@@ -521,7 +515,7 @@ class RecordedCalls(Columns):
     def forget_fixed(self, entry: Entry) -> None:
         """A lifted call has a number that `uniform_entry` knows not: calls with that one in them are lifted again."""
         if varies_now(self.table, entry):
-            self.call_table.clear()
+            self.known.call_table.clear()
 
     def type_of(self, v: Value) -> TensorType:
         """The tensor type of a value."""
@@ -550,8 +544,8 @@ class RecordedCalls(Columns):
             instance=self._instances(len(sig)),
             outputs=np.array(outputs, dtype=np.int64),
             constants=self.payload,
-            known=self.known,
-            early_types=functools.partial(self.phases.types, self.known),
+            known=self.phases.known,
+            early_types=functools.partial(self.phases.types, self.phases.known),
             instances=self.instances,
         )
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
@@ -564,14 +558,7 @@ class RecordedCalls(Columns):
         """Signatures as int32 [calls], inputs counted from 0 as int64 [inputs]; as merged traces have them."""
         if isinstance(self.sigs, np.ndarray):
             return self.sigs, self.inputs
-        if not len(self.sigs):
-            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
-        inputs = (
-            np.frombuffer(self.inputs, dtype=np.int64) - self.base
-            if len(self.inputs)
-            else np.zeros(0, np.int64)
-        )
-        return np.frombuffer(self.sigs, dtype=np.int64).astype(np.int32), inputs
+        return np.array(self.sigs, dtype=np.int32), np.array(self.inputs, dtype=np.int64) - self.base
 
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""
@@ -587,7 +574,7 @@ class RecordedCalls(Columns):
         hold the recorder as it holds them, so that their memory is free at once and not at the next collection
         of garbage."""
         program = self.pending_program(outputs)
-        if any(entry.signature.outputs[0].differentiable for entry in self.constant_entries.values()):
+        if any(self.table.gradients[s][0] for met in self.phases.constants for s in met):
             self.phases.keep_leaves(self.constants)
         self.constants, self.numbers = {}, {}
         self.phases.constants.clear()
@@ -614,11 +601,6 @@ class RecordedCalls(Columns):
                         f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
                         "instances share it, and its calls run after them; write to it outside of the forward"
                     )
-
-    @property
-    def known(self) -> int:
-        """Values that earlier phases have computed."""
-        return self.phases.known
 
     @property
     def pending(self) -> int:

@@ -49,7 +49,7 @@ from fxbatch.trace.columns import _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
-from fxbatch.trace.recorded_calls import Columns, RecordedCalls
+from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
 from fxbatch.trace.state import state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
@@ -98,7 +98,7 @@ if _fast is not None:
             "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter,
             "BareParameter": BareParameter, "BareView": BareView, "bare_function": bare_function,
             "Module": torch.nn.Module,
-            "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Entry": Entry,
+            "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns, "Knowledge": Knowledge, "Entry": Entry,
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
             "Alias": Alias, "getitem": GETITEM,

@@ -351,7 +351,7 @@ def _trace(
 ) -> Trace:
     recorder = recording.recorder
     leaves, spec = tree_flatten(recording.results[0])
-    if recorder.known:
+    if recorder.phases.known:
         raise TraceError(
             "an instance that branches on values can't be traced ahead: its calls depend on values "
             f"({', '.join(recording.statistics.lines)})"

@@ -142,7 +142,7 @@ def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
     """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
-    if recorder.grad or not recorder.graded or new._type != old._type:
+    if recorder.known.grad or not recorder.graded or new._type != old._type:
         return new
     if not recorder.type_of(old).differentiable:
         return new
@@ -292,7 +292,7 @@ def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> 
     v, _, version = known
     kept = recorder.constants[id(before)] = v, before, version
     recorder.unchecked[:] = [kept if x is known else x for x in recorder.unchecked]
-    entry = recorder.constant_entries[before.shape, before.dtype, before.device]
+    entry = recorder.known.constant_entries[before.shape, before.dtype, before.device]
     for payload in (*recorder.phases.constants, recorder.payload):
         if entry.sid in payload:
             payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
