@@ -253,7 +253,8 @@ class _Parked:
 
 
 class _Run:
-    """The loop over instances: one worker greenlet, another one whenever an instance is parked."""
+    """The loop over instances: one worker greenlet, another one whenever an instance is parked. The only instance of a
+    minibatch has nobody to wait for, and runs where it is called."""
 
     first = 0  # the number of the first instance, in messages
     next = 0  # the next instance to start
@@ -283,7 +284,8 @@ class _Run:
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
         self.context = contextvars.copy_context()
-        self.settings = settings_now()
+        self.alone = len(instances) == 1
+        self.settings = () if self.alone else settings_now()
 
     def all(self) -> None:
         """Run every instance to its end."""
@@ -310,10 +312,14 @@ class _Run:
     def _start(self) -> None:
         """Start instances until all are done or parked."""
         while self.next < len(self.instances) and self.failed is None:
-            worker = take_worker(self.main)
-            worker.gr_context = self.context.copy()
-            state.recorder = self.recorder
-            worker.switch(self._work)
+            if self.alone:
+                state.recorder = self.recorder
+                self.context.run(self._work)
+            else:
+                worker = take_worker(self.main)
+                worker.gr_context = self.context.copy()
+                state.recorder = self.recorder
+                worker.switch(self._work)
             self.modes.restore()
         self._raise()
 
@@ -435,12 +441,12 @@ class _Run:
         if usual and plain and len(values) == 1 and self.recorder.has_run(values[0]):
             return self.execution.numbers([values[0].id])  # nothing to wait for
         me = greenlet.getcurrent()
-        if me is self.main or me.parent is not self.main:
+        if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
-        if must_not_switch():
+        if self.alone or must_not_switch():
             return self._answer_here(values, plain)
         frame, holds = waiting_frame()
-        if len(self.instances) > 1 and (reason := self._wait_begins().why_stay(holds)):
+        if reason := self._wait_begins().why_stay(holds):
             self.statistics.stayed = self.statistics.stayed or reason
             return self._answer_here(values, plain)
         if not usual:

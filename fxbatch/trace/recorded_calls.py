@@ -29,7 +29,7 @@ from fxbatch.trace.fake_run import Outcome
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
-from fxbatch.trace.places import first_changed, versions_now, written_to
+from fxbatch.trace.places import Item, first_changed, versions_now, written_to
 from fxbatch.trace.state import modes_now, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line
