@@ -16,7 +16,7 @@ from __future__ import annotations
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,22 +62,27 @@ def _made_of(values: Iterable[Any], context: Any) -> Opened:
 register_node(Opened, lambda x: (list(x.values), (x.kind, x.names, x.unread)), _made_of)
 
 
-def is_data_class(kind: type) -> bool:
-    """Whether objects of a class are what their attributes hold: a user's class that does not build on C, or one that
-    is made of a dictionary."""
-    if kind not in _SLOTS:
-        known = kind is types.SimpleNamespace or is_made_of_dictionary(kind) or _holds_all(kind)
-        _SLOTS[kind] = _slots(kind) if known else None
-    return _SLOTS[kind] is not None
+class DataClass(NamedTuple):
+    """A class whose objects are what their attributes hold: a user's class that does not build on C, or one that is
+    made of a dictionary."""
+
+    slots: tuple[str, ...]
+    of_dictionary: bool  # torch_geometric's `Data`, or what builds on it
 
 
-def is_made_of_dictionary(kind: type) -> bool:
-    """Whether a class is torch_geometric's `Data`, or builds on it."""
-    found = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
-    return bool(found) and found[-1].__module__.partition(".")[0] == "torch_geometric"
+def data_class(kind: type) -> DataClass | None:
+    """What is known of a class; None where it is no such class."""
+    found = _DATA_CLASSES.get(kind, _NOT_MET)
+    if found is _NOT_MET:
+        made = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
+        of_dictionary = bool(made) and made[-1].__module__.partition(".")[0] == "torch_geometric"
+        known = kind is types.SimpleNamespace or of_dictionary or _holds_all(kind)
+        found = _DATA_CLASSES[kind] = DataClass(_slots(kind), of_dictionary) if known else None
+    return found
 
 
-_SLOTS: WeakKeyDictionary[type, tuple[str, ...] | None] = WeakKeyDictionary()  # None: of no such class
+_NOT_MET = DataClass((), False)
+_DATA_CLASSES: WeakKeyDictionary[type, DataClass | None] = WeakKeyDictionary()
 
 
 def _holds_all(kind: type) -> bool:
@@ -95,19 +100,19 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(n for n, x in found if isinstance(x, types.MemberDescriptorType) and n != "__dict__")
 
 
-def attributes_of(x: Any) -> dict[str, Any]:
+def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
     """What an object of such a class holds."""
-    if is_made_of_dictionary(type(x)):
+    if known.of_dictionary:
         return dict(x.to_dict())
-    held = getattr(x, "__dict__", {})
-    slots = _SLOTS[type(x)]
-    return held if not slots else {**held, **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
+    held: dict[str, Any] = getattr(x, "__dict__", {})
+    return held if not known.slots else {**held, **{n: getattr(x, n) for n in known.slots if hasattr(x, n)}}
 
 
 def named(x: Any, names: Container[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The attributes of an object that count, and the names of those that don't but are there."""
-    held = attributes_of(x)
-    if not is_made_of_dictionary(type(x)):
+    known = data_class(type(x)) or _NOT_MET
+    held = attributes_of(x, known)
+    if not known.of_dictionary:
         return {n: v for n, v in held.items() if names is None or n in names}, ()
     count = {
         n: v is not UNREAD and (names is None or n in names or v is None or type(v) is torch.Tensor)
@@ -127,7 +132,7 @@ def opened(x: Any, names: Container[str] | None, depth: int = 0) -> Any:
         return {k: opened(y, names, depth) for k, y in x.items()}
     if isinstance(x, tuple) and hasattr(kind, "_make"):
         return kind._make([opened(y, names, depth) for y in x])
-    if depth >= MOST_DEEP or not is_data_class(kind):
+    if depth >= MOST_DEEP or data_class(kind) is None:
         return x
     held, unread = named(x, names)
     return Opened(kind, tuple(held), [opened(v, names, depth + 1) for v in held.values()], unread)
@@ -136,14 +141,14 @@ def opened(x: Any, names: Container[str] | None, depth: int = 0) -> Any:
 def closed(x: Any) -> Any:
     """The objects that were opened, made anew."""
     kind = type(x)
-    if kind is Opened and is_made_of_dictionary(x.kind):
-        values = {n: closed(v) for n, v in zip(x.names, x.values, strict=True)}
-        return x.kind.from_dict(values | dict.fromkeys(x.unread, UNREAD))
     if kind is Opened:
+        known = data_class(x.kind) or _NOT_MET
+        if known.of_dictionary:
+            values = {n: closed(v) for n, v in zip(x.names, x.values, strict=True)}
+            return x.kind.from_dict(values | dict.fromkeys(x.unread, UNREAD))
         made = types.SimpleNamespace() if x.kind is types.SimpleNamespace else object.__new__(x.kind)
-        slots = _SLOTS[x.kind] or ()
         for name, value in zip(x.names, x.values, strict=True):
-            if name in slots:
+            if name in known.slots:
                 object.__setattr__(made, name, closed(value))
             else:
                 made.__dict__[name] = closed(value)
@@ -165,7 +170,8 @@ def classes_of(spec: TreeSpec) -> Iterator[type]:
 
 def holds_tensors(x: Any, depth: int = 3) -> bool:
     """Whether an argument is a tensor, or a container or an object that holds one: a look that costs nothing for trees.
-    In an object a number in a tensor counts for nothing: a tree's word."""
+    In an object a number in a tensor counts for nothing: a tree's word; and an object that holds others of its class is
+    the root of a tree, whose tensors are those of all its nodes: no more than the root's own are looked at."""
     kind = type(x)
     if kind is torch.Tensor or depth == 0:
         return kind is torch.Tensor
@@ -173,10 +179,20 @@ def holds_tensors(x: Any, depth: int = 3) -> bool:
         return bool(x) and holds_tensors(x[0], depth - 1)
     if kind is dict:
         return any(holds_tensors(v, depth - 1) for v in x.values())
-    if kind in ATOMS or not is_data_class(kind):
+    known = None if kind in ATOMS else data_class(kind)
+    if known is None:
         return False
-    held = attributes_of(x).values()
-    return any(v.dim() > 0 if type(v) is torch.Tensor else holds_tensors(v, depth - 1) for v in held)
+    is_tree, parts = False, []
+    for v in attributes_of(x, known).values():
+        of = type(v)
+        if of is torch.Tensor:
+            if v.dim():
+                return True
+        elif of is kind or (of in (list, tuple) and v and type(v[0]) is kind):
+            is_tree = True
+        elif of not in ATOMS:
+            parts.append(v)
+    return not is_tree and any(holds_tensors(v, depth - 1) for v in parts)
 
 
 class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):

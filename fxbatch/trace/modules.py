@@ -232,7 +232,11 @@ def _whole(entry: Entry) -> bool:
 def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
     table = recorder.table
     record = table.modules.get((id(module), method))
-    if record is None and id(module) not in recorder.known.modules.seen and (same := stateless_key(module)) is not None:
+    if (
+        record is None
+        and id(module) not in recorder.known.modules.seen
+        and (same := stateless_key(module)) is not None
+    ):
         with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
             like = table.stateless.get(same)
             if like is None and sum(known[0] == same[0] for known in table.stateless) >= MOST_MADE:

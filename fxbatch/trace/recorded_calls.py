@@ -77,7 +77,9 @@ class Knowledge:
         self.modules = _NO_MODULES  # all modules as they were when owners were found
         self.examined: dict[int, Any] = {}  # modules as they are
         self.call_table = new_call_table()  # of calls that were met before
-        self.constant_entries: dict[Any, Entry] = {}  # by (shape, dtype, device), and by what C knows a type by
+        self.constant_entries: dict[
+            Any, Entry
+        ] = {}  # by (shape, dtype, device), and by what C knows a type by
         self.by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
         self.mode = -1  # number of torch's modes, part of the key of a known call
         self.mode_key: Any = None
@@ -129,7 +131,9 @@ class RecordedCalls(Columns):
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     waiting: Instances | None = None  # what instances set on modules, once one has waited
-    operands: Sequence[tuple[str, torch.Tensor, int]] = ()  # parameters and buffers, with version at first sight
+    operands: Sequence[
+        tuple[str, torch.Tensor, int]
+    ] = ()  # parameters and buffers, with version at first sight
 
     def __init__(
         self,

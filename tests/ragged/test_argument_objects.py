@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxbatch
+from fxbatch.runtime import argument_objects
 from tests.oracle import check_equal
 from tests.ragged.test_packed_forward import packed_of, variants_of
 
@@ -187,3 +188,35 @@ def test_objects_of_other_structures_are_given_up() -> None:
     for _ in range(6):
         trees = [Tree(d) for d in (1, 2, 0)]
         check_equal(model, trees)
+
+
+def test_of_a_tree_the_root_is_looked_at_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair:
+        def __init__(self, depth: int) -> None:
+            self.word = None if depth else torch.tensor(3)
+            self.left = Pair(depth - 1) if depth else None
+            self.right = Pair(depth - 1) if depth else None
+
+    class Many:
+        def __init__(self, depth: int) -> None:
+            self.word, self.label = torch.tensor(3), 1
+            self.children = [Many(depth - 1) for _ in range(3)] if depth else []
+
+    looks: list[Any] = []
+    plain = argument_objects.attributes_of
+
+    def looked_at(x: Any, known: argument_objects.DataClass) -> dict[str, Any]:
+        looks.append(x)
+        return plain(x, known)
+
+    monkeypatch.setattr(argument_objects, "attributes_of", looked_at)
+    for kind in (Pair, Many):
+        for depth in (0, 1, 4):
+            looks.clear()
+            tree = kind(depth)
+            assert not argument_objects.holds_tensors(tree)
+            assert looks == [tree]
+    root = Pair(2)
+    root.state = torch.zeros(3)  # type: ignore[attr-defined]
+    assert argument_objects.holds_tensors(root)
+    assert argument_objects.holds_tensors(types.SimpleNamespace(graph=Data(3), name="a"))
