@@ -444,9 +444,8 @@ def profiler_enabled() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def dispatch_mode_count() -> int:
-    """How many torch dispatch modes this thread is in. Checked: 2.11.0, 2.13.0."""
-    return int(torch._C._len_torch_dispatch_stack())
+# How many torch dispatch modes this thread is in. Checked: 2.11.0, 2.13.0.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def pop_dispatch_modes() -> list[Any]:

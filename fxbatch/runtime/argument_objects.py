@@ -25,6 +25,7 @@ from fxbatch.torch_private import TreeSpec, children_of, register_node
 from fxbatch.trace.body_reads import is_library, is_transparent
 from fxbatch.trace.table import ATOMS
 
+_LISTS, _TENSORS = (list, tuple), {torch.Tensor}
 MOST_DEEP = 6  # objects inside objects; what goes deeper may be a circle, or a tree, whose nodes differ
 
 
@@ -210,7 +211,12 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
         if len(head) != 1:
             return None
         for c in columns:
-            if type(c) not in (list, tuple) or set(map(type, c)) != {torch.Tensor}:
+            if (
+                type(c) not in _LISTS
+                or not c
+                or type(c[0]) is not torch.Tensor
+                or set(map(type, c)) != _TENSORS
+            ):
                 return None
         return Columns(head, columns) if len(set(map(len, columns))) == 1 else None
 

@@ -129,8 +129,12 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         return NULL;
     PyObject *entry = entry_like(recorder, t);
     PyObject *sid = entry ? PyLong_FromLongLong(WHOLE(entry, at.sid)) : NULL;
-    PyObject *payload = sid ? PyDict_GetItemWithError(SLOT(recorder, at.payload), sid) : NULL;
+    PyObject *none = NULL, *payload = sid ? PyDict_GetItemWithError(SLOT(recorder, at.payload), sid) : NULL;
+    if (sid && !payload && !PyErr_Occurred() && (none = PyList_New(0)) &&
+        PyDict_SetItem(SLOT(recorder, at.payload), sid, none) == 0)
+        payload = none;
     Py_XDECREF(sid);
+    Py_XDECREF(none); /* the dict has it */
     if (payload && (v = record(recorder, entry, NULL, 0))) {
         PyObject *kept = Py_BuildValue("(OOL)", v, t, (long long)version_of(t));
         Py_DECREF(v); /* `kept` has it */

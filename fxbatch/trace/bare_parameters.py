@@ -50,17 +50,17 @@ class Heard:
     def __init__(self) -> None:
         self.parameters: Sequence[torch.nn.Parameter] = ()
         self.computed = False  # whether tensors were computed of parameters alone
-        self.forget()
+        self.again: dict[Any, torch.Tensor] = {}  # views by what was asked
         self.changed: list[torch.nn.Parameter] = []  # by this recording: another thread's may be at it too
         self.views: list[torch.Tensor] = []
 
     def forget(self) -> None:
         """Parameters may be others than they were."""
-        self.again: dict[Any, torch.Tensor] = {}  # views by what was asked
+        self.again = {}
 
     def begin(self) -> None:
         """Users' code runs from here on."""
-        self.forget()
+        self.again = {}
         for p in self.parameters:
             if type(p) is torch.nn.Parameter:
                 p.__class__ = BareParameter
