@@ -138,15 +138,22 @@ class Autobatched:
     def split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Instance]:
         """The arguments of each instance."""
         head = () if owner is None else (owner,)
-        if not kwargs and len(args) in self._in_columns and (columns := Columns.of(head, args)) is not None:
+        known = not kwargs and len(args) in self._in_columns
+        if known and (columns := Columns.of(head, args)) is not None:
             return columns
-        found = self._split(owner, args, kwargs)
-        if owner is not None and not kwargs and args and not set(self._positional) & set(self.options.shared):
+        found = self._split(head, args, kwargs)
+        if (
+            not known
+            and head
+            and not kwargs
+            and args
+            and not set(self._positional) & set(self.options.shared)
+        ):
             self._in_columns.add(len(args))  # a method that takes so many arguments
         return found
 
-    def _split(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
-        head = () if owner is None else (owner,)
+    def _split(self, head: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Instance]:
+        owner = head[0] if head else None
         takes_one = self._takes_one.get(owner is None)
         if takes_one is None:
             takes_one = self._takes_one[owner is None] = self._one_is_enough(owner)

@@ -136,7 +136,8 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
     Py_XDECREF(sid);
     Py_XDECREF(none); /* the dict has it */
     if (payload && (v = record(recorder, entry, NULL, 0))) {
-        PyObject *kept = Py_BuildValue("(OOL)", v, t, (long long)version_of(t));
+        PyObject *version = PyLong_FromLongLong(version_of(t)), *kept = version ? PyTuple_Pack(3, v, t, version) : NULL;
+        Py_XDECREF(version);
         Py_DECREF(v); /* `kept` has it */
         if (!kept || PyList_Append(payload, t) < 0 || PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
             PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)

@@ -386,6 +386,7 @@ class _Run:
 
     def _work(self) -> None:
         """Run instances one after another, until one was parked: then a fresh worker has taken over."""
+        parks = self.statistics.suspensions
         while self.next < len(self.instances):
             instance = self.next
             self.next += 1
@@ -393,7 +394,6 @@ class _Run:
             if self.waiting is not None:
                 self.waiting.begin(instance)
             args, kwargs = self.instances[instance]
-            parks = self.statistics.suspensions
             try:
                 if self.vectors:
                     args = self._with_values(args)

@@ -131,9 +131,8 @@ class RecordedCalls(Columns):
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     waiting: Instances | None = None  # what instances set on modules, once one has waited
-    operands: Sequence[
-        tuple[str, torch.Tensor, int]
-    ] = ()  # parameters and buffers, with version at first sight
+    # Parameters and buffers, with version at first sight.
+    operands: Sequence[tuple[str, torch.Tensor, int]] = ()
 
     def __init__(
         self,
@@ -164,8 +163,9 @@ class RecordedCalls(Columns):
         self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
-        known = self._recalled(tuple(roots)) if recalls else None
-        self.known = known or Knowledge(tuple(roots))
+        roots = tuple(roots)
+        known = self._recalled(roots) if recalls else None
+        self.known = known or Knowledge(roots)
         self.sync_modes()
         if known is not None:
             self.operands = versions_now(known.modules.operands)
