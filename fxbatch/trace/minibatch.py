@@ -276,7 +276,8 @@ class _Run:
         self.recorder = recorder
         self.execution = execution
         self.keep_exceptions = keep_exceptions
-        self.vectors = _vector_arguments(instances)
+        reads = getattr(fn, "reads_instances", False)  # a block's
+        self.vectors: frozenset[int] = frozenset() if reads else _vector_arguments(instances)
         self.results: list[Any] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []

@@ -103,6 +103,37 @@ def test_options_of_the_decorator() -> None:
     assert g.square().sum().requires_grad
 
 
+VECTORS: dict[str, tuple[fb.Block, Any]] = {
+    "a layer": (fb.Vector(2) >> fb.FC(3), {}),
+    "a sequence": (fb.Map(S() >> fb.Function(torch.exp)) >> fb.Sum(), {}),
+    "a metric": (fb.Vector(2) >> fb.AllOf(fb.FC(2), fb.Metric("seen")), {}),
+    "a case": (
+        fb.OneOf(lambda x: bool(x[0] > 0), {True: fb.Vector(2) >> fb.FC(2), False: fb.Zeros([2])}),
+        {"backward": "autograd"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_instances_may_be_vectors_of_torch(name: str) -> None:
+    block, options = VECTORS[name]
+    model = fb.compile(block, adaptive=False, **options)
+    xs = [torch.randn(2, requires_grad=True) for _ in range(4)]
+    for minibatch in (xs, torch.stack(xs)):
+        found = model(minibatch)
+        if model.has_metrics:
+            output, metrics = found
+            found = output[0]
+            torch.testing.assert_close(metrics["seen"], torch.stack(xs))
+        wanted = torch.stack([block.eval(x)[0][0] if model.has_metrics else block.eval(x) for x in xs])
+        torch.testing.assert_close(found, wanted)
+        ours, theirs = (
+            torch.autograd.grad(y.square().sum(), xs, materialize_grads=True) for y in (found, wanted)
+        )
+        torch.testing.assert_close(ours, theirs)
+    assert model.has_metrics or fxbatch.explain(model, xs).launches_after
+
+
 def test_disabled_runs_one_by_one() -> None:
     model = fb.compile(nest_block())
     data = data_of(5)
