@@ -34,6 +34,7 @@ TYPED = (
     "ragged/row_places",
     "ragged/segment_loops",
     "runtime/operands",
+    "runtime/pool",
     "trace/places",
 )
 

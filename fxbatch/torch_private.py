@@ -309,6 +309,12 @@ def direct_call(overload: Any) -> Any:
     return overload._op
 
 
+def apply_outside_functorch(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` where no transform of torch.func is at work, without its look for what transforms have left.
+    Checked: 2.11.0, 2.13.0."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of torch._C._FunctionBase
+
+
 @contextlib.contextmanager
 def native_kernels() -> Iterator[None]:
     """Without cuDNN and oneDNN, whose whole-layer calls (an LSTM) vmap can't batch. Checked: 2.11.0, 2.13.0."""
@@ -576,6 +582,7 @@ __all__ = [
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
     "warning_handler", "without_module_trackers", "without_autograd",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
+    "apply_outside_functorch",
 ]  # fmt: skip
 
 

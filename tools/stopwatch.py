@@ -23,11 +23,13 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
+from fxbatch.runtime import backward as backward_module
 from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime.backward import Backward
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps
+from fxbatch.runtime.native_stretches import NativeSteps
 from fxbatch.runtime.operation_cache import CompiledOperation
+from fxbatch.runtime.parameter_gradients import NativeKernels
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 
@@ -43,7 +45,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (Run, "launch", "forward"),
     (Engine, "assemble", "results"),
     (Backward, "__init__", "backward"),
-    (Backward, "_parameters", "parameter gradients"),
+    (backward_module, "add_parameter_gradients", "parameter gradients"),
 )
 KERNELS = (("forward", "forward"), ("parameters", "parameter gradients"))
 PHASES = tuple(name for _, _, name in PARTS)
@@ -191,13 +193,15 @@ class Stopwatch:
         with self.operation(compiled.signature.name, kind, int(plan.step_rows[k])):
             yield
 
-    def _native_kernels(self, run: Callable[[NativeKernels, int, int], None]) -> Callable[..., None]:
+    def _native_kernels(self, run: Callable[[NativeKernels, int, int], bool]) -> Callable[..., bool]:
         """Native kernels one at a time, each timed."""
 
-        def timed(kernels: NativeKernels) -> None:
+        def timed(kernels: NativeKernels) -> bool:
             for i, (step, n) in enumerate(zip(kernels.steps, kernels.counts, strict=True)):
                 with self.operation(step.name, "parameter gradients", n):
-                    run(kernels, i, i + 1)
+                    if not run(kernels, i, i + 1):
+                        return False
+            return True
 
         return timed
 

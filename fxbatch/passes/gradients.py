@@ -14,7 +14,7 @@ from plans is checked where it is looked at first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
 NOT_THERE = "a column names a call or a value that is not there"
 
 
-@dataclass(frozen=True)
-class PhaseGradients:
+class PhaseGradients(NamedTuple):
     """What backward knows of one phase. The tuples are one a signature."""
 
     program: Program
@@ -45,8 +44,7 @@ class PhaseGradients:
     arena_ids: np.ndarray  # int64 [plan.arenas]: number of each arena among the run's types
 
 
-@dataclass(frozen=True)
-class GradientPlan:
+class GradientPlan(NamedTuple):
     """Per phase, columns over grad outputs and grad groups in step order.
 
     `read_*[p]` are over (step, grad output) pairs of phase p; start is a row (view) or a position in

@@ -114,7 +114,14 @@ def _mark_called(sig: Shorts, marks: Marks) -> None:
 
 def count_values(program: Program) -> int:
     """How many values there are, without numbering them call by call."""
-    return program.known + int(survey(program).counts @ program.width)
+    return program.known + _sum_of_products(survey(program).counts, program.width)
+
+
+def _sum_of_products(a: Ints, b: Ints) -> int:
+    total = 0
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
 
 
 def survey(program: Program) -> Survey:
@@ -381,7 +388,7 @@ def _spread_needs(
 def find_wanted(
     phases: Sequence[tuple[Program, Needs]], results: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """bool [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`; uint8
+    """uint8 [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`; uint8
     [values]: which values do. What was computed to be asked for alone reaches none."""
     results = results if results.dtype == np.int64 else results.astype(np.int64)
     marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
@@ -389,15 +396,16 @@ def find_wanted(
     found = []
     for program, needs in reversed(phases):
         c = program.columns
-        hit = np.zeros(int(program.width.sum()), dtype=np.uint8)
+        hit = np.zeros(len(c.output_types), dtype=np.uint8)
         _reach(program.sig, c.first_output, program.known, marked, hit)
         wanted, through = needs.wanted(c, hit.tobytes())
         leads = np.zeros(len(c.width), dtype=np.uint8)
         _mark_read(
-            program.sig, c.first_output, c.first_slot, program.inputs, program.known, through, marked, leads,
+            program.sig, c.first_output, c.first_slot, program.inputs, program.known, through, wanted, marked, leads,
         )  # fmt: skip
-        found.append(wanted & leads.view(bool))
-    return list(reversed(found)), marked
+        found.append(leads)
+    found.reverse()
+    return found, marked
 
 
 def _mark(results: Ints, marked: Marks) -> None:
@@ -425,12 +433,13 @@ def _mark_read(
     slot: Ints,
     inputs: Ints,
     known: Int,
-    through: Marks,
+    through: Flags,
+    wanted: Flags,
     marked: Marks,
     leads: Marks,
 ) -> None:
-    """Mark the signatures of calls that lead to marked values, and what these calls read where gradients go
-    through."""
+    """Mark the signatures of calls that lead to marked values, of those that are wanted, and what these calls read
+    where gradients go through."""
     v, e, calls = known, inputs.shape[0], sig.shape[0]
     for c in range(calls):
         v += first[sig[c] + 1] - first[sig[c]]
@@ -444,7 +453,7 @@ def _mark_read(
         for i in range(first[s + 1] - first[s]):
             found |= marked[v + i]
         if found:
-            leads[s] = 1
+            leads[s] = wanted[s]
             for i in range(e, e + slot[s + 1] - slot[s]):
                 if not 0 <= inputs[i] < marked.shape[0]:
                     raise IndexError(NOT_THERE)

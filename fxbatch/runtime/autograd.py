@@ -11,9 +11,10 @@ import torch
 from fxbatch.errors import GradientError
 from fxbatch.runtime.backward import run_backward
 from fxbatch.runtime.differentiable import DifferentiableRun
+from fxbatch.runtime.operands import any_of, requiring_grad
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Run, differentiable_constants
-from fxbatch.torch_private import backward_keeps_graph, inside_functorch
+from fxbatch.torch_private import apply_outside_functorch, backward_keeps_graph, inside_functorch
 
 
 class MinibatchFunction(torch.autograd.Function):
@@ -21,14 +22,19 @@ class MinibatchFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, requests: Sequence[np.ndarray], ids: Sequence[int], *inputs: torch.Tensor
+        ctx: Any,
+        run: Run,
+        requests: Sequence[np.ndarray],
+        needs: Sequence[bool],
+        ids: Sequence[int],
+        *inputs: torch.Tensor,
     ) -> Any:
         ctx.run = run
         ctx.ids = ids
         ctx.requests = requests
         ctx.set_materialize_grads(False)
-        outputs = tuple(run.rows(values) for values in requests)
-        plain = [o for o, values in zip(outputs, requests, strict=True) if not run.value_needs[values].any()]
+        outputs = tuple([run.rows(values) for values in requests])
+        plain = [o for o, needed in zip(outputs, needs, strict=True) if not needed]
         ctx.mark_non_differentiable(*plain)
         ctx.save_for_backward(*inputs)
         return outputs
@@ -45,7 +51,7 @@ class MinibatchFunction(torch.autograd.Function):
         found = run_backward(run, ctx.requests, grads)
         if not backward_keeps_graph() and not run.lasting:
             run.release()
-        return (None, None, None, *(found.get(i) for i in ctx.ids))
+        return (None, None, None, None, *map(found.get, ctx.ids))
 
 
 class LazyRun(Run):
@@ -69,16 +75,15 @@ def mixes_constants(run: Run) -> bool:
     )
 
 
-def differentiable_inputs(run: Run) -> list[torch.Tensor]:
-    """The tensors that gradients of a run go to: shared operands and constants that require them."""
-    found: dict[int, torch.Tensor] = {}
-    if run.grad:
-        found = {id(t): t for t in run.operands.values() if t.requires_grad}
-        for phase in run.phases:
-            for s in phase.program.constants:
-                for t in differentiable_constants(phase.program, s):
-                    found.setdefault(id(t), t)
-    return list(found.values())
+def differentiable_inputs(run: Run) -> dict[int, torch.Tensor]:
+    """The tensors that gradients of a run go to, by id: shared operands and constants that require them."""
+    if not run.grad:
+        return {}
+    found = requiring_grad(list(run.operands.values()))
+    for phase in run.phases:
+        for s in phase.program.constants:
+            found.update((id(t), t) for t in differentiable_constants(phase.program, s))
+    return found
 
 
 def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -88,7 +93,8 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
     if isinstance(run, DifferentiableRun):
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
-    if not inputs or not any(bool(run.value_needs[values].any()) for values in requests):
+    needs = [any_of(run.value_needs, values) for values in requests] if inputs else []
+    if not any(needs):
         if not torch.is_grad_enabled():
             return [run.rows(values) for values in requests]
         with torch.no_grad():
@@ -98,4 +104,6 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
             'torch.func transforms can\'t go through backward="compiled"; use '
             '@fxbatch.autobatch(backward="autograd")'
         )
-    return list(MinibatchFunction.apply(run, requests, [id(t) for t in inputs], *inputs))
+    return list(
+        apply_outside_functorch(MinibatchFunction, run, requests, needs, list(inputs), *inputs.values())
+    )

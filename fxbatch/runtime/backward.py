@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,21 +27,25 @@ from fxbatch.passes.gradients import (
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.constants import to_device
-from fxbatch.runtime.memory import GradientRows, Memory
-from fxbatch.runtime.native_stretches import NativeKernels, NativeSteps, backward_steps
+from fxbatch.runtime.memory import GradientRows, Kinds, Memory
+from fxbatch.runtime.native_stretches import NativeSteps, backward_steps
+from fxbatch.runtime.operands import Asked, gradient_rows
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.parameter_gradients import Left, parameter_gradients
+from fxbatch.runtime.parameter_gradients import (
+    Gradients,
+    KernelTable,
+    Left,
+    add_gradient,
+    add_parameter_gradients,
+)
 from fxbatch.runtime.phase import Phase, StepViews
 from fxbatch.runtime.run import Run, kernel_modes
-from fxbatch.runtime.structure_cache import BackwardNeeds
+from fxbatch.runtime.structure_cache import HELD
 from fxbatch.runtime.watchers import is_watched, named_step
 from fxbatch.torch_private import backward_keeps_graph, inside_functorch, memory_is_real, storage_of
 
-Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
-
-@dataclass(frozen=True, eq=False)
-class Given:
+class Given(NamedTuple):
     """The gradient of one result: of these values, all of the type `kind`."""
 
     kind: int
@@ -77,22 +82,63 @@ def _is_wrapped(given: Given) -> bool:
     return given.grad.layout is torch.strided and storage_of(given.grad) is None
 
 
+@dataclass(frozen=True, eq=False)
+class GradientTemplate:
+    """What all backward passes of some operations have in common."""
+
+    kinds: (
+        Kinds  # of the arenas of gradients, and of the rows that steps make for the gradients of parameters
+    )
+    arenas: int
+    first_of: dict[CompiledOperation, int]  # the first array of each operation that makes such rows
+    made_by: np.ndarray  # int64: which of these operations makes the rows of each array after the arenas
+    kernels: KernelTable
+
+    @staticmethod
+    def of(types: Sequence[TensorType], running: Sequence[CompiledOperation]) -> GradientTemplate:
+        """types: those of all values; running: the operations that run in backward."""
+        kinds, owner = list(types), []
+        first_of: dict[CompiledOperation, int] = {}
+        for operation in running:
+            if operation.extra_types:
+                owner += [len(first_of)] * len(operation.extra_types)
+                first_of[operation] = len(kinds)
+                kinds += operation.extra_types
+        made_by = np.array(owner, dtype=np.int64)
+        return GradientTemplate(Kinds.of(kinds), len(types), first_of, made_by, KernelTable.of(running))
+
+    def take(self, memory: Memory, capacity: np.ndarray) -> GradientRows:
+        """Memory for a backward pass. capacity: rows of each arena, the zero row among them."""
+        rows = gradient_rows(capacity, memory.calls_of([*self.first_of]), self.made_by)
+        return GradientRows(memory.pool, self.kinds, self.arenas, rows, self.first_of)
+
+
 class Backward:
     """One backward pass of a run: planned, its memory taken; `walk` may be repeated."""
 
     def __init__(self, run: Run, given: Sequence[Given]) -> None:
         self.run, self.memory, self.phases = run, run.memory, run.phases
-        results = np.concatenate([g.values for g in given])
+        structures, memory = run.planner.structures, run.memory
+        results = given[0].values if len(given) == 1 else np.concatenate([g.values for g in given])
         reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
         self.needs = [
             run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, reached, strict=True)
         ]
-        described = [self._describe(p, w) for p, w in zip(self.phases, self.needs, strict=True)]
-        types = list(self.memory.type_ids)
-        self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(types))
-        self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
-        extra = {op: self.memory.calls(op) for op in self.running if op.extra_types}
-        self.rows = GradientRows(self.memory.pool, types, self.plan.capacity.tolist(), extra)
+        described = [
+            PhaseGradients(p.program, p.plan, needs.groups, needs.outputs, memory.types_of(p.program))
+            for p, needs in zip(self.phases, self.needs, strict=True)
+        ]
+        self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(memory.type_ids))
+        self.running = self.needs[0].running
+        if len(self.needs) > 1:
+            self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
+        self.template = structures.get(
+            "gradients",
+            (self.running, memory.sets),
+            lambda: GradientTemplate.of(list(memory.type_ids), self.running),
+            HELD * len(self.running),
+        )
+        self.rows = self.template.take(memory, self.plan.capacity)
         self._views: dict[int, GradientViews] = {}
         self.found: Gradients = {}
 
@@ -102,47 +148,47 @@ class Backward:
             self.rows.write(g.kind, start, g.grad)
 
     def walk(self) -> None:
-        """All steps in reverse, then the gradients of parameters: `found`."""
-        self.found = {}
-        for p in range(len(self.phases) - 1, -1, -1):
-            self._walk(p)
-        self._parameters()
+        """All steps in reverse, then the gradients of parameters: `found`. What prepares them comes first, for what C
+        runs goes through more memory than caches hold, and leaves none of Python's code in them."""
+        run, left = self.run, Left(self.phases, self.memory, self.rows)
+        phases = range(len(self.phases))
+        passed = [self.needs[p].idle.take(self.phases[p].plan.step_signature) for p in phases]
+        native: list[NativeSteps | None] = [None] * len(phases)
+        kernels = None
+        if run.native:
+            asked: Asked = {}
+            native = [self._native(p, passed[p], asked) for p in phases]
+            kernels = self.template.kernels.fill(left, run.workspace(), run.planner.gradient_memory, asked)
+        for p in reversed(phases):
+            self._walk(p, passed[p], native[p])
+        add_parameter_gradients(self.running, kernels, left, run.workspace(), self.found)
 
     def release(self) -> None:
         """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
         self.rows.release()
         self._views.clear()
 
-    # -- preparation --------------------------------------------------------------------------------
-
-    def _describe(self, phase: Phase, needs: BackwardNeeds) -> PhaseGradients:
-        ids = self.memory.types_of(phase.program)
-        return PhaseGradients(phase.program, phase.plan, needs.groups, needs.outputs, ids)
-
     # -- the walk -----------------------------------------------------------------------------------
 
-    def _walk(self, p: int) -> None:
-        phase = self.phases[p]
-        passed = self.needs[p].idle[phase.plan.step_signature]
-        views = self._views.get(p)
-        if views is None:
-            views = self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
-        native = self._native(p, passed) if self.run.native else None
+    def _walk(self, p: int, passed: np.ndarray, native: NativeSteps | None) -> None:
+        phase, views = self.phases[p], self._views.get(p)
         k = len(phase.plan)
         while k > 0:
             k = (k if native is None else native.backward(k)) - 1
             if k >= 0 and not passed[k]:
+                if views is None:
+                    views = self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
                 self._one(phase, k, int(phase.plan.step_signature[k]), views)
 
-    def _native(self, p: int, passed: np.ndarray) -> NativeSteps | None:
+    def _native(self, p: int, passed: np.ndarray, asked: Asked) -> NativeSteps | None:
         """The stretches of steps that run in C."""
         plan = self.plan
         columns = (
             plan.first_read[p], plan.read_kind[p], plan.read_start[p], plan.read_stop[p], plan.bag[p],
             plan.read_arena[p], plan.indices, plan.bags, self.rows.table, plan.first_write[p], plan.write_arena[p],
-            plan.write_start[p], passed.astype(np.int64),
+            plan.write_start[p], passed,
         )  # fmt: skip
-        return backward_steps(self.phases[p], self.memory, self.run.workspace(), self.rows, columns)
+        return backward_steps(self.phases[p], self.memory, self.run.workspace(), self.rows, columns, asked)
 
     def _one(self, phase: Phase, k: int, s: int, views: GradientViews) -> None:
         """A step that Python runs."""
@@ -188,7 +234,7 @@ class Backward:
             for position in compiled.grad_shared:
                 found = shared_grads[position]
                 if found is not None:
-                    self._add(shared[position], found)
+                    add_gradient(self.found, shared[position], found)
             return
         if compiled.backward is None:
             return
@@ -218,25 +264,7 @@ class Backward:
             i = first + row if order is None else int(order[first + row])
             tensor = payload[i]
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
-                self._add(tensor, grad[row])
-
-    def _add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        found = self.found.get(id(tensor))
-        if found is None:
-            self.found[id(tensor)] = grad.clone() if grad._base is not None else grad
-        else:
-            self.found[id(tensor)] = found + grad
-
-    # -- parameter gradients ------------------------------------------------------------------------
-
-    def _parameters(self) -> None:
-        workspace, native = self.run.workspace(), self.run.native
-        kernels = NativeKernels(workspace, self.run.planner.gradient_memory) if native else None
-        left = Left(self.phases, self.memory, self.rows)
-        for compiled, results in parameter_gradients(self.running, left, workspace, kernels):
-            shared = self.memory.shared[compiled.signature]
-            for position, grad in zip(compiled.grad_shared, results, strict=True):
-                self._add(shared[position], grad)
+                add_gradient(self.found, tensor, grad[row])
 
 
 class GradientViews:

@@ -6,7 +6,7 @@ launches = execute_forward(phase, memory, workspace, native=True)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -27,8 +27,8 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     kernels were launched."""
     workspace.enter_run(memory.shared)
     phase.views = None
-    if phase.layout is not None:
-        memory.take(phase.operations.arrays, phase.layout)
+    if phase.found is not None:
+        memory.take(phase.operations.arrays, phase.found)
     launches, k, steps = 0, 0, len(phase.plan)
     found = forward_steps(phase, memory, workspace) if native else None
     if found is None:
@@ -47,22 +47,27 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
 
 def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
     """A step that has no native program, or that its program can't run."""
-    signature = phase.operation(k).signature
-    if is_constant(signature):
-        row = phase.plan.block_start.item(phase.plan.first_block.item(k))
-        place = memory.row_place(signature.outputs[0], row)
-        _fill(phase, memory, k, functools.partial(phase.rows_of_output, memory, k, 0), place)
+    if is_constant(phase.operation(k).signature):
+        _fill(phase, memory, k, native=True)
         return 0
     return run_steps(phase, memory, workspace, range(k, k + 1))
 
 
-def _fill(phase: Phase, memory: Memory, k: int, rows: Callable[[], torch.Tensor], place: int) -> None:
+def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> None:
+    """Put constants into their rows."""
     plan = phase.plan
     s = plan.step_signature.item(k)
-    compiled, payload = phase.operation(k), phase.program.constants[s]
-    first = plan.step_offset.item(k) - (memory.calls(compiled) - len(payload))
-    n = plan.step_rows.item(k)
-    fill_constants(rows, place, compiled.signature, payload, first, n, plan.constant_order[s])
+    signature, payload = phase.program.signatures[s], phase.program.constants[s]
+    first, n = plan.step_offset.item(k), plan.step_rows.item(k)
+    if not phase.whole:  # rows are counted over all phases
+        first -= memory.calls(phase.operation(k)) - len(payload)
+    place = (
+        memory.row_place(signature.outputs[0], plan.block_start.item(plan.first_block.item(k)))
+        if native
+        else 0
+    )
+    rows = functools.partial(phase.rows_of_output, memory, k, 0)
+    fill_constants(rows, place, signature, payload, first, n, plan.constant_order[s])
 
 
 def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) -> int:
@@ -78,7 +83,7 @@ def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) 
             with named_step(compiled.signature.name, n, "forward"):
                 compiled.forward(n, sources, outs, kept, saved, shared, workspace)
         elif is_constant(compiled.signature):
-            _fill(phase, memory, k, functools.partial(outs.__getitem__, 0), 0)
+            _fill(phase, memory, k, native=False)
         else:
             launches += n
             with named_step(compiled.signature.name, n, "forward"):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from fxbatch.codegen.step_functions import Kept, Source
 from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule
+from fxbatch.passes.plan import WholePlan
 from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.constants import to_device
-from fxbatch.runtime.memory import ArrayLayout, Memory
+from fxbatch.runtime.memory import Memory
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.structure_cache import OperationSet
 
@@ -32,16 +32,16 @@ class Phase:
     plan: Plan
     needs: Needs
     operations: OperationSet
-    layout: ArrayLayout | None = None  # where its memory is; None where other phases share it
-    # Of each value row, type, and whether gradients go through it; None where the memory knows, for all phases.
-    facts: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    found: WholePlan | None = (
+        None  # with all that is known of values and arrays; None where other phases share them
+    )
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 
     @property
     def whole(self) -> bool:
         """Whether it is the only phase of its minibatch."""
-        return self.layout is not None
+        return self.found is not None
 
     @property
     def compiled(self) -> tuple[CompiledOperation | None, ...]:

@@ -5,7 +5,7 @@ long as a decorated callable, with its pool of memory.
 
     planner = Planner(Options())
     program, schedule = planner.prepare(program)
-    schedule, whole, layout = planner.plan(program, None, template, reuse=True)
+    schedule, found = planner.plan(program, None, template, reuse=True)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
-from fxbatch.runtime.memory import ArrayLayout, GradientMemory, Pool
 from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache
 from fxbatch.runtime.options import Options, deduplication
+from fxbatch.runtime.pool import GradientMemory, Pool
 from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
 from fxbatch.runtime.structure_cache import (
@@ -166,17 +166,16 @@ class Planner:
 
     def plan(
         self, program: Program, schedule: Schedule | None, template: FamilyTemplate, *, reuse: bool
-    ) -> tuple[Schedule, WholePlan, ArrayLayout]:
+    ) -> tuple[Schedule, WholePlan]:
         """The steps of a minibatch's only phase, where values live and what steps read, and where all of it lies; found
         again by content. schedule: by the policy of the options where it is not given. reuse: rows of values that have
         no further reader."""
 
-        def make() -> tuple[Schedule, WholePlan, ArrayLayout]:
-            arrays, steps = operations.arrays, self.schedule(program) if schedule is None else schedule
-            found = plan_whole(
-                program, steps, operations.slots, arrays.table, template.needs.outputs, reuse=reuse
+        def make() -> tuple[Schedule, WholePlan]:
+            steps, needs = self.schedule(program) if schedule is None else schedule, template.needs.outputs
+            return steps, plan_whole(
+                program, steps, operations.slots, operations.arrays.table, needs, reuse=reuse
             )
-            return steps, found, arrays.lay_out(found)
 
         operations = template.operations
         key = PlanKey(program, template, reuse)

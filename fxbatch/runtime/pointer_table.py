@@ -3,7 +3,7 @@
 In: the operations of a program and their arrays. Out: rows of (pointer, bytes, flag) for a run.
 
     table = PointerTable.of(arrays, backward=False)
-    filled = table.fill(memory.columns(arrays)[1], memory.shared)      # filled.programs, filled.rows
+    filled = table.fill(memory.columns(arrays)[1], memory.shared, {})      # filled.programs, filled.rows
 
 A signature's rows: how many kept and saved arrays there are, those arrays, shared operands, and rows for the gradients
 of parameters. A signature has no program where C can't read an operand as it is.
@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_programs import NativeStep
 from fxbatch.ir import Signature
 from fxbatch.runtime.memory import Arrays, GradientRows
-from fxbatch.runtime.operands import put_operands
+from fxbatch.runtime.operands import Asked, put_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.trace.integers import PLAIN_TENSORS
 
@@ -103,29 +102,23 @@ class PointerTable:
         array as long as nothing has moved."""
         tensors = [t for part in self.parts for t in operands[part.operation.signature]]
         if not all(type(t) in PLAIN_TENSORS for t in tensors):
-            return self.fill(places, operands)
+            return self.fill(places, operands, {})
         shared = [t.data_ptr() for t in tensors]
         if before is not None and places is before.places and shared == before.shared:
             return before
-        return self.fill(places, operands)._replace(shared=shared)
+        return self.fill(places, operands, {})._replace(shared=shared)
 
     def fill(
         self,
         places: np.ndarray,
         operands: Mapping[Signature, Sequence[torch.Tensor]],
+        asked: Asked,
         made: GradientRows | None = None,
     ) -> Filled:
         """The pointers as memory is now. places: where the arrays lie; made: the rows for the gradients of
         parameters."""
-        rows = self.rows.copy()
-        if len(self.at):
-            rows[self.at] = places[self.arrays]
-        refused = put_operands(extension.put_places, rows, self.parts, operands)
-        for part in self.parts if made is not None else ():
-            if made is not None and part.operation.extra_types and part.s not in refused:
-                extra = made.extra_places(part.operation)
-                rows[part.extra : part.extra + len(extra)] = extra
-        programs = self.programs
+        rows, programs = self.rows.copy(), self.programs
+        refused = put_steps(rows, self, places, operands, asked, made)
         if refused:
             programs = tuple(None if s in refused else x for s, x in enumerate(programs))
         return Filled(programs, rows, places, [])

@@ -139,9 +139,8 @@ class Run:
         operations, memory = template.operations, self.memory
         if last and not self.phases:
             memory.types_of(program)
-            schedule, whole, layout = self.planner.plan(program, schedule, template, reuse=not self.grad)
-            facts = whole.plan.row_of_value, whole.type_of, whole.needed
-            return Phase(program, schedule, whole.plan, template.needs, operations, layout, facts)
+            schedule, found = self.planner.plan(program, schedule, template, reuse=not self.grad)
+            return Phase(program, schedule, found.plan, template.needs, operations, found)
         schedule = self.planner.schedule(program) if schedule is None else schedule
         needs = template.needs.outputs
         plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
@@ -155,7 +154,12 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        self.value_row, self.value_type, self.value_needs = phase.facts or self.memory.phases.ran()
+        found = phase.found
+        self.value_row, self.value_type, self.value_needs = (
+            self.memory.phases.ran()
+            if found is None
+            else (found.plan.row_of_value, found.type_of, found.needed)
+        )
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
@@ -289,7 +293,7 @@ class Run:
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
     """The map that takes each of the ids `before` to the id at its place in `after`."""
     if len(before) == 1:
-        return lambda ids: after[np.zeros(len(ids), dtype=np.int64)]
+        return lambda ids: after if len(ids) == 1 else after[np.zeros(len(ids), dtype=np.int64)]
     order = np.argsort(before)
     ordered, mapped = before[order], after[order]
     return lambda ids: mapped[np.searchsorted(ordered, ids)]

@@ -6,8 +6,9 @@
 
 Kinds: "plan" (with its schedule) by a program's content; "operations" (an OperationSet) by a program's signatures and
 their compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
-"unrolled" (a module) by content. The least recently used go first. All of it is bounded in bytes, and by the signatures
-and operations in it, which it keeps alive although their own caches may have dropped them: each counts 8 kB.
+"gradients" (a GradientTemplate) by the operations that run in backward; "unrolled" (a module) by content. The least
+recently used go first. All of it is bounded in bytes, and by the signatures and operations in it, which it keeps alive
+although their own caches may have dropped them: each counts 8 kB.
 
 A Family is the programs with one signature graph in which the same signatures are called, with or without gradients.
 While the shared operands are of the types that they were (shapes, strides, who requires gradients), all that a new
@@ -208,7 +209,7 @@ class BackwardNeeds:
     groups: tuple[tuple[int, ...], ...]  # groups whose gradients the operation's backward gives
     outputs: tuple[tuple[int, ...], ...]  # outputs whose gradients it takes
     running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
-    idle: np.ndarray  # bool a signature: backward has nothing to do for it, whatever other phases want
+    idle: np.ndarray  # int64 a signature, 1: backward has nothing to do for it, whatever other phases want
 
     @staticmethod
     def of(operations: Sequence[CompiledOperation | None], reached: np.ndarray) -> BackwardNeeds:
@@ -221,7 +222,7 @@ class BackwardNeeds:
             tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
             outputs,
             tuple(reversed(batched)),
-            np.array(idle, dtype=bool),
+            np.array(idle, dtype=np.int64),
         )
 
 

@@ -17,7 +17,7 @@ import torch
 
 import fxbatch
 from fxbatch.errors import FxbatchError
-from fxbatch.runtime.memory import Pool
+from fxbatch.runtime.pool import Piece, Pool
 from fxbatch.torch_private import tree_flatten, tree_map
 from tests.conformance.databases import Call, Entry
 from tests.oracle import compare, run, to_double
@@ -30,9 +30,9 @@ VERDICTS = ("batched", "partly batched", "one by one", "no call", "refused", "sl
 class Poisoned(Pool):
     """Memory full of nan, so that reading what nobody wrote shows in the results."""
 
-    def take(self, device: torch.device, lines: int) -> torch.Tensor:
+    def take(self, device: torch.device, lines: int) -> Piece:
         taken = super().take(device, lines)
-        taken.view(torch.int32).fill_(-1)  # nan in every floating type, -1 in others
+        taken.tensor.view(torch.int32).fill_(-1)  # nan in every floating type, -1 in others
         return taken
 
 

@@ -231,10 +231,10 @@ def test_wrong_columns_of_a_plan_are_errors() -> None:
         for by in (-1000, 1000):
             wrong = dataclasses.replace(made, **{column: getattr(made, column) + by})
             with pytest.raises(IndexError, match=r"not there|[Oo]ut of bounds"):
-                gradients.plan_gradients([dataclasses.replace(phase, plan=wrong)], requests, len(made.arenas))
+                gradients.plan_gradients([phase._replace(plan=wrong)], requests, len(made.arenas))
     for change in ({"grad_groups": [(9,)] * 9}, {"grad_outputs": [(9,)] * len(program.signatures)}):
         with pytest.raises(IndexError, match=r"not there|[Oo]ut of bounds"):
-            gradients.plan_gradients([dataclasses.replace(phase, **change)], requests, len(made.arenas))
+            gradients.plan_gradients([phase._replace(**change)], requests, len(made.arenas))
     for request in ((99, program.outputs), (0, program.outputs + 1000)):
         with pytest.raises(IndexError, match=r"not there|[Oo]ut of bounds"):
             gradients.plan_gradients([phase], [request], len(made.arenas))

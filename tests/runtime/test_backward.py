@@ -14,8 +14,9 @@ import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.ir import tensor_type
 from fxbatch.runtime import autograd as function
-from fxbatch.runtime.memory import GradientRows, Pool
-from fxbatch.runtime.native_stretches import NativeKernels
+from fxbatch.runtime.memory import GradientRows, Kinds
+from fxbatch.runtime.parameter_gradients import KernelTable, NativeKernels
+from fxbatch.runtime.pool import Pool
 from tests import models as M
 from tests.oracle import check_equal
 from tests.trust.programs import model
@@ -33,7 +34,8 @@ def test_arenas_are_pieces_of_one_memory() -> None:
         tensor_type((0,), torch.float32, CPU),
         tensor_type((5,), torch.float64, CPU),
     ]
-    rows = GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
+    counts = np.array([4, 3, 9, 2, 0])
+    rows = GradientRows(pool, Kinds.of(kinds), 5, counts, {})
     assert pool.allocated == 1
     for i, (kind, n) in enumerate(zip(kinds, [4, 3, 9, 2], strict=False)):
         arena = rows.tensor(i)
@@ -43,7 +45,7 @@ def test_arenas_are_pieces_of_one_memory() -> None:
     assert all(bool((rows.tensor(i) == i + 1).all()) for i in range(4))
     assert rows.tensor(4).numel() == 0  # the zero row alone: nobody reads or writes it
     rows.release()
-    GradientRows(pool, kinds, [4, 3, 9, 2, 1], {})
+    GradientRows(pool, Kinds.of(kinds), 5, counts, {})
     assert (pool.allocated, pool.reused) == (1, 1)
 
 
@@ -77,9 +79,9 @@ def test_gradients_of_all_parameters_are_one_call(monkeypatch: pytest.MonkeyPatc
     calls: list[int] = []
     run = NativeKernels.run
 
-    def counting(self: NativeKernels) -> None:
+    def counting(self: NativeKernels) -> bool:
         calls.append(len(self.steps))
-        run(self)
+        return run(self)
 
     monkeypatch.setattr(NativeKernels, "run", counting)
     made, trees = M.with_options(M.TreeLSTM(), native=True), M.trees(1, [3, 7])
@@ -104,18 +106,18 @@ class FirstWithoutState(nn.Module):
 
 @needs_extension
 def test_gradients_of_two_operations_are_added_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    results: list[int] = []
-    add = NativeKernels.add
+    adds: list[bool] = []
+    fill = KernelTable.fill
 
-    def noting(*args: Any) -> Any:
-        made = add(*args)
-        results.append(-1 if made is None else len(made))
-        return made
+    def noting(table: KernelTable, *args: Any) -> NativeKernels:
+        assert len(table.results) == 4
+        adds.extend(k.adds for k in table.kernels)
+        return fill(table, *args)
 
-    monkeypatch.setattr(NativeKernels, "add", noting)
+    monkeypatch.setattr(KernelTable, "fill", noting)
     made = FirstWithoutState()
     check_equal(made, [[torch.randn(3) for _ in range(n)] for n in (1, 2, 4)])
-    assert sorted(results) == [0, 0, 4, 4]  # of two runs
+    assert adds == [False, True, False, True]  # of two runs
 
 
 @needs_extension

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.codegen.native import extension
-from fxbatch.runtime.memory import GradientMemory
+from fxbatch.runtime.pool import GradientMemory
 
 SHAPE = (200, 300)
 

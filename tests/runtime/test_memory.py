@@ -12,11 +12,13 @@ from torch import nn
 
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
-from fxbatch.ir import VIEW, Operation, Plan, Program, Signature, tensor_type
+from fxbatch.ir import VIEW, Operation, Program, Signature, tensor_type
 from fxbatch.passes.plan import Slots, WholePlan
 from fxbatch.passes.room import LINE
 from fxbatch.passes.schedule import batch_by_depth
-from fxbatch.runtime.memory import ArrayLayout, Arrays, Kinds, Memory, Pieces, Pool, lay_out
+from fxbatch.runtime.memory import Arrays, Kinds, Memory, Pieces
+from fxbatch.runtime.pool import Piece, Pool
+from fxbatch.runtime.run import Run
 from tests import models as M
 from tests.oracle import check_equal
 from tests.runtime.test_native_steps import CASES
@@ -27,30 +29,31 @@ each = pytest.mark.parametrize(("made", "instances"), [c[1:] for c in CASES], id
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Plan, ArrayLayout]]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, WholePlan]]:
     """What was laid out."""
-    found: list[tuple[Arrays, Plan, ArrayLayout]] = []
-    lay = Arrays.lay_out
+    found: list[tuple[Arrays, WholePlan]] = []
+    launch = Run.launch
 
-    def noting(arrays: Arrays, whole: WholePlan) -> ArrayLayout:
-        found.append((arrays, whole.plan, lay(arrays, whole)))
-        return found[-1][2]
+    def noting(run: Run, phase: Any) -> None:
+        if phase.found is not None:
+            found.append((phase.operations.arrays, phase.found))
+        launch(run, phase)
 
-    monkeypatch.setattr(Arrays, "lay_out", noting)
+    monkeypatch.setattr(Run, "launch", noting)
     return found
 
 
-def check_layout(arrays: Arrays, plan: Plan, layout: ArrayLayout) -> None:
+def check_layout(arrays: Arrays, layout: WholePlan) -> None:
     """Brute force: each byte belongs to one array, or to rows of an arena that an array reads where they are."""
     owner: dict[int, int] = {}
-    ((device, lines),) = layout.lines
+    plan, (device,), (end,) = layout.plan, arrays.columns.devices, layout.ends
     assert device.type == "cpu"
-    for array, (kind, rows) in enumerate(zip(arrays.kinds, layout.rows, strict=True)):
+    for array, (kind, rows) in enumerate(zip(arrays.kinds, layout.rows.tolist(), strict=True)):
         offset, size, flag = layout.places[array].tolist()
         assert size == rows * kind.numel * kind.dtype.itemsize
         if flag:
             continue
-        assert offset % LINE == 0 and offset + size <= LINE * lines
+        assert offset % LINE == 0 and offset + size <= end
         for byte in range(offset, offset + size):
             assert byte not in owner
             owner[byte] = array
@@ -78,8 +81,8 @@ def test_arrays_lie_apart(made: nn.Module, instances: list[Any], planned: list[A
     made(instances)
     with torch.no_grad():
         made(instances[-1:])
-    for arrays, plan, layout in planned:
-        check_layout(arrays, plan, layout)
+    for arrays, layout in planned:
+        check_layout(arrays, layout)
     assert planned or made.__class__.__name__ == "Tagger"
 
 
@@ -89,7 +92,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     rows: list[int] = []
     take = Pool.take
 
-    def counting(self: Pool, device: Any, n: int) -> torch.Tensor:
+    def counting(self: Pool, device: Any, n: int) -> Piece:
         rows.append(n)
         return take(self, device, n)
 
@@ -175,18 +178,19 @@ def test_arrays_that_outgrow_their_memory_move_with_what_they_hold() -> None:
 def test_a_run_that_ends_while_its_thread_takes_memory() -> None:
     """A collection of garbage may come anywhere: what it gives back waits for its turn, nobody for it."""
     pool = Pool()
-    tensor = pool.take(ROW.device, 4)
+    piece = pool.take(ROW.device, 4)
     with pool._lock:
-        pool.give(tensor)
-    assert pool.bytes == tensor.nbytes
-    assert pool.take(ROW.device, 4) is tensor
+        pool.give(piece)
+    assert pool.bytes == piece.tensor.nbytes
+    assert pool.take(ROW.device, 4) is piece
 
 
 def test_tensors_of_memory() -> None:
     pool = Pool()
     memory = Pieces(pool)
     kinds = [ROW, INDEX, EMPTY, tensor_type((2,), torch.complex128, ROW.device)]
-    memory.add(kinds, lay_out(Kinds.of(kinds), np.array([3, 2, 4, 0])))
+    rows = np.array([3, 2, 4, 0])
+    memory.lay(Kinds.of(kinds), rows, *Kinds.of(kinds).place(rows))
     memory.tensor(0).fill_(1.5)
     memory.tensor(1).fill_(7)
     assert memory.tensor(0).tolist() == [[1.5] * 3] * 3 and memory.tensor(1).tolist() == [7, 7]

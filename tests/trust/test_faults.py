@@ -38,14 +38,14 @@ POINTS = (
     ("fxbatch.runtime.operation_cache", "emit_kernel", 1),
     ("fxbatch.runtime.forward", "fill_constants", 0),
     ("fxbatch.runtime.autograd", "differentiable_inputs", 0),
-    ("fxbatch.runtime.memory", "Pool.take", 1),
+    ("fxbatch.runtime.pool", "Pool.take", 1),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
     ("fxbatch.runtime.forward", "forward_steps", 0),
     ("fxbatch.runtime.backward", "backward_steps", 0),
     ("fxbatch.runtime.phase", "StepViews._source", 0),
     ("fxbatch.runtime.memory", "GradientRows._clear", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
-    ("fxbatch.runtime.backward", "Backward._parameters", 0),
+    ("fxbatch.runtime.backward", "add_parameter_gradients", 0),
 )
 
 
@@ -178,7 +178,7 @@ def test_memory_comes_back_after_faults(native: bool) -> None:
     sizes = []
     for k in range(12):
         with (
-            fault("fxbatch.runtime.memory", "Pool.take", k % 2, RuntimeError("injected")),
+            fault("fxbatch.runtime.pool", "Pool.take", k % 2, RuntimeError("injected")),
             pytest.raises(RuntimeError, match="injected"),
         ):
             train_step(made, trees)

@@ -14,8 +14,8 @@ import fxbatch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Operation, Signature, TensorType
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.memory import Pool
 from fxbatch.runtime.operation_cache import OperationCache
+from fxbatch.runtime.pool import Pool
 
 WORDS = [[1, 2], [3], [4, 5, 6]]
 
