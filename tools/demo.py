@@ -98,6 +98,9 @@ def _positive(text: str) -> int:
     return number
 
 
+_positive.__name__ = "whole number"  # as argparse says what "x" is not
+
+
 def _share(text: str) -> float:
     number = float(text)
     if not 0 <= number < 1:

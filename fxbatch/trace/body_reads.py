@@ -99,6 +99,7 @@ _CODE = (FunctionType, type, ModuleType, MethodType, property, staticmethod, cla
 _PLAIN_BASES = (object, Generic, Protocol, SimpleNamespace)
 _DYNAMIC = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__", "attrgetter", "methodcaller"})
 _UNKNOWABLE = frozenset({"globals", "locals", "eval", "exec", "__import__", "import_module"})
+_IDENTITY = frozenset({"id", "hash", "type", "set", "frozenset", "__class__", "__dict__", "get", "index"})
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})  # a library's object, which holds data
 _OWN = frozenset(torch.nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_all_weights"}
 _LEFT_OUT = frozenset({
@@ -127,6 +128,7 @@ class CodeNames(NamedTuple):
     written: tuple[str, ...]  # globals that it sets
     imports: tuple[str, ...]
     codes: tuple[CodeType, ...]  # itself and those inside it
+    identity: bool  # whether it may ask which object something is: `x is y`, `x in known`, `id(x)`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,10 +140,15 @@ def names_of(code: CodeType) -> CodeNames:
     attributes: set[str] = set()
     stored: set[str] = set()
     codes = [code]
+    identity, before = False, ""
     for c in codes:
         codes.extend(x for x in c.co_consts if isinstance(x, CodeType))
         for instruction in dis.get_instructions(c):
             op, name = instruction.opname, instruction.argval
+            identity |= op in ("CONTAINS_OP", "BUILD_SET", "SET_ADD") or (
+                op == "IS_OP" and before != "LOAD_CONST"
+            )
+            before = op
             if op in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 globals_[name] = None
                 if op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -152,8 +159,10 @@ def names_of(code: CodeType) -> CodeNames:
                 attributes.add(name)
                 if op in ("STORE_ATTR", "DELETE_ATTR"):
                     stored.add(name)
+    identity = identity or not _IDENTITY.isdisjoint(attributes.union(globals_))
     return CodeNames(
         tuple(globals_), frozenset(attributes), frozenset(stored), tuple(written), tuple(imports), tuple(codes),
+        identity,
     )  # fmt: skip
 
 
@@ -363,6 +372,8 @@ class Walk:
         unknowable = _UNKNOWABLE.intersection(found.globals)
         if unknowable:
             return self._cannot(f"names by {min(unknowable)}()", "which code can't tell beforehand")
+        if "id" in found.globals:
+            return self._cannot("id()", "which asks which object something is")
         environment = _ENVIRONMENT.intersection(found.globals) or _ENVIRONMENT & found.attributes
         if environment:
             return self._cannot(min(environment), "what the process is given from outside")

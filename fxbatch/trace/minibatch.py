@@ -22,7 +22,7 @@ import contextvars
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Protocol
 
 import greenlet
@@ -33,12 +33,13 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
+from fxbatch.trace.body_reads import is_library, names_of
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.columns import quicken
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
-from fxbatch.trace.places import values_kept
+from fxbatch.trace.places import IN_CELL, found_in, holds_now, values_kept
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, state, tracing
 from fxbatch.trace.table import SignatureTable
@@ -214,10 +215,34 @@ def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
                 )
 
 
-def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> frozenset[int]:
+def _asks_which_object(function: Any, owner: Any) -> bool:
+    """Whether a forward, a method of its owner that it names or a function of the same file asks so."""
+    todo, seen = [function], set[Any]()
+    while todo:
+        f = todo.pop()
+        f = f.__func__ if isinstance(f, (MethodType, staticmethod, classmethod)) else f
+        f = f.__dict__.get("__wrapped__", f) if isinstance(f, FunctionType) else f
+        if not isinstance(f, FunctionType) or f in seen or is_library(f.__globals__.get("__name__")):
+            continue
+        seen.add(f)
+        names = names_of(f.__code__)
+        if names.identity:
+            return True
+        held = [f.__globals__[x] for x in names.globals if x in f.__globals__]
+        modules = [vars(x) for x in held if isinstance(x, ModuleType) and not is_library(x.__name__)]
+        todo += [*held, *(x.get(name) for x in modules for name in names.attributes)]
+        todo += [found_in(type(owner), name)[1] for name in names.attributes]
+        todo += [holds_now(IN_CELL, cell, None) for cell in f.__closure__ or ()]
+    return False
+
+
+def _vector_arguments(
+    fn: Callable[..., Any], instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> frozenset[int]:
     """Positions of arguments that are a floating-point vector of one size and type in every instance.
 
-    Ragged arguments stay real tensors: slicing them costs little, and as values every length would make
+    Those with attributes of the user's, and where code asks which object something is, stay what they are. Ragged
+    arguments stay real tensors: slicing them costs little, and as values every length would make
     signatures of its own.
     """
     first = instances[0][0] if instances else ()
@@ -229,13 +254,15 @@ def _vector_arguments(instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
         return numbers and (a.dtype.is_floating_point or a.dtype.is_complex)
 
     def is_like(b: Any, a: torch.Tensor) -> bool:
-        return type(b) is torch.Tensor and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
+        known = type(b) is torch.Tensor and not b.__dict__
+        return known and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
 
-    return frozenset(
+    found = frozenset(
         i
         for i, a in enumerate(first)
         if is_vector(a) and all(len(args) == len(first) and is_like(args[i], a) for args, _ in instances)
     )
+    return frozenset() if found and _asks_which_object(fn, getattr(fn, "__self__", first[0])) else found
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +304,7 @@ class _Run:
         self.execution = execution
         self.keep_exceptions = keep_exceptions
         reads = getattr(fn, "reads_instances", False)  # a block's
-        self.vectors: frozenset[int] = frozenset() if reads else _vector_arguments(instances)
+        self.vectors: frozenset[int] = frozenset() if reads else _vector_arguments(fn, instances)
         self.results: list[Any] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []

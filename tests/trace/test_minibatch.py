@@ -240,3 +240,75 @@ def test_modules_that_instances_make_with_floats_of_their_own_make_no_signature_
     torch.testing.assert_close(model(x, slopes), expected)
     report = fxbatch.explain(model, x, slopes)
     assert len(report.operations) < 20
+
+
+KNOWN = [torch.randn(4) for _ in range(4)]
+NUMBERS, IDS = {x: i for i, x in enumerate(KNOWN)}, {id(x): i for i, x in enumerate(KNOWN)}
+
+
+def is_second(x: Any) -> bool:
+    return x is KNOWN[1]
+
+
+class AsksWhich(nn.Module):
+    """What is done to a vector depends on which object it is."""
+
+    def __init__(self, asks: Any) -> None:
+        super().__init__()
+        self.lin, self.asks = LIN, asks
+
+    def which(self, x: Any) -> Any:
+        return self.asks(x)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: Any) -> Any:
+        return self.lin(x.sin()) * (1 + float(self.which(x)))
+
+
+class AsksItself(AsksWhich):
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) if x is KNOWN[0] or type(x) is not torch.Tensor else x * 2
+
+
+class AsksBelow(AsksWhich):
+    def which(self, x: Any) -> Any:
+        return is_second(x) + NUMBERS.get(x, 9) + IDS.get(id(x), 9)
+
+
+@pytest.mark.parametrize("kind", [AsksItself, AsksBelow])
+def test_vectors_whose_identity_is_asked_for_keep_it(kind: type[AsksWhich]) -> None:
+    model = kind(float)
+    with fxbatch.disabled():
+        wanted = model(KNOWN)
+    torch.testing.assert_close(model(KNOWN), wanted)
+
+
+def test_vectors_with_attributes_keep_them() -> None:
+    xs = [x.clone() for x in KNOWN]
+    for i, x in enumerate(xs):
+        x.place = i  # type: ignore[attr-defined]
+    model = AsksWhich(lambda x: getattr(x, "place", 9))
+    with fxbatch.disabled():
+        wanted = model(xs)
+    torch.testing.assert_close(model(xs), wanted)
+
+
+def test_identity_asked_for_in_a_submodule() -> None:
+    class Part(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * IDS.get(id(x), 9)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.lin = Part(), LIN
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: Any) -> Any:
+            return self.lin(self.part(x[0]))
+
+    model, xs = Whole(), [[x] for x in KNOWN]
+    with fxbatch.disabled():
+        wanted = model(xs)
+    torch.testing.assert_close(model(xs), wanted)
