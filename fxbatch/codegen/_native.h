@@ -114,7 +114,8 @@ const char *chosen_loops(void);
 
 /* _native_products.c */
 /* out[i][j] (+)= sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p * step_of_a, element (p, j) of b at
-   p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the line is long. */
+   p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the line is long. Where row_of_b is 0,
+   b is panels, and the first of them at b. */
 typedef struct {
     float *out;
     const float *a, *b;
@@ -129,13 +130,13 @@ void multiply(const Product *product);
 void choose_tiles(const char *level);
 void set_products(void *single);
 PyObject *native_product(PyObject *module, PyObject *args);
-/* Weights [width, depth], rows `line` apart, as [depth, width], rows turned_line(width) apart. */
+/* Weights [width, depth], rows `line` apart, as panels: [depth, PANEL] each, on AVX2 four narrower ones. */
+enum { PANEL = 64 };
 int can_turn(void);
 void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth);
-static inline int64_t turned_line(int64_t width) /* whole vectors; not as long as pages, whose lines are in each other's way */
+static inline int64_t panels_width(int64_t width)
 {
-    int64_t line = (width + 15) / 16 * 16;
-    return line % 256 ? line : line + 16;
+    return (width + PANEL - 1) / PANEL * PANEL;
 }
 void clear_floats(float *to, int64_t count);
 int has_products(void); /* 1: BLAS, 2: loops of ours, 3: both */

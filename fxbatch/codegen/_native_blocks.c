@@ -147,7 +147,7 @@ int find_apart(Program *p)
     for (int64_t c = 0; c < p->turned_count; c++) {
         Instruction *x = &p->code[p->turned[c]];
         x->turned = p->base_count;
-        p->bases[p->base_count++] = (Base){0, x->depth_rest, turned_line(x->width) * 4, APART};
+        p->bases[p->base_count++] = (Base){0, x->depth_rest, panels_width(x->width) * 4, APART};
     }
     return 0;
 }

@@ -10,8 +10,9 @@ static Sgemm sgemm;
 
 typedef struct {
     void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
+    void (*by_panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int64_t, int);
     void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
-    void (*turn)(float *, int64_t, const float *, int64_t, int64_t, int64_t);
+    void (*turn)(float *, const float *, int64_t, int64_t, int64_t);
     void (*clear)(float *, int64_t);
 } Tiles;
 
@@ -120,14 +121,18 @@ void set_choice(const int8_t *choice)
     memcpy(chosen, choice, sizeof chosen);
 }
 
+/* Not where BLAS does better by weights as they are. */
 int can_turn(void)
 {
-    return tiles != NULL;
+    int by_blas = 0;
+    for (int c = 0; c < ROW_CLASSES; c++)
+        by_blas += chosen[TURNED_B][c];
+    return tiles && by_blas < ROW_CLASSES;
 }
 
 void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth)
 {
-    tiles->turn(to, turned_line(width), weights, line, width, depth);
+    tiles->turn(to, weights, line, width, depth);
 }
 
 /* Zero floats; more of them than a cache keeps anyway go past it. */
@@ -165,7 +170,9 @@ static void blas(const Product *x)
 static void ours(const Product *x)
 {
     int turned = x->step_of_b != 1;
-    if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
+    if (!x->row_of_b)
+        tiles->by_panels(x->out, x->row_of_out, x->a, x->row_of_a, x->step_of_a, x->b, x->rows, x->width, x->depth, x->add);
+    else if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
         tiles->dots(x->out, x->row_of_out, x->a, x->row_of_a, x->b, x->step_of_b, x->rows, x->width, x->depth, x->add);
     else
         tiles->panels(x->out, x->row_of_out, x->a, x->row_of_a, x->step_of_a, x->b, turned ? x->step_of_b : x->row_of_b,
@@ -177,7 +184,7 @@ void multiply(const Product *x)
     int layout = x->step_of_a != 1 ? TURNED_A : x->step_of_b != 1 ? TURNED_B : AS_THEY_LIE;
     int by_blas = chosen[layout][class_of(layout == TURNED_A ? x->depth : x->whole)];
     if (x->rows && x->width) {
-        if (sgemm && (by_blas || !tiles))
+        if (sgemm && (by_blas || !tiles) && x->row_of_b)
             blas(x);
         else
             ours(x);

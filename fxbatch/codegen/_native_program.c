@@ -183,8 +183,8 @@ static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, 
             run_pointwise(p, &p->code[i], bases, from, rows - from < block ? rows - from : block, spare);
 }
 
-/* Something over columns or rows of a result, of which each thread takes a piece: a multiple of 16, as long as a line
-   of the cache, and no less than 16 rows, below which libraries add up in another order. */
+/* Something over columns or rows of a result, of which each thread takes a piece: a multiple of 16 (of products: of a
+   panel), as long as a line of the cache, and no less than 16 rows, below which libraries add up in another order. */
 typedef struct {
     const Instruction *x;
     char **at;
@@ -193,9 +193,9 @@ typedef struct {
     int64_t whole; /* rows of the product that these are a block of */
 } Pieces;
 
-static int64_t piece_start(int64_t items, int64_t thread, int64_t threads)
+static int64_t piece_start(int64_t items, int64_t unit, int64_t thread, int64_t threads)
 {
-    return thread == threads ? items : items / 16 * thread / threads * 16;
+    return thread == threads ? items : items / unit * thread / threads * unit;
 }
 
 static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t width,
@@ -210,7 +210,8 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
 {
     const Pieces *p = job;
     const Instruction *x = p->x;
-    int64_t first = piece_start(p->items, thread, threads), count = piece_start(p->items, thread + 1, threads) - first;
+    int64_t first = piece_start(p->items, PANEL, thread, threads);
+    int64_t count = piece_start(p->items, PANEL, thread + 1, threads) - first;
     float *out = (float *)p->at[0];
     const float *a = (const float *)p->at[1], *b = (const float *)p->at[2];
     if (p->items == x->width)
@@ -222,17 +223,17 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
 static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
 {
     Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole};
-    if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= 16 * threads)
+    if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= PANEL * threads)
         in_parallel(threads, product_piece, &job);
     else
         product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
-/* A product by turned weights. */
+/* A product by turned weights, which are panels: stride 0. */
 static Instruction by_turned(const Instruction *x)
 {
     Instruction turned = *x;
-    turned.in[1] = (Operand){x->turned, 0, turned_line(x->width), 1};
+    turned.in[1] = (Operand){x->turned, 0, 0, x->depth_rest};
     return turned;
 }
 
@@ -259,7 +260,8 @@ static void take_product(const Program *p, const Instruction *x, const float *fr
 static void sum_piece(void *job, int64_t thread, int64_t threads)
 {
     const Pieces *p = job;
-    int64_t first = piece_start(p->items, thread, threads), last = piece_start(p->items, thread + 1, threads);
+    int64_t first = piece_start(p->items, 16, thread, threads);
+    int64_t last = piece_start(p->items, 16, thread + 1, threads);
     loops->sum_rows((float *)p->at[0] + first, (const float *)p->at[1] + first, p->x->in[0].stride, p->rows, last - first);
 }
 
@@ -268,7 +270,8 @@ static void table_piece(void *job, int64_t thread, int64_t threads)
 {
     Pieces *p = job;
     const Instruction *x = p->x;
-    int64_t first = piece_start(x->width, thread, threads), count = piece_start(x->width, thread + 1, threads) - first;
+    int64_t first = piece_start(x->width, 16, thread, threads);
+    int64_t count = piece_start(x->width, 16, thread + 1, threads) - first;
     const int64_t *index = (const int64_t *)p->at[2];
     for (int64_t r = 0; r < p->rows && count; r++) {
         int64_t i = index[r * x->in[1].stride];

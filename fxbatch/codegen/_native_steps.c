@@ -264,7 +264,7 @@ static void turn(Steps *s, const Program *p, int64_t k)
     s->work[signature] = 0;
     for (int64_t c = 0; worth && c < p->turned_count; c++) {
         const Instruction *x = &p->code[p->turned[c]];
-        int64_t number = signature * MOST_APART + c, bytes = x->depth_rest * turned_line(x->width) * 4;
+        int64_t number = signature * MOST_APART + c, bytes = x->depth_rest * panels_width(x->width) * 4;
         const char *weights = same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + outputs);
         char *to = weights ? room_apart(s->room, s->program_count * MOST_APART + number, (size_t)bytes) : NULL;
         if (to)

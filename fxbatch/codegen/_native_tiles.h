@@ -12,10 +12,11 @@
 #define LARGE 400000 /* elements of a beyond which it is read by blocks */
 #define DOT_ROWS (LANES == 16 ? 4 : 2)
 
-/* rows x (vectors x LANES) elements of out; of the last vector those that the mask says. */
+/* rows x (vectors x LANES) elements of out; of the last vector those that the mask says. Meanwhile `lines` of the cache
+   for each step of the depth are fetched from `ahead` on. */
 static inline __attribute__((always_inline)) void TILE_OF(tile)(
     const int rows, const int vectors, float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a,
-    const float *b, int64_t sb, int64_t depth, int add, MASK last)
+    const float *b, int64_t sb, int64_t depth, int add, MASK last, const char *ahead, int64_t lines)
 {
     V sum[TILE_ROWS][VECTORS];
 #pragma GCC unroll 6
@@ -30,6 +31,8 @@ static inline __attribute__((always_inline)) void TILE_OF(tile)(
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
             row[v] = v < vectors - 1 ? MM(loadu_ps)(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
+        for (int64_t line = 0; line < lines; line++, ahead += 64)
+            _mm_prefetch(ahead, _MM_HINT_T1);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
             V x = MM(set1_ps)(a[i * row_of_a]);
@@ -50,13 +53,14 @@ static inline __attribute__((always_inline)) void TILE_OF(tile)(
         }
 }
 
-typedef void (*TILE_OF(Tile))(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int, MASK);
+typedef void (*TILE_OF(Tile))(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int, MASK,
+                              const char *, int64_t);
 #define TILE(rows, vectors)                                                                                        \
     static void TILE_OF(tile_##rows##_##vectors)(float *out, int64_t so, const float *a, int64_t row_of_a,          \
                                                  int64_t step_of_a, const float *b, int64_t sb, int64_t depth,      \
-                                                 int add, MASK last)                                                \
+                                                 int add, MASK last, const char *ahead, int64_t lines)              \
     {                                                                                                              \
-        TILE_OF(tile)(rows, vectors, out, so, a, row_of_a, step_of_a, b, sb, depth, add, last);                     \
+        TILE_OF(tile)(rows, vectors, out, so, a, row_of_a, step_of_a, b, sb, depth, add, last, ahead, lines);       \
     }
 #define TILES(vectors) TILE(1, vectors) TILE(2, vectors) TILE(3, vectors) TILE(4, vectors) TILE(5, vectors) TILE(6, vectors)
 #define TILE_NAMES(vectors)                                                                                        \
@@ -117,11 +121,30 @@ static inline __attribute__((always_inline)) void TILE_OF(turned)(float *to, int
                                depth - p < LANES ? depth - p : LANES, past);
 }
 
-/* Whole weights, which are read when all is written: lines that aren't in a cache need not be read to be written. */
-static void TILE_OF(turn)(float *to, int64_t st, const float *b, int64_t ldb, int64_t width, int64_t depth)
+/* Whole weights as panels, one after another. Lines that aren't in a cache need not be read to be written. */
+static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t width, int64_t depth)
 {
-    TILE_OF(turned)(to, st, b, ldb, width, depth, LANES == 16);
+    for (int64_t j = 0; j < width; j += COLUMNS)
+        TILE_OF(turned)(to + j * depth, COLUMNS, b + j * ldb, ldb, width - j < COLUMNS ? width - j : COLUMNS, depth,
+                        LANES == 16);
     _mm_sfence();
+}
+
+/* Columns of out by a panel of b, of which `ahead` is the next, as long, or NULL. A few rows read as fast as can be. */
+static void TILE_OF(strip)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
+                           int64_t sb, int64_t rows, int64_t wide, int64_t depth, int add, const float *ahead)
+{
+    int64_t vectors = (wide + LANES - 1) / LANES, count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t all = COLUMNS * 4 / 64, lines = ahead && count > 1 ? (all + count - 1) / count : 0;
+    MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
+    const char *line = (const char *)ahead;
+    for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+        int64_t tall = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
+        TILE_OF(tiles)[vectors - 1][tall - 1](out + i * so, so, a + i * row_of_a, row_of_a, step_of_a, b, sb, depth, add, last,
+                                              line, lines);
+        line += lines * depth * 64;
+        lines = line < (const char *)(ahead + COLUMNS * depth) ? lines : 0;
+    }
 }
 
 /* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
@@ -132,20 +155,24 @@ static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_o
     for (int64_t p = 0; p < depth; p += PANEL_DEPTH) {
         int64_t deep = depth - p < PANEL_DEPTH ? depth - p : PANEL_DEPTH;
         for (int64_t j = 0; j < width; j += COLUMNS) {
-            int64_t wide = width - j < COLUMNS ? width - j : COLUMNS, vectors = (wide + LANES - 1) / LANES, sb = ldb;
-            MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
+            int64_t wide = width - j < COLUMNS ? width - j : COLUMNS;
             const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
-            if (turned) {
+            if (turned)
                 TILE_OF(turned)(panel, COLUMNS, from, ldb, wide, deep, 0);
-                from = panel;
-                sb = COLUMNS;
-            }
-            for (int64_t i = 0; i < rows; i += TILE_ROWS) {
-                int64_t tall = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-                TILE_OF(tiles)[vectors - 1][tall - 1](out + i * so + j, so, a + i * row_of_a + p * step_of_a, row_of_a,
-                                                      step_of_a, from, sb, deep, add || p, last);
-            }
+            TILE_OF(strip)(out + j, so, a + p * step_of_a, row_of_a, step_of_a, turned ? panel : from, turned ? COLUMNS : ldb,
+                           rows, wide, deep, add || p, NULL);
         }
+    }
+}
+
+/* The same of whole panels that lie one after another: the next is fetched while one is multiplied. */
+static void TILE_OF(by_panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
+                               int64_t rows, int64_t width, int64_t depth, int add)
+{
+    for (int64_t j = 0; j < width; j += COLUMNS) {
+        int64_t wide = width - j < COLUMNS ? width - j : COLUMNS;
+        const float *panel = b + j * depth;
+        TILE_OF(strip)(out + j, so, a, row_of_a, step_of_a, panel, COLUMNS, rows, wide, depth, add, panel + COLUMNS * depth);
     }
 }
 
@@ -232,7 +259,7 @@ static void TILE_OF(clear)(float *to, int64_t count)
     _mm_sfence();
 }
 
-static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(dots), TILE_OF(turn), TILE_OF(clear)};
+static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(by_panels), TILE_OF(dots), TILE_OF(turn), TILE_OF(clear)};
 
 #undef TILE_ROWS
 #undef VECTORS

@@ -14,9 +14,9 @@ components can run one after another, and no schedule does better than the best 
 others has then been made, and nobody waits for its calls meanwhile. A component of one signature runs in as many
 steps as its longest chain, which is the lower bound. In one of several, which wait for each other in turn, the next is
 chosen greedily, in the spirit of ED-Batch (Chen et al. 2023, section 4): first a signature of which all calls are
-ready that head its longest remaining chain, which shortens what any schedule of the rest needs by one; then the one
-whose ready calls have the longest paths before them. Where that misses the lower bound, the agenda is tried as well and
-the better one taken. Nothing has to be trained.
+ready that head its longest remaining chain, which shortens what any schedule of the rest needs by one, of these the one
+of the step before, whose weights are in the cache; then the one whose ready calls have the longest paths before them.
+Where that misses the lower bound, the agenda is tried as well and the better one taken. Nothing has to be trained.
 
 none: every call is its own step, for comparisons.
 
@@ -371,8 +371,8 @@ class Component:
     @cython.ccall
     def run(self, step: WrittenShorts) -> Int:
         """Write the step of each call among those of the component; -> steps."""
-        steps = 0
-        done = 0
+        steps = done = 0
+        last = -1
         places = self.first[self.members]
         scratch: Written = np.zeros(3 * self.members + 2 * places + self.n, dtype=np.int64)
         tops: Written = scratch[: self.members]  # of each member, above its longest chain that remains
@@ -400,10 +400,14 @@ class Component:
                     while top > self.first[k] and remaining[top - 1] == waiting[top - 1]:
                         top -= 1
                     shorter = tops[k] - top
+                    if shorter > 0 and k == last:
+                        chosen = k
+                        break
                     if chosen < 0 or shorter > best or (shorter == best and weight[k] > weight[chosen]):
                         chosen, best = k, shorter
             if chosen < 0:
                 raise IndexError(NOT_THERE)
+            last = chosen
             c = ready[chosen] - 1
             ready[chosen] = weight[chosen] = 0
             while c >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -80,6 +81,16 @@ def test_lookahead_reaches_the_lower_bound_on_trees_and_taggers(instances: int) 
     assert len(batch_by_lookahead(trees)) == lower_bound(trees)
     taggers = bilstm_program([rng.randrange(1, 30) for _ in range(instances)])
     assert len(batch_by_lookahead(taggers)) == lower_bound(taggers)
+
+
+def test_directions_of_a_layer_run_one_after_another() -> None:
+    """All layers of a tagger are one component by their `cat`; weights stay in the cache from step to step."""
+    program = bilstm_program([9, 4, 6])
+    schedule = batch_by_lookahead(program)
+    first = schedule.order[schedule.offsets[:-1]]
+    names = [program.signatures[program.sig[call]].name for call in first]
+    changes = [a for a, b in itertools.pairwise(names) if a != b]
+    assert all(changes.count(name) == 1 for name in ("ahead0", "back0", "ahead1", "back1"))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -52,7 +52,7 @@ def chain(self: Any, words: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def two_directions(self: Any, words: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The second layer's directions take turns in the schedule, and its input comes from a concatenation."""
+    """The second layer's directions are of one component, and its input comes from a concatenation."""
     left, right = chain(self, words), chain(self, words[::-1])[::-1]
     words = [torch.cat(pair) for pair in zip(left, right, strict=True)]
     state, other, found = None, None, []
@@ -126,7 +126,7 @@ def test_as_the_loop(how: How, lengths: tuple[int, ...]) -> None:
     made, instances = made_of(how), sentences(*lengths)
     check_equal(made, instances)
     if how in (chain, two_directions):
-        check_equal(made_of(how, SIZE + 32), instances)
+        check_equal(made_of(how, SIZE + 36), instances)  # gates that end within a panel
     with torch.no_grad():
         check_equal(made, instances, gradients=False)
     with torch.no_grad():
