@@ -6,6 +6,7 @@ import contextvars
 import threading
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 from torch import nn
@@ -37,7 +38,23 @@ def test_loops_on_values_advance_together() -> None:
     assert len(phases) <= 9
     assert phases[0].instances == len(X)
     assert len(execution.reads) == len(phases)
-    assert list(recording.statistics.lines) == ["test_minibatch.py:26"]
+    assert list(recording.statistics.lines) == ["test_minibatch.py:27"]
+
+
+def test_one_instance_runs_where_it_is_called() -> None:
+    here, inside = greenlet.getcurrent(), contextvars.ContextVar("inside", default=0)
+    ran: list[Any] = []
+
+    def fn(x: Any) -> Any:
+        ran.append(greenlet.getcurrent())
+        inside.set(1)
+        return countdown(x)
+
+    got, recording, _ = recorded(fn, X[:1])
+    assert got[0][1] == countdown(X[0])[1] and inside.get() == 0
+    assert ran == [here] and {p.instances for p in recording.statistics.phases} == {1}
+    recorded(fn, X[:2])
+    assert here not in ran[1:]
 
 
 def test_many_instances() -> None:

@@ -121,6 +121,32 @@ def test_removed_and_replaced_parts_are_seen(recorded_by: str) -> None:
     record(Moving().forward, [torch.ones(3)])
 
 
+def test_what_was_found_is_looked_for_again_where_something_changed(recorded_by: str) -> None:
+    other = nn.Linear(3, 3, bias=False)
+
+    class Moving(Plain):
+        def forward(self, x: Any) -> Any:
+            linear = [self.linear, self.linear][1]
+            self._modules["linear"] = other
+            assert [self.linear, self.linear] == [other, other]
+            self._parameters["linear"] = self.weight
+            assert self.linear is self.weight
+            del self._parameters["linear"]
+            assert [self.linear, self.linear] == [other, other]
+            self.__dict__["linear"] = 5
+            assert [self.linear, self.linear] == [5, 5]
+            del self.__dict__["linear"]
+            self.__dict__["_modules"] = {"linear": linear}
+            assert [self.linear, self.linear] == [linear, linear]
+            del self._modules["linear"]
+            with pytest.raises(AttributeError):
+                self.linear  # noqa: B018 - the look-up is what is tested
+            self._modules["linear"] = linear
+            return self.linear(x)
+
+    record(Moving().forward, [torch.ones(3)])
+
+
 def test_torch_is_put_back(recorded_by: str) -> None:
     """Classes and modules are as before, whether the minibatch ended well or not."""
     watched = [(nn.Module, n) for n in PATCHED] + [
