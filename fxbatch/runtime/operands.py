@@ -138,7 +138,7 @@ def clear_rows(table: np.ndarray) -> list[int]:
             for b in range(size):
                 row[b] = 0
         else:
-            ctypes.memset(pointer, 0, size)
+            ctypes.memset(int(pointer), 0, int(size))
     return left
 
 

@@ -17,20 +17,22 @@ import pytest
 import torch
 from hypothesis import given
 
-import fxbatch.passes
+import fxbatch
 from fxbatch import uncompiled
 from fxbatch.ir import Layout, Plan, Program, Schedule
 from fxbatch.passes import deduplicate, gradients, plan, schedule, select, signature_graph
 from fxbatch.passes.room import ArrayTable
+from fxbatch.runtime import operands
 from tests.programs import bilstm_program, lattice_program, programs, random_tree, tree_lstm_program
 
-FOLDER = Path(fxbatch.passes.__file__).parent
+FOLDER = Path(fxbatch.__file__).parent
 
 
 def plain(module: ModuleType) -> ModuleType:
     """The same file as plain Python, whatever was compiled, as where there is no Cython."""
     name = module.__name__.rpartition(".")[2]
-    spec = importlib.util.spec_from_file_location(f"plain_{name}", FOLDER / f"{name}.py")
+    file = FOLDER.joinpath(*module.__name__.split(".")[1:]).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(f"plain_{name}", file)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = made  # where dataclasses look for it
@@ -40,7 +42,7 @@ def plain(module: ModuleType) -> ModuleType:
     return made
 
 
-COMPILED = (deduplicate, gradients, plan, schedule, select, signature_graph)
+COMPILED = (deduplicate, gradients, plan, schedule, select, signature_graph, operands)
 PLAIN = {module: plain(module) for module in COMPILED}
 
 
@@ -238,3 +240,21 @@ def test_wrong_columns_of_a_plan_are_errors() -> None:
     for request in ((99, program.outputs), (0, program.outputs + 1000)):
         with pytest.raises(IndexError, match=r"not there|[Oo]ut of bounds"):
             gradients.plan_gradients([phase], [request], len(made.arenas))
+
+
+def test_tables_of_pointers() -> None:
+    """Where a backward pass has its memory, and that its arenas begin with zeros."""
+    inside = np.array([[0, 24, 0], [64, 0, 0], [64, 16, 1]])
+    devices, width = np.array([0, 1, 0]), np.array([8, 4, 16])
+    same(*both(operands, "gradient_rows", np.array([4, 1, 2]), [7, 9], np.array([1, 0, 0])))
+    for begins in ([1024, 0], [0, 2048]):
+        places, plain_places = both(operands, "moved", inside, devices, begins)
+        same(places, plain_places)
+        same(*both(operands, "arena_table", places, width, 2))
+    for module in (operands, PLAIN[operands]):
+        rows = np.ones((3, 2))
+        assert module.clear_rows(np.array([[0, 0, 0], [rows.ctypes.data, 48, 16]])) == [0]
+        assert rows.tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert module.any_of(np.array([False, True]), np.array([0, 1]))
+        with pytest.raises(IndexError):
+            module.any_of(np.array([False]), np.array([1]))
