@@ -82,8 +82,7 @@ class Autobatched:
         self._taken: set[tuple[Any, ...]] = set()  # numbers of arguments and names that the forward takes
         self._own = _Engines()
         self._lock = threading.Lock()
-        unusual = options.check or options.return_exceptions or options.out != "stack"
-        self._may_settle = self._always_owned and not unusual
+        self._may_settle = self._always_owned and not options.check and not options.return_exceptions
 
     def split_owner(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The object that a method is called on, or None, and the other arguments.
@@ -258,7 +257,7 @@ class Autobatched:
         packs = not engine.packed.off and holds_tensors(columns[0][0])
         if not strategy.is_quiet(len(columns[0]), packs, grad=torch.is_grad_enabled()):
             return NOT_SETTLED
-        return stack_real(loop_over(self.fn, owner, columns))
+        return self._put_together(loop_over(self.fn, owner, columns))
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, packed, by the plain loop, or its first instances by the loop and

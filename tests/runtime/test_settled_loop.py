@@ -46,10 +46,10 @@ def long_way(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> list[int
     return taken
 
 
-def settled() -> tuple[Any, Small]:
+def settled(out: str = "stack") -> tuple[Any, Small]:
     """A decorated forward of two columns of eight that runs the loop until minibatch 128, and its model."""
     model = Small().eval()
-    f = fxbatch.autobatch(model.forward)
+    f = fxbatch.autobatch(model.forward, out=out)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fxbatch.LoopWarning)
         for _ in range(70):
@@ -62,12 +62,14 @@ def the_loop(model: Small, *columns: Any) -> Tensor:
 
 
 @torch.no_grad()
-def test_values_random_numbers_and_state_are_the_loops(long_way: list[int]) -> None:
-    f, model = settled()
+@pytest.mark.parametrize("out", ["stack", "list"])
+def test_values_random_numbers_and_state_are_the_loops(out: str, long_way: list[int]) -> None:
+    f, model = settled(out)
     before, seen = len(long_way), model.seen
     for columns in ([list(torch.randn(8, 4)), [0.5] * 8], [torch.randn(8, 4), tuple(range(8))]):
         state = torch.get_rng_state()
         ours = f(*columns)
+        ours = ours if out == "stack" else torch.stack(ours)
         torch.set_rng_state(state)
         assert torch.equal(ours, the_loop(model, *columns))
     assert len(long_way) == before and model.seen == seen + 4 * 8
