@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
+from fxbatch.ragged.lower import Lowered, Packed, lower
 from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
-from fxbatch.ragged.values_alone import alone, padded_together
+from fxbatch.ragged.values_alone import alone, apart, together
 from fxbatch.torch_private import set_grad_enabled
 
 
@@ -360,7 +360,7 @@ class PackedFunction:
         NoPackedForm says why there is none. flags_known: whether `requires_grad` of these tensors is that of all.
         """
         every = [*dynamic, *[()] * len(shared)]
-        graph = SizedGraph.of(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known)
+        graph = SizedGraph(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known)
         lowered = lower(graph, rule_of, alone, len(shared))
         space = dict(lowered.constants)
         exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`
@@ -382,10 +382,6 @@ class PackedFunction:
             for column, dims in zip(columns, self.dynamic, strict=True)
             for d in dims
         ]
-
-    def fits(self, sizes: Sequence[np.ndarray]) -> bool:
-        """Whether this is the body for all instances of these sizes."""
-        return bool(self.graph.fitting(sizes).all())
 
     def __call__(
         self,
@@ -423,27 +419,12 @@ class PackedFunction:
         device: torch.device,
     ) -> torch.Tensor:
         """An input of all instances in its layout."""
-        if not dims:
-            return torch.stack(list(column))
-        if len(dims) == 1:
-            joined = torch.cat(list(column), dim=dims[0])
-            return joined.movedim(dims[0], 0) if dims[0] else joined
         first = sum(len(d) for d in self.dynamic[:place])
-        lengths = [Lengths(sizes[first + i], device) for i in range(2)]
-        return padded_together([t.movedim(tuple(dims), (0, 1)) for t in column], lengths[0], lengths[1])
+        lengths = [Lengths(x, device) for x in sizes[first : first + 2]] if len(dims) == 2 else []
+        return together(column, dims, lengths)
 
     def apart(self, output: Packed, tensor: torch.Tensor, z: Minibatch) -> list[torch.Tensor]:
         """An output as the tensors of the instances."""
-        if output.layout == WHOLE:
-            return [tensor] * z.n
-        if output.layout == DENSE:
-            return list(tensor.unbind(0))
         own = [output.shape[a] for a in output.axes]
         lengths = [z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in own]
-        if output.layout == PACKED:
-            parts = tensor.split(lengths[0].list)
-            return [p.movedim(0, output.axes[0]) for p in parts] if output.axes[0] else list(parts)
-        return [
-            tensor[i, : lengths[0].list[i], : lengths[1].list[i]].movedim((0, 1), output.axes)
-            for i in range(z.n)
-        ]
+        return apart(tensor, output.layout, output.axes, lengths, z.n)

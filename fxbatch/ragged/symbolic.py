@@ -6,8 +6,8 @@ length, a loop over it) has asked about them; what was asked are the guards, and
 Sizes 0 and 1, about which torch itself asks much that changes nothing, are tried: the body is traced with them as
 plain numbers, and is the graph where the two have the same nodes.
 
-    graph = SizedGraph.of(body, tensors, ((0,), ()))
-    graph.fits([7])            # True
+    graph = SizedGraph(body, tensors, ((0,), ()))
+    graph.fitting([np.array([7])])            # [True]
 """
 
 from __future__ import annotations
@@ -59,14 +59,19 @@ class NoPackedForm(Exception):
 
 
 class SizedGraph:
-    """A traced body and the sizes for which it stands."""
+    """A traced body and the sizes for which it stands: `body(*tensors)`; NoPackedForm where its sizes can't be symbols.
+
+    kept: composite operators that stay whole; flags_known: whether these tensors require gradients where all that are
+    given will.
+    """
 
     def __init__(
         self,
         body: Callable[..., Any],
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
-        kept: frozenset[str],
+        kept: frozenset[str] = frozenset(),
+        *,
         flags_known: bool = True,
     ) -> None:
         self.body = body
@@ -93,19 +98,6 @@ class SizedGraph:
             raise NoPackedForm(f"its code asks about {error}") from None
         self.assumed: list[Any] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
-
-    @staticmethod
-    def of(
-        body: Callable[..., Any],
-        tensors: Sequence[torch.Tensor],
-        dynamic: Sequence[Sequence[int]],
-        kept: frozenset[str] = frozenset(),
-        *,
-        flags_known: bool = True,
-    ) -> SizedGraph:
-        """The graph of `body(*tensors)`; NoPackedForm where its sizes can't be symbols. kept: composite operators
-        that stay whole; flags_known: whether these tensors require gradients where all that are given will."""
-        return SizedGraph(body, tensors, dynamic, kept, flags_known)
 
     def _refuse_specialised(self) -> None:
         for symbol, now in zip(self.symbols, self.free, strict=True):

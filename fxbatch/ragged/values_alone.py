@@ -17,7 +17,6 @@ from fxbatch.ragged.lengths import Lengths
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
-    PADDED,
     WHOLE,
     Emitter,
     NoRule,
@@ -31,9 +30,8 @@ from fxbatch.torch_private import tree_flatten, tree_unflatten
 
 def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
     """An operator on values without sizes of their own: torch.vmap over the instances."""
-    leaves, spec = tree_flatten(
-        ([e.value(a) for a in _args(node)], {k: _value(e, x) for k, x in node.kwargs.items()})
-    )
+    given, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+    leaves = [e.value(x) for x in given]
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
@@ -47,14 +45,6 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
     dims = tuple(0 if v.layout == DENSE else None for v in values)
     batched = torch.vmap(run, in_dims=dims, randomness="different")
     return e.results(node, f"{e.const(batched)}({', '.join(v.name for v in values)})")
-
-
-def _args(node: fx.Node) -> Sequence[Any]:
-    return node.args
-
-
-def _value(e: Emitter, x: Any) -> Any:
-    return type(x)(_value(e, y) for y in x) if isinstance(x, (list, tuple)) else e.value(x)
 
 
 class Alone:
@@ -75,7 +65,7 @@ class Alone:
         for leaf in self.leaves:
             if leaf[0] == "tensor":
                 _, layout, axes = leaf
-                columns.append(_apart(next(taken), layout, axes, [next(taken) for _ in axes], n))
+                columns.append(apart(next(taken), layout, axes, [next(taken) for _ in axes], n))
             elif leaf[0] == "number":
                 columns.append(next(taken).tolist())
             else:
@@ -92,44 +82,46 @@ class Alone:
                 out.append(None)
                 continue
             lengths = [sizes.pop(0) for _ in axes]
-            out.append(_together([r[place] for r in results], axes, lengths))
+            out.append(together([r[place] for r in results], axes, lengths))
         return out
 
 
-def _apart(
-    tensor: torch.Tensor, layout: str, axes: tuple[int, ...], lengths: list[Lengths], n: int
+def apart(
+    tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
 ) -> list[torch.Tensor]:
+    """A value as the tensors of the instances; lengths: of its own dimensions."""
     if layout == WHOLE:
         return [tensor] * n
     if layout == DENSE:
         return list(tensor.unbind(0))
     if layout == PACKED:
-        return [t.movedim(0, axes[0]) for t in tensor.split(lengths[0].list)]
-    a, b = axes
-    return [tensor[i, : lengths[0].list[i], : lengths[1].list[i]].movedim((0, 1), (a, b)) for i in range(n)]
+        parts = tensor.split(lengths[0].list)
+        return [p.movedim(0, axes[0]) for p in parts] if axes[0] else list(parts)
+    a, b = lengths
+    return [tensor[i, : a.list[i], : b.list[i]].movedim((0, 1), tuple(axes)) for i in range(n)]
 
 
-def _together(parts: list[torch.Tensor], axes: tuple[int, ...], lengths: list[Lengths]) -> torch.Tensor:
+def together(
+    parts: Sequence[torch.Tensor], axes: Sequence[int], lengths: Sequence[Lengths] = ()
+) -> torch.Tensor:
+    """The tensors of the instances in their layout; axes: the dimensions of their own; lengths: of these, if two."""
     if not axes:
-        return torch.stack(parts)
+        return torch.stack(list(parts))
     if len(axes) == 1:
-        if axes[0] == 0:
-            return torch.cat(parts)
-        return torch.cat([p.movedim(axes[0], 0) for p in parts])
-    return padded_together([p.movedim(axes, (0, 1)) for p in parts], lengths[0], lengths[1])
+        joined = torch.cat(list(parts), dim=axes[0])
+        return joined.movedim(axes[0], 0) if axes[0] else joined
+    return _padded_together([p.movedim(tuple(axes), (0, 1)) for p in parts], *lengths)
 
 
-def padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Lengths) -> torch.Tensor:
+def _padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Lengths) -> torch.Tensor:
     """Tensors [T, S, ...] => [n, longest T, longest S, ...]; padding repeats elements of the instance."""
     rows = torch.cat([p.reshape(-1, *p.shape[2:]) for p in parts])
     sizes = first.sizes * second.sizes
     starts = torch.from_numpy(sizes.cumsum() - sizes)
-    i = (
-        torch.arange(first.longest)
-        .clamp(max=2**62)[None, :]
-        .minimum((first.column.cpu()[:, None] - 1).clamp(min=0))
+    i, j = (
+        torch.arange(size.longest).minimum((size.column.cpu()[:, None] - 1).clamp(min=0))
+        for size in (first, second)
     )
-    j = torch.arange(second.longest)[None, :].minimum((second.column.cpu()[:, None] - 1).clamp(min=0))
     place = starts[:, None, None] + i[:, :, None] * second.column.cpu()[:, None, None] + j[:, None, :]
     place[torch.from_numpy(sizes == 0)] = len(rows)
     if (sizes == 0).any():
@@ -171,6 +163,3 @@ def alone(e: Emitter, node: fx.Node) -> Any:
         for i, t in enumerate(results)
     ]
     return tuple(made) if isinstance(val, (tuple, list)) else made[0]
-
-
-__all__ = ["PADDED", "Alone", "alone", "batched_by_vmap", "padded_together"]

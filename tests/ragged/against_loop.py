@@ -35,7 +35,7 @@ def check_packed(
     function = PackedFunction.of(flat, example, own, weights)
     columns = list(zip(*instances, strict=True))
     found = function.columns_of(columns)
-    assert function.fits(found), f"sizes that the graph is not for: {function.graph.guards}"
+    assert function.graph.fitting(found).all(), f"sizes that the graph is not for: {function.graph.guards}"
     outputs, z = function(columns, weights, found, torch.device("cpu"))
     packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
     loop = [flat(*i, *weights) for i in instances]

@@ -21,11 +21,12 @@ EVERY = {**CASES, **public_style_models.CASES}
 RECORDED = {  # their code asks for sizes as plain numbers, or for a view that there is for no size but one
     "long convolution", "relative shift", "pairs of rows",
 }  # fmt: skip
-if torch.__version__ < "2.12":  # whose torch.fft.rfft takes a size that is a symbol
-    RECORDED.remove("long convolution")
 ALONE = {  # one operator of theirs runs instance by instance
     "graph U-net", "U-net in one dimension", "norm of all rows", "normalised adjacency", "interpolated", "stretched",
 }  # fmt: skip
+if torch.__version__ < "2.12":  # whose spectra take sizes that are symbols
+    RECORDED.remove("long convolution")
+    ALONE.add("long convolution")
 
 
 def check_in_double(made: Any, instances: list[Any], *, gradients: bool) -> None:
