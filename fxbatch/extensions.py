@@ -22,7 +22,8 @@ _NOTES = _PACKAGE / "compiled_from.json"  # by extension: its sources, and the s
 
 def note(sources: dict[str, list[str]]) -> None:
     """These extensions have been compiled from what their sources hold now (paths are relative to the checkout)."""
-    kept = json.loads(_NOTES.read_text()) if _NOTES.exists() else {}
+    before: dict[str, list[Any]] = json.loads(_NOTES.read_text()) if _NOTES.exists() else {}
+    kept = {name: found for name, found in before.items() if all((_CHECKOUT / p).exists() for p in found[1:])}
     kept.update({name: [_sum(paths), *paths] for name, paths in sources.items()})
     _NOTES.write_text(json.dumps(kept, indent=1))
 

@@ -55,3 +55,12 @@ def test_what_was_not_built_or_is_installed_is_not_asked_for(checkout: ModuleTyp
     (tmp_path / "elsewhere.py").rename(tmp_path / "setup.py")
     (tmp_path / "fxbatch" / "trace" / f"_fast{EXTENSION_SUFFIXES[0]}").unlink()
     checkout.check()
+
+
+def test_building_heals_a_checkout_whose_source_was_removed(checkout: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "fxbatch" / "trace" / "_fast.c").unlink()
+    with pytest.raises(ImportError, match="trace/_fast"):
+        checkout.check()
+    (tmp_path / "fxbatch" / "other.c").write_text("int one;")
+    checkout.note({"other": ["fxbatch/other.c"]})
+    checkout.check()
