@@ -34,7 +34,7 @@ from fxbatch_examples.command import (
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.data.ner import Sentence as Tagged
+from fxbatch.data.ner import TaggedSentence as Tagged
 from fxbatch.data.ner import entities, read_ner
 from fxbatch.data.paths import file_in, find_data
 from fxbatch.data.vocabulary import Vocabulary

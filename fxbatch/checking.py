@@ -505,7 +505,7 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Call:
+class CheckedCall:
     """A call of a decorated callable that is compared with its loop."""
 
     engine: Engine
@@ -516,7 +516,7 @@ class Call:
     undecorated: Callable[[Sequence[Instance]], Any]  # the loop, its results put together as the call's are
 
 
-def checked(call: Call) -> Any:
+def checked(call: CheckedCall) -> Any:
     """The result of a call, compared with the loop on copies of module and instances.
 
     Raises DifferenceError, with the instance, the operation and the figures. Random numbers are the same for both,
@@ -542,7 +542,7 @@ def checked(call: Call) -> Any:
 
 
 def _compare_with_loop(
-    call: Call,
+    call: CheckedCall,
     material: Material,
     kept: Material,
     result: Any,
@@ -609,7 +609,7 @@ def warn_once(engine: Engine, name: str, text: str) -> None:
 
 
 def _difference_error(
-    call: Call, differing: dict[Key, Judged], programs: Callable[[], Prepared]
+    call: CheckedCall, differing: dict[Key, Judged], programs: Callable[[], Prepared]
 ) -> DifferenceError:
     prepared = programs()
     place, note = None, ""

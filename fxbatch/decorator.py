@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from fxbatch.checking import Call, Prepared, checked, run_ready_watched, run_watched, warn_once
+from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
-from fxbatch.runtime.argument_objects import Columns, holds_tensors
+from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
@@ -49,7 +49,7 @@ from fxbatch.trace.traces import merge
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Arguments(tuple[Any, ...]):
+class InstanceArguments(tuple[Any, ...]):
     """All arguments of one instance, optional ones too, where a tuple might be an instance itself."""
 
 
@@ -123,7 +123,7 @@ class Autobatched:
 
     def arguments_of(self, owner: Any, item: Any) -> tuple[Any, ...]:
         """The arguments of one instance of a data set: a tuple's items where several are required."""
-        if isinstance(item, Arguments):
+        if isinstance(item, InstanceArguments):
             return tuple(item)
         names = self.names(owner)
         required = [
@@ -138,7 +138,7 @@ class Autobatched:
         """The arguments of each instance."""
         head = () if owner is None else (owner,)
         known = not kwargs and len(args) in self._in_columns
-        if known and (columns := Columns.of(head, args)) is not None:
+        if known and (columns := TensorColumns.of(head, args)) is not None:
             return columns
         found = self._split(head, args, kwargs)
         if (
@@ -365,7 +365,7 @@ class Autobatched:
             with disabled():
                 return self.one_by_one(instances)
 
-        return checked(Call(engine, self.name, owner, instances, batched, undecorated))
+        return checked(CheckedCall(engine, self.name, owner, instances, batched, undecorated))
 
     def ready(self, engine: Engine, owner: Any, batch: Any, *, ahead: bool = False) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""

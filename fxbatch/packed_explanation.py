@@ -17,7 +17,7 @@ from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
 from fxbatch.signature import tensor_type
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
-    from fxbatch.ragged.packed_function import Minibatch, PackedFunction
+    from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
     from fxbatch.runtime.packed_forward import Variant
 
 RULE = "the whole forward, on packed rows"
@@ -41,7 +41,7 @@ def function_text(name: str, function: PackedFunction) -> str:
     return f"{name}({', '.join(given)}) -> ({', '.join(made)})"
 
 
-def padding_text(z: Minibatch) -> str:
+def padding_text(z: PackedMinibatch) -> str:
     """The rows of a minibatch, and the share of padding where it was padded."""
     found = []
     for size in z.lengths:
@@ -52,11 +52,13 @@ def padding_text(z: Minibatch) -> str:
     return "; ".join(found)
 
 
-def packed_runs(route: PackedRoute, fn: Any, instances: Sequence[Any]) -> list[tuple[Variant, Minibatch]]:
+def packed_runs(
+    route: PackedRoute, fn: Any, instances: Sequence[Any]
+) -> list[tuple[Variant, PackedMinibatch]]:
     """The packed functions that run a minibatch, with the sizes that they had; none where it is not packed."""
     if route.call(fn, instances, "list") is NOT_PACKED or route.forward is None:
         return []
-    seen: list[tuple[Variant, Minibatch]] = []
+    seen: list[tuple[Variant, PackedMinibatch]] = []
     route.forward.watched = seen
     try:
         route.call(fn, instances, "list")

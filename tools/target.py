@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fxbatch.decorator import Arguments
+from fxbatch.decorator import InstanceArguments
 
 from .errors import CommandError, Status
 
@@ -176,7 +176,7 @@ def _checked(result: Any, target: str) -> tuple[Any, Sequence[Any]]:
             hint="as for a call of it, one list for each argument, all of one length",
             status=Status.MODEL,
         )
-    return model, [Arguments(row) for row in zip(*columns, strict=True)]
+    return model, [InstanceArguments(row) for row in zip(*columns, strict=True)]
 
 
 def _listed(instances: Any, target: str) -> Sequence[Any]:

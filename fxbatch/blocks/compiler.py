@@ -30,7 +30,7 @@ from fxbatch.blocks.block import (
     stack_metric,
 )
 from fxbatch.blocks.build import Run, walk
-from fxbatch.blocks.record_builder import RecordBuilder, Tape
+from fxbatch.blocks.record_builder import RecordBuilder, RowWriter
 from fxbatch.blocks.typed import complain
 from fxbatch.blocks.types import ResultType, TensorType, TupleType, VoidType
 from fxbatch.decorator import autobatch
@@ -168,7 +168,7 @@ class _PerThread(threading.local):
     """The tape of this thread, and the root as a function over it, for the modes and parameters of now."""
 
     def __init__(self) -> None:
-        self.tape = Tape()
+        self.tape = RowWriter()
         self.recorder: Recorder | None = None
         self.made: tuple[Run, Run] | None = None
         self.runs: dict[Any, tuple[Run, Run]] = {}

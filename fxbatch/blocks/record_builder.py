@@ -46,7 +46,7 @@ def _plain_numbers(dtype: torch.dtype) -> tuple[tuple[type, ...], int, int]:
     return (int,), limits.min, limits.max
 
 
-class Tape:
+class RowWriter:
     """Where rows go: the columns of the recorder that is being written. Attached anew for each instance."""
 
     __slots__ = (
@@ -131,7 +131,7 @@ class _Rows:
 class RecordBuilder(Builder):
     """Builds blocks over one tape and one signature table."""
 
-    def __init__(self, tape: Tape, table: SignatureTable) -> None:
+    def __init__(self, tape: RowWriter, table: SignatureTable) -> None:
         self.tape = tape
         self.table = table
         self._declared: dict[int, Run] = {}

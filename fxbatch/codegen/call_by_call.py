@@ -25,7 +25,7 @@ _TENSOR = {torch.Tensor}
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
-class Tape(NamedTuple):
+class RowTape(NamedTuple):
     """What one step of an unbatched operation leaves for its backward: of each output and input, a tensor a row."""
 
     outputs: list[Sequence[torch.Tensor]]
@@ -57,7 +57,7 @@ class UnbatchedKernel:
         shared_needs: Sequence[bool],
         n: int | None = None,
         outs: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[Tensors, Tape | None]:
+    ) -> tuple[Tensors, RowTape | None]:
         """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given.
 
         `outs`: memory that the outputs are written to. See `keeps_rows` for the groups'.
@@ -98,7 +98,7 @@ class UnbatchedKernel:
         shared_needs: Sequence[bool],
         n: int,
         grad: bool,
-    ) -> Tape:
+    ) -> RowTape:
         """Call the body with each row. It leaves autograd off."""
         signature = self.signature
         set_grad_enabled(False)
@@ -125,8 +125,8 @@ class UnbatchedKernel:
             results = _called(call, inputs, n)
         set_grad_enabled(False)
         if len(signature.outputs) == 1 and set(map(type, results)) == _TENSOR:
-            return Tape([results], inputs, shared)
-        return Tape([*zip(*map(tensors_of, results), strict=True)], inputs, shared)
+            return RowTape([results], inputs, shared)
+        return RowTape([*zip(*map(tensors_of, results), strict=True)], inputs, shared)
 
     @functools.cached_property
     def _devices(self) -> list[str]:
@@ -151,7 +151,7 @@ class UnbatchedKernel:
         return [torch.stack(column, out=out) for column, out in zip(columns, outs, strict=True)]
 
     def backward(
-        self, tape: Tape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False
+        self, tape: RowTape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows.
 

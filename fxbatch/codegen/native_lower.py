@@ -80,7 +80,7 @@ def make_program(
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Part:
     """Part of a concatenation: a node, or a number."""
 
     node: fx.Node
@@ -102,10 +102,10 @@ class Lowering:
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
-    pieces: dict[fx.Node, tuple[fx.Node, Piece]] = field(
+    pieces: dict[fx.Node, tuple[fx.Node, Part]] = field(
         default_factory=dict
     )  # node -> its part of a concatenation
-    copied: dict[fx.Node, list[Piece]] = field(default_factory=dict)  # concatenation -> parts that are copied
+    copied: dict[fx.Node, list[Part]] = field(default_factory=dict)  # concatenation -> parts that are copied
 
     def run(self) -> NativeProgram:
         self.outputs: list[fx.Node] = list(self.graph.output_node().args[0])
@@ -164,7 +164,7 @@ class Lowering:
                 continue
             start, self.copied[node] = 0, []
             for x in node.args[0]:
-                piece = Piece(x, dim, start, shape(x)[dim][1], constant_value(x))
+                piece = Part(x, dim, start, shape(x)[dim][1], constant_value(x))
                 start += piece.size
                 alone = len(x.users) == 1 and node.args[0].count(x) == 1 and x not in self.place
                 if alone and piece.fill is None and dtype_of(x) == dtype_of(node) and self._writes(x):

@@ -40,7 +40,7 @@ CLEARLY = 0.95  # BLAS is taken where it needs less than this of the time of our
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProductChoice:
     """Where BLAS multiplies (True), by layout and class; who decided; the level of our loops, "" for none."""
 
     blas: tuple[bool, ...]
@@ -62,7 +62,7 @@ class Choice:
 
 
 @functools.cache
-def settle() -> Choice | None:
+def settle() -> ProductChoice | None:
     """Decide for this process, and tell the extension; None where there is no extension."""
     if extension is None:
         return None
@@ -77,7 +77,7 @@ def described() -> str:
     return "" if choice is None else choice.describe()
 
 
-def decide(wanted: str, folder: Path) -> Choice:
+def decide(wanted: str, folder: Path) -> ProductChoice:
     """The choice for this machine. wanted: "" for what is kept or measured, "torch", "own", "measure"."""
     has_blas, level = extension.products()
     count = len(LAYOUTS) * len(CLASSES)
@@ -87,28 +87,28 @@ def decide(wanted: str, folder: Path) -> Choice:
         there = has_blas if wanted == "torch" else bool(level)
         blas = (wanted == "torch") == there
         said = f"{VARIABLE}={wanted}" if there else f"{VARIABLE}={wanted}, which is not there"
-        return Choice((blas,) * count, said, level)
+        return ProductChoice((blas,) * count, said, level)
     if not (has_blas and level):
-        return Choice((bool(has_blas),) * count, "the only one here", level)
+        return ProductChoice((bool(has_blas),) * count, "the only one here", level)
     if wanted == "measure":
-        return Choice(measured(), f"measured now, {VARIABLE}=measure", level)
+        return ProductChoice(measured(), f"measured now, {VARIABLE}=measure", level)
     return kept(folder, level)
 
 
-def kept(folder: Path, level: str) -> Choice:
+def kept(folder: Path, level: str) -> ProductChoice:
     """What was measured before on this machine, or is now, and kept for the next process."""
     key = machine_key(level)
     path = folder / f"products-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     found = read(path, key)
     if found is not None:
-        return Choice(found, f"measured before, kept in {path}", level)
+        return ProductChoice(found, f"measured before, kept in {path}", level)
     new = measured()
     with contextlib.suppress(OSError):
         write(path, {"machine": key, "blas": list(new)})
         found = read(path, key)  # the first of several processes decides for all
         if found is not None:
-            return Choice(found, f"measured now, kept in {path}", level)
-    return Choice(new, f"measured now; {folder} can't be written to", level)
+            return ProductChoice(found, f"measured now, kept in {path}", level)
+    return ProductChoice(new, f"measured now; {folder} can't be written to", level)
 
 
 def machine_key(level: str) -> str:

@@ -18,7 +18,7 @@ _TAG = re.compile(r"O|[BI]-\S+")
 
 
 @dataclass(frozen=True, slots=True)
-class Sentence:
+class TaggedSentence:
     """Words and their tags, equally many."""
 
     forms: tuple[str, ...]
@@ -28,9 +28,9 @@ class Sentence:
         return len(self.forms)
 
 
-def read_ner(path: Path) -> list[Sentence]:
+def read_ner(path: Path) -> list[TaggedSentence]:
     """The sentences of a file; DataError with file and line where it is malformed."""
-    sentences: list[Sentence] = []
+    sentences: list[TaggedSentence] = []
     forms: list[str] = []
     tags: list[str] = []
     for number, line in read_lines(path):
@@ -39,10 +39,10 @@ def read_ner(path: Path) -> list[Sentence]:
             forms.append(form)
             tags.append(tag)
         elif forms:
-            sentences.append(Sentence(tuple(forms), tuple(tags)))
+            sentences.append(TaggedSentence(tuple(forms), tuple(tags)))
             forms, tags = [], []
     if forms:
-        sentences.append(Sentence(tuple(forms), tuple(tags)))
+        sentences.append(TaggedSentence(tuple(forms), tuple(tags)))
     if not sentences:
         raise DataError(f"{path}: no sentences in this file")
     return sentences

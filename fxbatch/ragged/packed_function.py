@@ -27,7 +27,7 @@ from fxbatch.ragged.values_alone import alone, apart, together
 from fxbatch.torch_private import set_grad_enabled
 
 
-class Minibatch:
+class PackedMinibatch:
     """What the emitted function asks of a minibatch: its number of instances, their sizes and numbers."""
 
     def __init__(
@@ -342,7 +342,7 @@ class PackedFunction:
 
     graph: SizedGraph
     lowered: Lowered
-    function: Callable[[Minibatch, list[torch.Tensor]], list[torch.Tensor]]
+    function: Callable[[PackedMinibatch, list[torch.Tensor]], list[torch.Tensor]]
     sizes: Callable[..., list[Any]]
     dynamic: Sequence[Sequence[int]]
 
@@ -389,13 +389,13 @@ class PackedFunction:
         shared: Sequence[torch.Tensor],
         sizes: Sequence[np.ndarray],
         device: torch.device,
-    ) -> tuple[list[torch.Tensor], Minibatch]:
+    ) -> tuple[list[torch.Tensor], PackedMinibatch]:
         """columns: per input the tensors of all instances. The outputs, in the layouts of `lowered.outputs`."""
         n = len(columns[0])
         found = self.sizes(*sizes)
         count = len(self.lowered.lengths)
         lengths = [Lengths.of(x, n, device) for x in found[:count]]
-        z = Minibatch(n, lengths, found[count:], device, sizes)
+        z = PackedMinibatch(n, lengths, found[count:], device, sizes)
         inputs = [  # what nobody reads may be anything
             self.packed(i, column, dims, sizes, device) if node.users else column[0]
             for i, (node, column, dims) in enumerate(
@@ -423,7 +423,7 @@ class PackedFunction:
         lengths = [Lengths(x, device) for x in sizes[first : first + 2]] if len(dims) == 2 else []
         return together(column, dims, lengths)
 
-    def apart(self, output: Packed, tensor: torch.Tensor, z: Minibatch) -> list[torch.Tensor]:
+    def apart(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> list[torch.Tensor]:
         """An output as the tensors of the instances."""
         own = [output.shape[a] for a in output.axes]
         lengths = [z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in own]

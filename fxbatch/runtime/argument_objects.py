@@ -8,7 +8,7 @@ In: an argument. Out: the same with an `Opened`, which is a node of a pytree, in
 An attribute that no code names is left out (`names`): it may differ between instances, and hold anything. Of an object
 that is made from a dictionary and gives one (`torch_geometric.data.Data`) every tensor counts, since the library's own
 code may read it, and what else no code names is `UNREAD` in its copy. Instances whose
-arguments are tensors alone are `Columns`: the lists as they were given, an instance made where somebody asks for it.
+arguments are tensors alone are `TensorColumns`: the lists as they were given, an instance made where one is asked for.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def holds_tensors(x: Any, depth: int = 3) -> bool:
     return not is_tree and any(holds_tensors(v, depth - 1) for v in parts)
 
 
-class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
+class TensorColumns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
     """Instances whose arguments are columns of plain tensors: (args, kwargs) of each, made when it is asked for."""
 
     __slots__ = ("columns", "head")
@@ -206,7 +206,7 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
         self.columns = columns
 
     @staticmethod
-    def of(head: tuple[Any, ...], columns: Sequence[Any]) -> Columns | None:
+    def of(head: tuple[Any, ...], columns: Sequence[Any]) -> TensorColumns | None:
         """The instances of these columns; None where one is no list of tensors alone or has another length."""
         if len(head) != 1:
             return None
@@ -218,7 +218,7 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
                 or set(map(type, c)) != _TENSORS
             ):
                 return None
-        return Columns(head, columns) if len(set(map(len, columns))) == 1 else None
+        return TensorColumns(head, columns) if len(set(map(len, columns))) == 1 else None
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -226,10 +226,10 @@ class Columns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
     @overload
     def __getitem__(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     @overload
-    def __getitem__(self, i: slice) -> Columns: ...
-    def __getitem__(self, i: int | slice) -> Columns | tuple[tuple[Any, ...], dict[str, Any]]:
+    def __getitem__(self, i: slice) -> TensorColumns: ...
+    def __getitem__(self, i: int | slice) -> TensorColumns | tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(i, slice):
-            return Columns(self.head, [c[i] for c in self.columns])
+            return TensorColumns(self.head, [c[i] for c in self.columns])
         return (*self.head, *[c[i] for c in self.columns]), {}
 
     def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -26,7 +26,7 @@ from fxbatch.ir import Program, Signature, Slot, TensorType
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
 from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.run import Known, Run
+from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_type
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.operations import take_row
@@ -227,7 +227,7 @@ class PackedCalls:
 
     # -- before a phase runs ----------------------------------------------------------------------------
 
-    def resolve(self, table: SignatureTable, program: Program, known: Known, *, grad: bool) -> Program:
+    def resolve(self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool) -> Program:
         """The program with constants in place of packed calls that could run, and of rows that are read of them.
 
         known: what is known of this minibatch's values; it grows.
@@ -307,7 +307,7 @@ class PackedCalls:
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, known: Known) -> None:
+    def __init__(self, program: Program, known: KnownValues) -> None:
         self.program = program
         self.held, self.constant = known.held, known.constant
         self.resolved = np.zeros(len(program), dtype=bool)
@@ -471,7 +471,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     while waits.any() and waits.sum() < before:  # some were packed
         before = waits.sum()
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
-        run.known = Known()  # values have other numbers now
+        run.known = KnownValues()  # values have other numbers now
         program = packed.resolve(table, program, run.known, grad=run.grad)
         waits = _packed_calls(packed, program)
     return program

@@ -29,9 +29,9 @@ from fxbatch.mistakes import report
 from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
 from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
-from fxbatch.ragged.packed_function import Minibatch, PackedFunction
+from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
-from fxbatch.runtime.argument_objects import Columns, Opened, classes_of, closed, named, opened
+from fxbatch.runtime.argument_objects import Opened, TensorColumns, classes_of, closed, named, opened
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
@@ -86,7 +86,7 @@ class Variant:
 
 
 @dataclass
-class Family:
+class PackedFamily:
     """The packed functions of a forward for one kind of instances."""
 
     own: list[set[int]]  # per tensor the dimensions that have differed
@@ -122,7 +122,7 @@ class PackedForward:
         self.options = options
         self.root = root
         self.may_build = may_build  # asked before a graph is built for what the first one is not for
-        self.families: dict[Any, Family] = {}
+        self.families: dict[Any, PackedFamily] = {}
         self.examined: Examined | None = None
         self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
         self.content = 0
@@ -167,7 +167,7 @@ class PackedForward:
 
     # -- which functions ------------------------------------------------------------------------------
 
-    def _family(self, fn: Any, columns: _Columns) -> Family | None:
+    def _family(self, fn: Any, columns: _Columns) -> PackedFamily | None:
         """The family of these instances, with the dimensions that have differed; None where none has."""
         bounds = columns.bounds
         differ = any(low != high for low, high in bounds)
@@ -180,7 +180,7 @@ class PackedForward:
                 return None
             if len(self.families) >= MOST_FAMILIES:
                 self.families.clear()
-            family = Family([set() for _ in bounds], [tuple(s[0].tolist()) for s in columns.shapes])
+            family = PackedFamily([set() for _ in bounds], [tuple(s[0].tolist()) for s in columns.shapes])
             self.families[key] = family
         family.note(bounds)
         return family if any(family.own) else None
@@ -194,7 +194,7 @@ class PackedForward:
 
     def _columns(self, fn: Any, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
-        if isinstance(instances, Columns):
+        if isinstance(instances, TensorColumns):
             plain, spec = _tensors_alone(len(instances.columns))
             return _alike([list(c) for c in instances.columns], plain, spec)
         once = bool(self.options.shared)
@@ -235,7 +235,7 @@ class PackedForward:
         return found
 
     def _work(
-        self, fn: Any, family: Family, columns: _Columns, sizes: Sequence[np.ndarray]
+        self, fn: Any, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
     ) -> list[tuple[Variant | None, np.ndarray | None]] | None:
         """Which variant runs which instances (None: all), and None for those that run by themselves."""
         if family.variants and family.variants[0].function.graph.certain(columns.smallest(family.dynamic)):
@@ -269,7 +269,7 @@ class PackedForward:
         work.append((None, np.flatnonzero(left)))
         return work
 
-    def _build(self, fn: Any, columns: _Columns, example: int, family: Family) -> Variant | None:
+    def _build(self, fn: Any, columns: _Columns, example: int, family: PackedFamily) -> Variant | None:
         try:
             return self._built(fn, columns, example, family.dynamic)
         except (NoPackedForm, BodyError) as error:
@@ -324,7 +324,7 @@ class PackedForward:
     def _run(
         self,
         fn: Any,
-        family: Family,
+        family: PackedFamily,
         work: list[tuple[Variant | None, np.ndarray | None]],
         instances: Sequence[Instance],
         columns: _Columns,
@@ -370,7 +370,7 @@ class PackedForward:
         columns: Sequence[Sequence[torch.Tensor]],
         sizes: Sequence[np.ndarray],
         shared: list[torch.Tensor],
-    ) -> tuple[list[torch.Tensor], Minibatch]:
+    ) -> tuple[list[torch.Tensor], PackedMinibatch]:
         outputs, z = variant.function(columns, shared, sizes, columns[0][0].device)
         for counter in (variant.trackers or {}).values():
             counter.add_(1)
@@ -631,7 +631,7 @@ def _all_equal(column: Sequence[Any]) -> bool:
     return all(type(x) in ATOMS for x in column) and len(set(map(static_key, column))) == 1
 
 
-def _stacked(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> Any:
+def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> Any:
     """Results stacked on a new first dimension; None where they can't be, or only one by one."""
     made = []
     for output, tensor in zip(variant.function.lowered.outputs, outputs, strict=True):
@@ -644,7 +644,7 @@ def _stacked(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> Any
     return tree_unflatten(made, variant.spec)
 
 
-def _separate(variant: Variant, outputs: list[torch.Tensor], z: Minibatch) -> list[Any]:
+def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> list[Any]:
     """A result an instance."""
     function = variant.function
     columns = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.runtime.argument_objects import Columns, holds_tensors, opened
+from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors, opened
 from fxbatch.runtime.options import Options
 from fxbatch.torch_private import tree_leaves
 
@@ -60,14 +60,14 @@ class PackedRoute:
 def _tensors_first(instances: Sequence[Any]) -> bool:
     """Whether an instance is a tensor, a container or an object that holds some: a look at one, which costs nothing for
     trees."""
-    if type(instances) is Columns:
+    if type(instances) is TensorColumns:
         return True
     args = instances[0][0]
     return len(args) > 1 and holds_tensors(args[1])
 
 
 def _sizes_differ(instances: Sequence[Any]) -> bool:
-    if isinstance(instances, Columns):
+    if isinstance(instances, TensorColumns):
         return any(len({x.shape for x in column}) > 1 for column in instances.columns)
     given = [tree_leaves(opened(args[1:], None)) for args, _ in instances]
     shapes = [[x.shape for x in leaves if type(x) is torch.Tensor] for leaves in given]

@@ -41,7 +41,7 @@ from fxbatch.trace.table import SignatureTable
 Renumber = Callable[[np.ndarray], np.ndarray]
 
 
-class Known:
+class KnownValues:
     """What is there of a minibatch's values, by number, while its phases run."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, planner: Planner, *, grad: bool) -> None:
         self.planner = planner
-        self.known = Known()  # to packed calls
+        self.known = KnownValues()  # to packed calls
         planner.pool.begin()
         self.grad = grad
         self.memory = Memory(planner.pool)

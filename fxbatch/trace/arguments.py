@@ -23,7 +23,7 @@ from fxbatch.ir import SharedOperand, Slot, Template, TensorType
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
 from fxbatch.trace.columns import _fast
-from fxbatch.trace.fake_run import Outcome, run_on_fakes
+from fxbatch.trace.fake_run import BodyRun, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
@@ -273,7 +273,7 @@ class Arguments:
         assert next(slots, None) is None, "arguments flatten in another order than their key"
         return Template(tuple(filled), spec)
 
-    def outcome(self, target: Callable[..., Any], template: Template) -> Outcome:
+    def outcome(self, target: Callable[..., Any], template: Template) -> BodyRun:
         """What a function gives for these, and does to them, from one run on fake tensors."""
 
         def body(tensors: Any, shared: Any) -> Any:

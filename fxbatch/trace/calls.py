@@ -42,7 +42,7 @@ from fxbatch.trace.arguments import (
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.columns import _fast
-from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, Outcome
+from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, BodyRun
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.operations import (
@@ -268,7 +268,7 @@ def function_entry(
     if examined is not None:
         arguments.recorder.known.places = None  # what is known of the function may be more then
 
-    def run() -> Outcome:
+    def run() -> BodyRun:
         return arguments.outcome(made.target, template)
 
     try:
@@ -296,7 +296,7 @@ def function_entry(
     return entry
 
 
-def _run_watched(examined: ExaminedFunction, run: Callable[[], Outcome], *, as_it_is: bool) -> Outcome:
+def _run_watched(examined: ExaminedFunction, run: Callable[[], BodyRun], *, as_it_is: bool) -> BodyRun:
     """Run the body of a user's function; what that changes is put back. Where it does more than give a result, it runs
     call by call (as_it_is), or BodyError is raised."""
     for _ in range(4):
@@ -340,7 +340,7 @@ def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -
         target(*args, **kwargs)
 
 
-def refuse_shared_writes(name: str, outcome: Outcome) -> None:
+def refuse_shared_writes(name: str, outcome: BodyRun) -> None:
     """A write to a parameter or buffer can't be batched."""
     if outcome.written_shared:
         raise BatchCoupledError(f"{name}: {WRITES_TO_SHARED}{at_line()}")
@@ -485,7 +485,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
             count = itertools.count()
             slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
             new = (-1,) * len(types)
-            outcome = Outcome(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
+            outcome = BodyRun(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
             entry = recorder.signed(
                 made, arguments.types(), arguments.shared, template, outcome, reason=reason
             )

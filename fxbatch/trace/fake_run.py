@@ -1,6 +1,6 @@
 """Run an operation's body once on fake tensors, to learn what it gives and what it does.
 
-In: a body and the types of its inputs. Out: an Outcome (output types, result pytree, aliases, writes,
+In: a body and the types of its inputs. Out: an BodyRun (output types, result pytree, aliases, writes,
 randomness), or the exception that says why the body can't be run without values.
 
     outcome = run_on_fakes(lambda inputs, shared: torch.add(*inputs), (f32_3, f32_3), ())
@@ -50,7 +50,7 @@ class BodyError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BodyRun:
     """What one run of a body on fake tensors told."""
 
     outputs: tuple[TensorType, ...]
@@ -129,7 +129,7 @@ def run_on_fakes(
     shared: Sequence[torch.Tensor],
     *,
     grad: bool = True,
-) -> Outcome:
+) -> BodyRun:
     """Run `body(inputs, shared)` on fake tensors under the modes that are on.
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
@@ -152,7 +152,7 @@ def _run_on_fakes(
     *,
     grad: bool,
     differentiable: bool,
-) -> Outcome:
+) -> BodyRun:
     watch = _RandomWatch()
     with torch.inference_mode(False), FakeMode() as mode, torch.set_grad_enabled(grad):
         fakes = [_fake(t, differentiable) for t in inputs]
@@ -192,7 +192,7 @@ def _outcome(
     before: list[int],
     shared_before: list[int],
     drew_random: bool,
-) -> Outcome:
+) -> BodyRun:
     leaves, spec = tree_flatten(result)
     storages = {f.untyped_storage()._cdata: i for i, f in reversed(list(enumerate(fakes)))}
     outputs: list[TensorType] = []
@@ -214,7 +214,7 @@ def _outcome(
         else:
             raise BodyError(f"returns a {type(leaf).__name__}")
     reshaped = [i for i, f in enumerate(fakes) if TensorType.of(f) != types[i]]
-    return Outcome(
+    return BodyRun(
         outputs=tuple(outputs),
         result=Template(tuple(slots), spec),
         aliases=tuple(aliases),

@@ -25,7 +25,7 @@ from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.columns import _fast, new_call_table, new_column
-from fxbatch.trace.fake_run import Outcome
+from fxbatch.trace.fake_run import BodyRun
 from fxbatch.trace.foreign import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
@@ -204,7 +204,7 @@ class RecordedCalls(Columns):
         inputs: Sequence[TensorType],
         shared: Sequence[SharedOperand],
         arguments: Template,
-        outcome: Outcome,
+        outcome: BodyRun,
         *,
         training: bool = False,
         names: tuple[str, ...] = (),

@@ -41,7 +41,7 @@ from fxbatch.ir import (
     tensor_type,
 )
 from fxbatch.signature import OperationKind
-from fxbatch.trace.fake_run import Outcome
+from fxbatch.trace.fake_run import BodyRun
 
 _BY_VALUE = (
     type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout,
@@ -119,7 +119,7 @@ class Entry:
     )  # fmt: skip
 
     def __init__(
-        self, sid: int, signature: Signature, types: tuple[int, ...], outcome: Outcome | None
+        self, sid: int, signature: Signature, types: tuple[int, ...], outcome: BodyRun | None
     ) -> None:
         self.sid = sid
         self.signature = signature
@@ -136,7 +136,7 @@ class Entry:
         self.aliases = outcome.aliases if linked and outcome is not None else ()
         self.target = signature.operation.target
         self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
-        self.write: Outcome | None = None  # of the call as the user made it
+        self.write: BodyRun | None = None  # of the call as the user made it
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
 
     def result(self, outputs: Sequence[Any]) -> Any:
@@ -236,7 +236,7 @@ class SignatureTable:
             self._output_types = flat, np.array([len(types) for types in self.outputs], dtype=np.int64)
         return self._output_types
 
-    def add(self, signature: Signature, outcome: Outcome | None = None) -> Entry:
+    def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
         """Give a new signature its id. The caller holds the lock and has looked its key up."""
         sid = len(self.signatures)
         for t in signature.outputs:

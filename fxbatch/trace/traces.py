@@ -11,7 +11,7 @@ a scratch recording; StaleTraceError where the model has no such call any more.
 
     described = describe(signature, module_names(model), lifted=-1, sample=0)
     find_again(described, table, model)
-    refer(torch.add)                 # Reference("torch", "add"), an import path
+    refer(torch.add)                 # FunctionReference("torch", "add"), an import path
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fxbatch.views import program_to_fx, program_to_networkx
 
 
 @dataclass(frozen=True)
-class Reference:
+class FunctionReference:
     """A function by import path; `pickled` for those that pickle knows how to find."""
 
     module: str
@@ -72,18 +72,18 @@ class Reference:
         return found.__wrapped__ if getattr(found, "__fxbatch_operation__", False) is True else found
 
 
-def refer(func: Any) -> Reference:
+def refer(func: Any) -> FunctionReference:
     """The reference of a function; TraceError when there is none (a lambda, a local function)."""
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "")
     if module and name and "<" not in name:
         with contextlib.suppress(StaleTraceError):
-            if (reference := Reference(module, name)).resolve() is func:
+            if (reference := FunctionReference(module, name)).resolve() is func:
                 return reference
     try:
         data = pickle.dumps(func)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TraceError(f"a trace can't be kept: {name or func!r} has no import path ({error})") from None
-    return Reference("", name, data)
+    return FunctionReference("", name, data)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Described:
 
     kind: str
     name: str
-    target: Reference | str | None  # a function's reference, a module's dotted name
+    target: FunctionReference | str | None  # a function's reference, a module's dotted name
     method: str | None
     marked: bool
     inputs: tuple[TensorType, ...]
@@ -118,7 +118,7 @@ def module_names(model: torch.nn.Module | None) -> dict[int, str]:
 def describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> Described:
     """A signature as plain data; TraceError when it uses what is not part of the model."""
     op = s.operation
-    target: Reference | str | None = None
+    target: FunctionReference | str | None = None
     if op.kind == "module":
         if id(op.target) not in names:
             raise TraceError(f"{op.name} is no submodule of the model: its trace can't be kept")
@@ -169,7 +169,7 @@ def _record_again(
     s: Described, scratch: Recorder, inputs: list[Value], model: torch.nn.Module | None
 ) -> None:
     assert s.arguments is not None
-    leaves = tuple(x.resolve() if type(x) is Reference else x for x in s.arguments.leaves)
+    leaves = tuple(x.resolve() if type(x) is FunctionReference else x for x in s.arguments.leaves)
     shared: list[Any] = [None] * s.own
     for name in s.shared:
         assert model is not None
@@ -188,7 +188,7 @@ def _record_again(
             method = getattr(type(module), s.method)
             call_method(scratch, getattr(method, "__wrapped__", method), (module, *args), kwargs)
         return
-    assert isinstance(s.target, Reference)
+    assert isinstance(s.target, FunctionReference)
     func = s.target.resolve()
     if s.name == "getitem" and s.lifted >= 0:
         args[0][s.number]

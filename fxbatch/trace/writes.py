@@ -21,7 +21,7 @@ from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.fake_run import Outcome
+from fxbatch.trace.fake_run import BodyRun
 from fxbatch.trace.foreign import is_foreign
 from fxbatch.trace.operations import FUNCTION, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -71,7 +71,7 @@ def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **k
     return copies + [x for x in others if not any(x is c for c in copies)]
 
 
-def written_entry(made: Operation, arguments: Arguments, outcome: Outcome, reason: str = "") -> Entry:
+def written_entry(made: Operation, arguments: Arguments, outcome: BodyRun, reason: str = "") -> Entry:
     """The signature, without writes, of a call that writes to its inputs; reason: why it is not to be batched."""
     pure = _PURE_FORMS.get(made.target)
     if pure is not None and outcome.written == (0,):
@@ -93,7 +93,7 @@ def written_entry(made: Operation, arguments: Arguments, outcome: Outcome, reaso
 
 
 def _signed(
-    made: Operation, arguments: Arguments, written: Outcome, reason: str, *before: Any
+    made: Operation, arguments: Arguments, written: BodyRun, reason: str, *before: Any
 ) -> Entry | None:
     template = arguments.template(*before)
     outcome = arguments.outcome(made.target, template)

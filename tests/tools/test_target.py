@@ -9,7 +9,7 @@ import pytest
 from fxbatch_cli.errors import CommandError, Status
 from fxbatch_cli.target import load_target, parse_arguments
 
-from fxbatch.decorator import Arguments
+from fxbatch.decorator import InstanceArguments
 
 SOURCE = """
 import dataclasses
@@ -81,7 +81,7 @@ def test_instances_may_be_any_iterable(folder: Path) -> None:
 
 
 def test_a_list_for_each_argument(folder: Path) -> None:
-    assert load_target("my_models.py:columns")[1] == [Arguments((1, None)), Arguments((2, 4))]
+    assert load_target("my_models.py:columns")[1] == [InstanceArguments((1, None)), InstanceArguments((2, 4))]
 
 
 def test_values_are_literals_or_text() -> None:
