@@ -25,7 +25,7 @@ from benchmarks.small_batches import model_of
 from benchmarks.stages import stage_times
 from benchmarks.task import Settings
 from benchmarks.workloads import sst_trees
-from fxbatch.runtime import run
+from fxbatch.runtime import backward, run
 from fxbatch.runtime.backward import Backward
 from fxbatch.runtime.engine import Engine
 
@@ -41,7 +41,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("steps of forward", run, "execute_forward"),
     ("plan of gradients", Backward, "__init__"),
     ("steps of backward", Backward, "walk"),
-    ("gradients of parameters", Backward, "_parameters"),
+    ("gradients of parameters", backward, "add_parameter_gradients"),
 )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import fxbatch
 from fxbatch import checking
 from fxbatch.checking import Material, Outcome, difference, judge
-from fxbatch.runtime.backward import Backward
+from fxbatch.runtime import backward
 from fxbatch.runtime.run import Run
 from tests import models as M
 from tests.trust.programs import model, two, vectors
@@ -292,12 +292,14 @@ def test_a_wrong_value_is_an_error_with_instance_operation_and_figures(
 
 
 def test_a_wrong_gradient_is_an_error_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Backward._add
+    add = backward.add_parameter_gradients
 
-    def doubled(self: Backward, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        add(self, tensor, grad * (2 if tensor.shape == (5,) else 1))
+    def doubled(*left: Any) -> None:
+        add(*left)
+        found: dict[int, torch.Tensor] = left[-1]
+        found.update({key: 2 * grad for key, grad in found.items() if grad.shape == (5,)})
 
-    monkeypatch.setattr(Backward, "_add", doubled)
+    monkeypatch.setattr(backward, "add_parameter_gradients", doubled)
     parts = {"a": nn.Linear(4, 5)}
     model(lambda self, x: self.a(x), parts, check=1)(vectors(4, 4))
     with pytest.raises(

@@ -239,10 +239,10 @@ def test_explain_says_who_multiplies() -> None:
 
 
 def test_layouts_and_classes_are_named() -> None:
-    mixed = products.Choice((True,) + (False,) * 11, "measured now", "avx512")
+    mixed = products.ProductChoice((True,) + (False,) * 11, "measured now", "avx512")
     assert mixed.describe() == (
         "own avx512 loops, torch's BLAS for both as they lie: 1 to 4 rows (measured now)"
     )
-    assert products.Choice((True,) * 12, "the only one here", "").describe() == (
+    assert products.ProductChoice((True,) * 12, "the only one here", "").describe() == (
         "torch's BLAS (the only one here)"
     )
