@@ -43,7 +43,7 @@ class Cell(nn.Module):
 
 def graphs_of(cell: Cell, hidden: int, *, grad: bool) -> OperationGraphs:
     """The cell's operation graphs, with every gradient or with none."""
-    kind = ir.tensor_type((hidden,), torch.float32, torch.device("cpu"))
+    kind = ir.tensor_spec((hidden,), torch.float32, torch.device("cpu"))
     names = tuple(name for name, _ in cell.named_parameters())
     owners = [(cell.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names]
     signature = ir.Signature(

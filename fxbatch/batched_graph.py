@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from fxbatch.ir import Program, TensorType
+from fxbatch.ir import Program, TensorSpec
 from fxbatch.on_demand import networkx as nx
 
 NodeKind = Literal["known", "batch", "pass", "gather", "cat", "result"]
@@ -38,7 +38,7 @@ class Node:
 
     kind: NodeKind
     depth: int
-    types: tuple[TensorType, ...]  # of the outputs
+    types: tuple[TensorSpec, ...]  # of the outputs
     gives: tuple[np.ndarray, ...]  # int64, a row a value, an array an output
     wants: tuple[np.ndarray, ...] = ()  # int64, an array an input
     signature: int = -1  # of a batch

@@ -28,11 +28,11 @@ from fxbatch.signature import (
     Signature,
     Slot,
     Template,
-    TensorType,
+    TensorSpec,
     kept_by_signatures,
     quoted,
     signature_text,
-    tensor_type,
+    tensor_spec,
 )
 
 __all__ = [
@@ -55,10 +55,10 @@ __all__ = [
     "Slot",
     "Step",
     "Template",
-    "TensorType",
+    "TensorSpec",
     "offsets",
     "signature_columns",
-    "tensor_type",
+    "tensor_spec",
 ]
 
 
@@ -66,8 +66,8 @@ __all__ = [
 class SignatureColumns:
     """Columns over a tuple of signatures, made once."""
 
-    types: tuple[TensorType, ...]
-    type_ids: dict[TensorType, int]
+    types: tuple[TensorSpec, ...]
+    type_ids: dict[TensorSpec, int]
     arity: np.ndarray  # int64 [signatures]
     width: np.ndarray  # int64 [signatures]
     first_slot: np.ndarray  # int64 [signatures + 1]: where the inputs of a signature begin among all
@@ -149,12 +149,12 @@ class Program:
         return self.early_types() if callable(self.early_types) else self.early_types
 
     @property
-    def types(self) -> tuple[TensorType, ...]:
+    def types(self) -> tuple[TensorSpec, ...]:
         """All tensor types of the signatures' outputs, in order of first appearance."""
         return self.columns.types
 
     @property
-    def type_ids(self) -> dict[TensorType, int]:
+    def type_ids(self) -> dict[TensorSpec, int]:
         return self.columns.type_ids
 
     @property
@@ -341,7 +341,7 @@ class Plan:
     gather g covers `entry_offsets[g] : entry_offsets[g + 1]`.
     """
 
-    arenas: tuple[TensorType, ...]
+    arenas: tuple[TensorSpec, ...]
     capacity: np.ndarray  # int64 [arenas]: rows an arena needs, those of earlier phases included
     step_signature: np.ndarray  # int64 [steps]
     step_rows: np.ndarray  # int64 [steps]

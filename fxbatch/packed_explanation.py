@@ -14,7 +14,7 @@ import torch
 from fxbatch.explanation import Explanation, OperationRow, UnbatchedRow
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
-from fxbatch.signature import tensor_type
+from fxbatch.signature import tensor_spec
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
@@ -25,7 +25,7 @@ RULE = "the whole forward, on packed rows"
 
 def sized_text(shape: Sequence[Any], dtype: torch.dtype) -> str:
     """A type with * for each size that is the instance's own: `f32[*,64]`."""
-    text = str(tensor_type((), dtype, torch.device("cpu")))
+    text = str(tensor_spec((), dtype, torch.device("cpu")))
     return text.replace("[]", f"[{','.join('*' if not isinstance(d, int) else str(d) for d in shape)}]")
 
 

@@ -35,7 +35,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorType:
+class TensorSpec:
     """Shape (of one instance, no batch dimension), dtype and device of a value: `f32[150]`.
 
     -1 is a size that differs between instances, as packed forms show it: `f32[*,64]`.
@@ -52,8 +52,8 @@ class TensorType:
         object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorType:
-        return tensor_type(tuple(tensor.shape), tensor.dtype, tensor.device)
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return tensor_spec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
         name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
@@ -67,9 +67,9 @@ class TensorType:
 
 
 @functools.lru_cache(maxsize=65536)
-def tensor_type(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorType:
-    """The one interned TensorType of these fields."""
-    return TensorType(shape, dtype, device)
+def tensor_spec(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+    """The one interned TensorSpec of these fields."""
+    return TensorSpec(shape, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +249,8 @@ class Signature:
     """
 
     operation: Operation
-    inputs: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     shared: tuple[SharedOperand, ...] = ()
     arguments: Template | None = None  # ((args), {kwargs}) with input and shared slots
     result: Template | None = None  # with output slots
@@ -475,4 +475,4 @@ def _modes_text(modes: Modes) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return str(tensor_type((), dtype, torch.device("cpu"))).removesuffix("[]")
+    return str(tensor_spec((), dtype, torch.device("cpu"))).removesuffix("[]")

@@ -39,8 +39,8 @@ from fxbatch.ir import (
     Slot,
     Step,
     Template,
-    TensorType,
-    tensor_type,
+    TensorSpec,
+    tensor_spec,
 )
 from fxbatch.signature import dtype_name, quoted, signature_text
 from fxbatch.torch_private import tree_flatten
@@ -128,7 +128,7 @@ class _Reader:
         self.given = given
         self.instances: int | None = None
         self.signatures: list[Signature] = []
-        self.types: list[TensorType] = []
+        self.types: list[TensorSpec] = []
         self.known = 0
         self.sig: list[int] = []
         self.inputs: list[int] = []
@@ -223,12 +223,12 @@ def _payload(signature: Signature, text: str | None) -> Any:
     return number if signature.operation.kind == "number" else torch.tensor(number, dtype=type_.dtype)
 
 
-def parse_type(text: str) -> TensorType:
-    """`f32[4,5]@cuda:0` as a TensorType."""
+def parse_type(text: str) -> TensorSpec:
+    """`f32[4,5]@cuda:0` as a TensorSpec."""
     found = re.fullmatch(r"(\w+)\[([\d,]*)\](?:@([\w:]+))?", text)
     if not found:
         raise ValueError(f"no tensor type: {text}")
-    return tensor_type(
+    return tensor_spec(
         tuple(int(n) for n in found[2].split(",") if n), _dtype(found[1]), torch.device(found[3] or "cpu")
     )
 
@@ -278,7 +278,7 @@ def _parse_signature(text: str) -> Signature:
     )  # fmt: skip
 
 
-def _types(text: str) -> tuple[TensorType, ...]:
+def _types(text: str) -> tuple[TensorSpec, ...]:
     return tuple(parse_type(t) for t in re.findall(r"\w+\[[\d,]*\](?:@[\w:]+)?", text))
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorType, tensor_type
+from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorSpec, tensor_spec
 
-F4 = tensor_type((4,), torch.float32, torch.device("cpu"))
-I64 = tensor_type((), torch.int64, torch.device("cpu"))
+F4 = tensor_spec((4,), torch.float32, torch.device("cpu"))
+I64 = tensor_spec((), torch.int64, torch.device("cpu"))
 
 
 def _sum_of(*tensors: torch.Tensor) -> torch.Tensor:
@@ -38,27 +38,27 @@ class ProgramBuilder:
         self.sig: list[int] = []
         self.inputs: list[int] = []
         self.instance: list[int] = []
-        self.types: list[TensorType] = []
+        self.types: list[TensorSpec] = []
         self.constants: dict[int, list[Any]] = {}
         self.instances = instances
         self.known = 0
 
-    def known_value(self, type_: TensorType = F4) -> int:
+    def known_value(self, type_: TensorSpec = F4) -> int:
         """A value of an earlier phase; all of them before the first call."""
         assert not self.sig
         self.types.append(type_)
         self.known += 1
         return len(self.types) - 1
 
-    def constant(self, payload: Any = 0, *, type_: TensorType | None = None, instance: int = 0) -> int:
+    def constant(self, payload: Any = 0, *, type_: TensorSpec | None = None, instance: int = 0) -> int:
         if isinstance(payload, torch.Tensor):
-            type_, kind = TensorType.of(payload), "constant"
+            type_, kind = TensorSpec.of(payload), "constant"
         elif type_ is not None:
             kind, payload = "constant", torch.zeros(type_.shape, dtype=type_.dtype)
         else:
             kind = "number"
             dtype = torch.float64 if isinstance(payload, float) else torch.int64
-            type_ = tensor_type((), dtype, torch.device("cpu"))
+            type_ = tensor_spec((), dtype, torch.device("cpu"))
         key = (kind, type_)
         if key not in self.index:
             self._add(key, Signature(Operation(kind, kind), (), (type_,)))
@@ -103,7 +103,7 @@ class ProgramBuilder:
         return list(range(first, len(self.types)))
 
     def program(self, *outputs: int) -> Program:
-        made: list[TensorType] = list(dict.fromkeys(t for s in self.signatures for t in s.outputs))
+        made: list[TensorSpec] = list(dict.fromkeys(t for s in self.signatures for t in s.outputs))
         known_types = None
         if self.known:
             known_types = np.array([made.index(t) for t in self.types[: self.known]], dtype=np.int32)

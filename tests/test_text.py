@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Slot, Template, tensor_type
+from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Slot, Template, tensor_spec
 from fxbatch.passes.plan import plan_arenas
 from fxbatch.passes.schedule import batch_by_agenda
 from fxbatch.text import ParseError, parse_program, parse_type, print_plan, print_schedule
@@ -53,8 +53,8 @@ def test_everything_a_signature_says_reads_back() -> None:
     device = torch.device("cuda", 1)
     kinds = (
         F4,
-        tensor_type((2, 3), torch.bfloat16, device),
-        tensor_type((), torch.bool, torch.device("cpu")),
+        tensor_spec((2, 3), torch.bfloat16, device),
+        tensor_spec((), torch.bool, torch.device("cpu")),
     )
     modes = Modes(True, False, (("cpu", torch.bfloat16),), torch.float64)
     shared = (SharedOperand(None, "weight", torch.zeros(1)), SharedOperand(None, "a.bias", torch.zeros(1)))

@@ -136,9 +136,9 @@ class RecordBuilder(Builder):
         self.table = table
         self._declared: dict[int, Run] = {}
 
-    def type_of(self, t: TensorType, device: torch.device) -> ir.TensorType:
+    def type_of(self, t: TensorType, device: torch.device) -> ir.TensorSpec:
         """A block's tensor type as the engine knows it."""
-        return ir.tensor_type(t.shape, t.dtype, device)
+        return ir.tensor_spec(t.shape, t.dtype, device)
 
     # -- constants ----------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class RecordBuilder(Builder):
         array: ToArray | None = None,
     ) -> Run:
         number = self.table.number(dtype, block.device).sid
-        constant = self.table.constant(ir.tensor_type((), dtype, block.device)).sid
+        constant = self.table.constant(ir.tensor_spec((), dtype, block.device)).sid
         tape = self.tape
         kinds, least, most = _plain_numbers(dtype)
         as_number = None if dtype.is_complex else array
@@ -202,7 +202,7 @@ class RecordBuilder(Builder):
             t = get()
             found = tape.constants.get(id(t))
             if found is None:
-                sid = table.constant(ir.TensorType.of(t)).sid
+                sid = table.constant(ir.TensorSpec.of(t)).sid
                 found = tape.constants[id(t)] = tape.constant(sid, t)
                 tape.kept.append(t)
             return found
@@ -287,7 +287,7 @@ class _Use:
             return x._value
         found = recorder.constant(x)
         if found is None:
-            entry = recorder.table.constant(ir.TensorType.of(x))
+            entry = recorder.table.constant(ir.TensorSpec.of(x))
             found = recorder.emit(entry, ())
             recorder.payload.setdefault(entry.sid, []).append(x)
         return found._value

@@ -22,7 +22,7 @@ from fxbatch.codegen.decompose import decompositions
 from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.simplify import eliminate_dead
 from fxbatch.codegen.tape import Result, as_graph, record, run, writes
-from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.torch_fakes import FakeMode, no_symbols
 from fxbatch.torch_private import LazyGraphModule, QuietDispatchMode, native_kernels, run_backward
 from fxbatch.trace.state import entered_modes
@@ -34,7 +34,7 @@ def devices_of(signature: Signature) -> list[str]:
     return list(dict.fromkeys(t.device.type for t in (*signature.inputs, *signature.outputs)))
 
 
-def fake_rows(mode: FakeMode, kind: TensorType, *lead: int) -> torch.Tensor:
+def fake_rows(mode: FakeMode, kind: TensorSpec, *lead: int) -> torch.Tensor:
     """A fake tensor `[*lead, *shape]` of a tensor type."""
     with mode:
         return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=kind.device)

@@ -36,8 +36,8 @@ from torch import fx
 
 from fxbatch.codegen import body as _body
 from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
-from fxbatch.ir import Layout, Signature, TensorType
-from fxbatch.signature import tensor_type
+from fxbatch.ir import Layout, Signature, TensorSpec
+from fxbatch.signature import tensor_spec
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import FakeTensor, LazyGraphModule
 
@@ -216,13 +216,13 @@ def _form(x: torch.Tensor) -> list[Any]:
     return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
 
 
-def _type(t: TensorType) -> list[Any]:
+def _type(t: TensorSpec) -> list[Any]:
     return [list(t.shape), str(t.dtype), str(t.device)]
 
 
-def _tensor_type(told: list[Any]) -> TensorType:
+def _tensor_spec(told: list[Any]) -> TensorSpec:
     shape, dtype, device = told
-    return tensor_type(tuple(shape), _WORDS[dtype], torch.device(device))
+    return tensor_spec(tuple(shape), _WORDS[dtype], torch.device(device))
 
 
 class _Reader:
@@ -343,7 +343,7 @@ def _read(key: str) -> Fields | None:
             return None
         found: dict[str, Any] = json.loads(text)
         reader = _Reader()
-        types = lambda rows: tuple(_tensor_type(t) for t in rows)  # noqa: E731
+        types = lambda rows: tuple(_tensor_spec(t) for t in rows)  # noqa: E731
         refs = lambda rows: tuple(Ref(kind, i) for kind, i in rows)  # noqa: E731
         return {
             "layout": Layout(tuple(map(tuple, found["layout"]))),

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ _TOLERANCE = {
     torch.float64: 1e-8, torch.complex128: 1e-8,
 }  # fmt: skip
 Rows = list[torch.Tensor]
-Draw = Callable[[TensorType, int, torch.Generator], torch.Tensor]
+Draw = Callable[[TensorSpec, int, torch.Generator], torch.Tensor]
 
 
 class ZeroGradient(NotBatchable):
@@ -110,19 +110,19 @@ def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
         return run()
 
 
-def _normal(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+def _normal(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     if kind.differentiable:
         wide = torch.complex128 if kind.dtype.is_complex else torch.float64
         return torch.randn(n, *kind.shape, generator=gen, dtype=wide).to(kind.device, kind.dtype)
     return torch.randint(0, 2, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
 
 
-def _positive(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+def _positive(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     x = _normal(kind, n, gen)
     return (x.abs() / (1 + x.abs())).to(kind.dtype) if kind.differentiable else torch.zeros_like(x)
 
 
-def _definite(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+def _definite(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     x = _normal(kind, n, gen)
     square = len(kind.shape) >= 2 and kind.shape[-1] == kind.shape[-2] and kind.differentiable
     return (x @ x.mH + torch.eye(kind.shape[-1], dtype=x.dtype, device=x.device)) if square else x
@@ -248,7 +248,7 @@ class _Check:
         """Where eager is finite on large numbers, the graphs are too: a branch that a `where` did not take may
         overflow, and zero times infinity is no zero (the gradient of log_ndtr)."""
 
-        def large(kind: TensorType, n: int, gen: torch.Generator) -> torch.Tensor:
+        def large(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
             x = _normal(kind, n, gen)
             return (40 * x).to(kind.dtype) if kind.differentiable else x
 
@@ -269,7 +269,7 @@ class _Check:
         for low, high in ((-1, 2), (0, 4)):
 
             def integers(
-                kind: TensorType, n: int, gen: torch.Generator, low: int = low, high: int = high
+                kind: TensorSpec, n: int, gen: torch.Generator, low: int = low, high: int = high
             ) -> torch.Tensor:
                 if kind.differentiable or kind.dtype is torch.bool:
                     return _normal(kind, n, gen)

@@ -22,7 +22,7 @@ from torch import fx
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.shapes import Size, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import direct_call
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ class Workspace:
             Kernel, tuple[tuple[torch.Tensor, ...], list[int], tuple[torch.Tensor, ...]]
         ] = {}
         # By input group and type: the memory, and views of it by the number of rows.
-        self._rows: dict[tuple[int, int], tuple[TensorType, torch.Tensor, dict[int, torch.Tensor]]] = {}
+        self._rows: dict[tuple[int, int], tuple[TensorSpec, torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def enter_run(self, run: object) -> None:
         """From here on kernels are called for this run; what they prepared for another is forgotten.
@@ -115,7 +115,7 @@ class Workspace:
         self._prepared[kernel] = (shared, versions, made)
         return made
 
-    def rows(self, group: int, kind: TensorType, n: int) -> torch.Tensor:
+    def rows(self, group: int, kind: TensorSpec, n: int) -> torch.Tensor:
         """Rows [n, *shape] of a step's input group, which nobody reads after the step."""
         found = self._rows.get((group, id(kind)))
         view = None if found is None else found[2].get(n)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import fx
 
-from fxbatch.ir import Layout, Signature, TensorType
+from fxbatch.ir import Layout, Signature, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Ref:
 class Flows:
     """What flows between the three graphs of an operation, and out of them."""
 
-    saved_types: tuple[TensorType, ...]
+    saved_types: tuple[TensorSpec, ...]
     grad_outputs: tuple[int, ...]
     grad_groups: tuple[int, ...]
     backward_inputs: tuple[Ref, ...]
-    extra_types: tuple[TensorType, ...]
+    extra_types: tuple[TensorSpec, ...]
     parameter_inputs: tuple[Ref, ...]
     grad_shared: tuple[int, ...]
 
@@ -67,7 +67,7 @@ class OperationGraphs(Flows):
     random: bool = False
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
 
-    def group_type(self, group: int) -> TensorType:
+    def group_type(self, group: int) -> TensorSpec:
         """The type of the rows of an input group's members."""
         return self.signature.inputs[self.layout.groups[group][0]]
 

@@ -21,7 +21,7 @@ from fxbatch.codegen.batch import Joint
 from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref
 from fxbatch.codegen.shapes import bytes_per_row, row_type
 from fxbatch.codegen.simplify import eliminate_dead, is_random
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 
 aten = torch.ops.aten
 _KEPT_ANYWAY, _ANEW = 1, 4  # what a byte costs: inputs and outputs are in arenas already
@@ -47,7 +47,7 @@ class Partition(NamedTuple):
     flows: Flows
 
 
-def _row_types(nodes: Sequence[fx.Node]) -> tuple[TensorType, ...]:
+def _row_types(nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
     found = tuple(kind for kind in map(row_type, nodes) if kind is not None)
     assert len(found) == len(nodes), "what is cut is row-wise"
     return found

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.operation_graphs import NotBatchable
-from fxbatch.ir import TensorType, tensor_type
+from fxbatch.ir import TensorSpec, tensor_spec
 from fxbatch.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def dtype(node: fx.Node) -> torch.dtype:
     return node.meta["values"][0].dtype
 
 
-def row_type(node: fx.Node) -> TensorType | None:
+def row_type(node: fx.Node) -> TensorSpec | None:
     """The type of one row if the node is `[n, ...]` with nothing else that depends on n, else None."""
     if not is_tensor(node):
         return None
@@ -93,7 +93,7 @@ def row_type(node: fx.Node) -> TensorType | None:
     if not dims or dims[0] != (1, 0) or any(a for a, _ in dims[1:]):
         return None
     value = node.meta["values"][0]
-    return tensor_type(tuple(b for _, b in dims[1:]), value.dtype, value.device)
+    return tensor_spec(tuple(b for _, b in dims[1:]), value.dtype, value.device)
 
 
 def bytes_per_row(node: fx.Node) -> int:

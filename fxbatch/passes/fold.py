@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fxbatch.batched_graph import BatchedGraph, GraphBuilder, Node, Read
-from fxbatch.ir import CONSTANT_KINDS, Operation, Program, Schedule, Signature, Slot, Template, TensorType
+from fxbatch.ir import CONSTANT_KINDS, Operation, Program, Schedule, Signature, Slot, Template, TensorSpec
 from fxbatch.passes.schedule import depth_schedule, depths
 from fxbatch.passes.select import reorder
 
@@ -172,7 +172,7 @@ def _add_cats(build: GraphBuilder, depth: int, nodes: list[Node]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def pass_through(type_: TensorType) -> Signature:
+def pass_through(type_: TensorSpec) -> Signature:
     """The identity on values of a type; one Signature a type."""
     operation = Operation(
         "pass_through", "function", torch.clone, rule="carries a value to the next depth", identity=True

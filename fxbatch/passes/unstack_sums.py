@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorType, tensor_type
+from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorSpec, tensor_spec
 from fxbatch.passes.select import eliminate_dead, reorder
 from fxbatch.signature import kept_by_signatures
 
@@ -72,7 +72,7 @@ class Unstacker:
         """Programs of these signatures with fewer calls are left as they are."""
         return 0 if len(_kinds(program.signatures)) else sys.maxsize
 
-    def signature(self, like: Signature, operation: str, inputs: tuple[TensorType, ...]) -> Signature:
+    def signature(self, like: Signature, operation: str, inputs: tuple[TensorSpec, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""
         key = (operation, inputs, like.outputs, like.modes)
         found = self.made.get(key)
@@ -88,7 +88,7 @@ class Unstacker:
                 self.made.popitem(last=False)
         return found
 
-    def number(self, kind: TensorType) -> Signature:
+    def number(self, kind: TensorSpec) -> Signature:
         """The Signature of numbers of a type."""
         return self.made.setdefault(kind, Signature(Operation("number", "number"), (), (kind,)))
 
@@ -193,9 +193,9 @@ class _Unstacking:
         return self.unstack.signature(like, "add", (kind, kind))
 
 
-def _scalar(signature: Signature) -> TensorType:
+def _scalar(signature: Signature) -> TensorSpec:
     kind = signature.outputs[0]
-    return tensor_type((), kind.dtype, kind.device)
+    return tensor_spec((), kind.dtype, kind.device)
 
 
 def is_stack(signature: Signature) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import GradientError
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 from fxbatch.passes.gradients import (
     GRADIENT_INDEX,
     GRADIENT_SUM,
@@ -95,7 +95,7 @@ class GradientTemplate:
     kernels: KernelTable
 
     @staticmethod
-    def of(types: Sequence[TensorType], running: Sequence[CompiledOperation]) -> GradientTemplate:
+    def of(types: Sequence[TensorSpec], running: Sequence[CompiledOperation]) -> GradientTemplate:
         """types: those of all values; running: the operations that run in backward."""
         kinds, owner = list(types), []
         first_of: dict[CompiledOperation, int] = {}
@@ -325,7 +325,7 @@ def sum_bags(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor) -> tor
     return torch.view_as_complex(summed) if rows.is_complex() else summed
 
 
-def _or_zeros(grad: torch.Tensor | None, kind: TensorType, n: int) -> torch.Tensor:
+def _or_zeros(grad: torch.Tensor | None, kind: TensorSpec, n: int) -> torch.Tensor:
     if grad is not None:
         return grad
     return torch.zeros((), dtype=kind.dtype, device=kind.device).expand(n, *kind.shape)

@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 
 from fxbatch.codegen.body import devices_of, entered_modes
-from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperand, Signature, TensorType
+from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
 from fxbatch.runtime.constants import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -45,7 +45,7 @@ StackConstants = Callable[[int, np.ndarray], Any]  # signature, positions in its
 class Blocks:
     """All values of one tensor type: tensors [rows, *shape], one a step output, in row order."""
 
-    def __init__(self, kind: TensorType, index: Index = to_device) -> None:
+    def __init__(self, kind: TensorSpec, index: Index = to_device) -> None:
         self.kind, self.index = kind, index
         self.tensors: list[Any] = []
         self.starts: list[int] = []
@@ -144,7 +144,7 @@ class DifferentiableRun:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.grad = True
-        self.type_ids: dict[TensorType, int] = {}
+        self.type_ids: dict[TensorSpec, int] = {}
         self.blocks: list[Blocks] = []
         self.value_row = np.zeros(0, dtype=np.int64)
         self.value_type = np.zeros(0, dtype=np.int64)

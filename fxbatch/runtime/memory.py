@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.native import address
-from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorType
+from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorSpec
 from fxbatch.passes.plan import RunColumns, Slots, WholePlan
 from fxbatch.passes.room import LINE, ArrayTable, place_arrays
 from fxbatch.runtime.operands import arena_table, clear_rows, moved
@@ -36,13 +36,13 @@ from fxbatch.runtime.pool import Piece, Pool
 class Kinds:
     """The types of arrays, and the same as columns."""
 
-    types: tuple[TensorType, ...]
+    types: tuple[TensorSpec, ...]
     width: np.ndarray  # int64: bytes a row
     device: np.ndarray  # int64: the number of its device
     devices: tuple[torch.device, ...]
 
     @staticmethod
-    def of(types: Sequence[TensorType]) -> Kinds:
+    def of(types: Sequence[TensorSpec]) -> Kinds:
         devices = list(dict.fromkeys([t.device for t in types]))
         width = np.array([t.nbytes for t in types], dtype=np.int64)
         numbers = np.zeros(len(types), dtype=np.int64)
@@ -66,12 +66,12 @@ class Arrays:
     table: ArrayTable
 
     @property
-    def kinds(self) -> tuple[TensorType, ...]:
+    def kinds(self) -> tuple[TensorSpec, ...]:
         """The types of all arrays."""
         return self.columns.types
 
     @staticmethod
-    def of(types: Sequence[TensorType], compiled: Sequence[CompiledOperation | None]) -> Arrays:
+    def of(types: Sequence[TensorSpec], compiled: Sequence[CompiledOperation | None]) -> Arrays:
         """The arrays of a program's types and compiled operations."""
         kinds, owners, first, groups = list(types), [], [], [-1] * len(types)
         for s, operation in enumerate(compiled):
@@ -100,7 +100,7 @@ class Arrays:
         return {c: s for s, c in enumerate(self.compiled) if c is not None}
 
 
-def kinds_of_rows(compiled: CompiledOperation) -> list[TensorType]:
+def kinds_of_rows(compiled: CompiledOperation) -> list[TensorSpec]:
     """The types of the arrays that an operation keeps and saves."""
     if compiled.graphs is None:
         return []
@@ -119,7 +119,7 @@ class Pieces:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.kinds: Sequence[TensorType] = ()  # of each array
+        self.kinds: Sequence[TensorSpec] = ()  # of each array
         self.rows = self._piece = _NOTHING  # int64: that each has room for; which piece it is in
         self._inside = _NO_PLACES  # int64 [arrays, 3]: where in its piece, see `place_arrays`
         # int64 [arrays, 3]: pointer (0 where C can't read it), bytes, whether part of an arena
@@ -180,7 +180,7 @@ class Memory(Pieces):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.shared: dict[Signature, list[torch.Tensor]] = {}  # the shared operands of each signature
-        self.type_ids: dict[TensorType, int] = {}
+        self.type_ids: dict[TensorSpec, int] = {}
         self.first_of: dict[CompiledOperation, int] = {}  # the first array of each operation
         self._types: dict[SignatureColumns, np.ndarray] = {}
         self._arena: Sequence[int] = ()  # the array of each type
@@ -244,10 +244,10 @@ class Memory(Pieces):
                 return made
         return self.tensor(array).narrow(0, first, rows).clone()
 
-    def arena_of(self, kind: TensorType) -> torch.Tensor:
+    def arena_of(self, kind: TensorSpec) -> torch.Tensor:
         return self.arena(self.type_ids[kind])
 
-    def row_place(self, kind: TensorType, row: int) -> int:
+    def row_place(self, kind: TensorSpec, row: int) -> int:
         """Where a value of a type is in memory that C can write to, 0 where it can't."""
         pointer: int = self.places.item(self._arena[self.type_ids[kind]], 0)
         return pointer + row * kind.nbytes if pointer else 0

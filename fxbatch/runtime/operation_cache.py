@@ -25,7 +25,7 @@ from fxbatch.codegen.inductor import (
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
-from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorType
+from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
 from fxbatch.runtime.postponed import REASON
 from fxbatch.torch_fakes import no_collections
 from fxbatch.torch_private import without_saved_tensor_hooks
@@ -61,8 +61,8 @@ class CompiledOperation:
     grad_shared: tuple[int, ...] = field(init=False)
     grad_outputs: tuple[int, ...] = field(init=False)
     parameter_inputs: tuple[Ref, ...] = ()
-    saved_types: tuple[TensorType, ...] = ()
-    extra_types: tuple[TensorType, ...] = ()
+    saved_types: tuple[TensorSpec, ...] = ()
+    extra_types: tuple[TensorSpec, ...] = ()
 
     def __post_init__(self) -> None:
         graphs, signature = self.graphs, self.signature

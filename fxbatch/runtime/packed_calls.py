@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fxbatch.ir import Program, Signature, Slot, TensorType
+from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
-from fxbatch.signature import CONSTANT_KINDS, tensor_type
+from fxbatch.signature import CONSTANT_KINDS, tensor_spec
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.operations import take_row
 from fxbatch.trace.table import Entry, SignatureTable, static_key
@@ -106,7 +106,7 @@ class PackedCalls:
         member = family.members[0]
         assert member.outcome is not None
         outputs = tuple(
-            tensor_type(shape, t.dtype, t.device)
+            tensor_spec(shape, t.dtype, t.device)
             for shape, t in zip(function.output_shapes(sizes), member.signature.outputs, strict=True)
         )
         signature = dataclasses.replace(
@@ -135,7 +135,7 @@ class PackedCalls:
         row = like.signature.inputs[0]
         signature = dataclasses.replace(
             like.signature, inputs=(row,) * count,
-            outputs=(tensor_type((count, *row.shape), row.dtype, row.device),),
+            outputs=(tensor_spec((count, *row.shape), row.dtype, row.device),),
             arguments=arguments.template(), sizes=family,
         )  # fmt: skip
         table: SignatureTable = arguments.recorder.table
@@ -183,7 +183,7 @@ class PackedCalls:
             family = entries[key] = CallFamily()
         return family
 
-    def _build(self, family: CallFamily, types: Sequence[TensorType]) -> None:
+    def _build(self, family: CallFamily, types: Sequence[TensorSpec]) -> None:
         from fxbatch.ragged.packed_function import PackedFunction
         from fxbatch.ragged.symbolic import NoPackedForm
 
@@ -434,11 +434,11 @@ def _stack_key(arguments: Any) -> Any:
     return "stack", types.pop()
 
 
-def _own(types: Sequence[TensorType], dynamic: Sequence[Sequence[int]]) -> list[int]:
+def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[int]:
     return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
 
 
-def _fitting_sizes(function: PackedFunction, types: Sequence[TensorType]) -> list[np.ndarray] | None:
+def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> list[np.ndarray] | None:
     """The sizes of one call; None where the function is not for them, or another dimension than its own differs."""
     for t, dims, example in zip(types, function.dynamic, function.graph.tensors, strict=False):
         if any(d not in dims and size != example.shape[d] for d, size in enumerate(t.shape)):

@@ -35,7 +35,7 @@ from fxbatch.runtime.argument_objects import Opened, TensorColumns, classes_of, 
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
-from fxbatch.signature import TensorType, bodies, structural_twin
+from fxbatch.signature import TensorSpec, bodies, structural_twin
 from fxbatch.torch_private import (
     TreeSpec,
     any_autocast,
@@ -294,7 +294,7 @@ class PackedForward:
             if examined.coupled:
                 body.trackers = trackers(self.root)
             shared = [s.resolve() for s in examined.shared]
-            types = [TensorType.of(t) for t in tensors]
+            types = [TensorSpec.of(t) for t in tensors]
             with WithoutPlainSizes(), IndexByTensor():
                 outcome, effects = examined.reads.run(
                     functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())

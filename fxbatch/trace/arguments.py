@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.errors import TraceError
-from fxbatch.ir import SharedOperand, Slot, Template, TensorType
+from fxbatch.ir import SharedOperand, Slot, Template, TensorSpec
 from fxbatch.torch_private import is_pytree_node, tree_flatten, tree_unflatten
 from fxbatch.trace.bare_parameters import VIEW_KEY, BareView
 from fxbatch.trace.columns import _fast
@@ -283,6 +283,6 @@ class Arguments:
         operands = [s.resolve() for s in self.shared]
         return run_on_fakes(body, self.types(), operands, grad=self.recorder.known.grad)
 
-    def types(self) -> tuple[TensorType, ...]:
+    def types(self) -> tuple[TensorSpec, ...]:
         """The types of the inputs."""
         return tuple(self.recorder.type_of(v) for v in self.values)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.ir import Operation, Slot, Template, TensorType
+from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
@@ -476,7 +476,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
         return result
     if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
-    types = tuple(TensorType.of(x) for x in leaves if isinstance(x, torch.Tensor))
+    types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
     key = ("dependent", key, types)
     entry = recorder.known.functions.get(key)
     with recorder.table.lock:

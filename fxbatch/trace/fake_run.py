@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fxbatch.ir import Slot, Template, TensorType
+from fxbatch.ir import Slot, Template, TensorSpec
 from fxbatch.torch_fakes import FakeMode, no_collections
 from fxbatch.torch_private import (
     DataDependentOutputException,
@@ -53,7 +53,7 @@ class BodyError(Exception):
 class BodyRun:
     """What one run of a body on fake tensors told."""
 
-    outputs: tuple[TensorType, ...]
+    outputs: tuple[TensorSpec, ...]
     result: Template  # output slots where the tensors are
     gradients: tuple[bool, ...]  # per output: whether it would carry a gradient to differentiable inputs
     aliases: tuple[int, ...]  # per output: the input whose memory it shares, -1 for none
@@ -63,7 +63,7 @@ class BodyRun:
     written_shared: tuple[int, ...] = ()  # shared operands that the body writes to
     random: bool = False  # draws torch random numbers
 
-    def detaches(self, inputs: Sequence[TensorType]) -> bool:
+    def detaches(self, inputs: Sequence[TensorSpec]) -> bool:
         """Whether gradients could go through by the types, and don't."""
         through = any(t.differentiable for t in inputs) and any(t.differentiable for t in self.outputs)
         return through and not any(self.gradients)
@@ -125,7 +125,7 @@ class _MemoryWatch(TorchFunctionMode):
 
 def run_on_fakes(
     body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
-    inputs: Sequence[TensorType],
+    inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
     grad: bool = True,
@@ -147,7 +147,7 @@ def run_on_fakes(
 
 def _run_on_fakes(
     body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
-    inputs: Sequence[TensorType],
+    inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
     grad: bool,
@@ -172,7 +172,7 @@ def _run_on_fakes(
         return _outcome(result, inputs, fakes, list(fake_shared), before, shared_before, watch.random)
 
 
-def _fake(t: TensorType, differentiable: bool) -> torch.Tensor:
+def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:
     grad = differentiable and t.differentiable
     return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=grad).clone()
 
@@ -186,7 +186,7 @@ def _fake_shared(mode: FakeMode, s: torch.Tensor) -> torch.Tensor:
 
 def _outcome(
     result: Any,
-    types: Sequence[TensorType],
+    types: Sequence[TensorSpec],
     fakes: list[torch.Tensor],
     fake_shared: list[torch.Tensor],
     before: list[int],
@@ -195,7 +195,7 @@ def _outcome(
 ) -> BodyRun:
     leaves, spec = tree_flatten(result)
     storages = {f.untyped_storage()._cdata: i for i, f in reversed(list(enumerate(fakes)))}
-    outputs: list[TensorType] = []
+    outputs: list[TensorSpec] = []
     aliases: list[int] = []
     same: list[int] = []
     gradients: list[bool] = []
@@ -205,7 +205,7 @@ def _outcome(
             if leaf.layout is not torch.strided:
                 raise BodyError(f"gives a {leaf.layout} tensor")
             slots.append(Slot("output", len(outputs)))
-            outputs.append(TensorType.of(leaf))
+            outputs.append(TensorSpec.of(leaf))
             aliases.append(storages.get(leaf.untyped_storage()._cdata, -1))
             same.append(next((i for i, f in enumerate(fakes) if f is leaf), -1))
             gradients.append(leaf.requires_grad)
@@ -213,7 +213,7 @@ def _outcome(
             slots.append(leaf)
         else:
             raise BodyError(f"returns a {type(leaf).__name__}")
-    reshaped = [i for i, f in enumerate(fakes) if TensorType.of(f) != types[i]]
+    reshaped = [i for i, f in enumerate(fakes) if TensorSpec.of(f) != types[i]]
     return BodyRun(
         outputs=tuple(outputs),
         result=Template(tuple(slots), spec),

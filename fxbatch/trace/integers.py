@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.columns import _fast
 from fxbatch.trace.foreign import is_foreign
@@ -134,7 +134,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
         return self.tensors[index]
 
 
-def read_payload(t: TensorType, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:
+def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:
     """The payload of a constant of type t as a column; None where its numbers can't be read."""
     if isinstance(payload, IntegerColumn):
         return payload

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxbatch.ir import SharedOperand, TensorType
+from fxbatch.ir import SharedOperand, TensorSpec
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
 from fxbatch.trace.body_reads import Reads
@@ -155,7 +155,7 @@ def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
             f"{name or 'the model'}: {type(m).__qualname__}, {'training' if m.training else 'eval'} mode"
         )
         for kind in (m._parameters, m._buffers):
-            lines.extend(f"{name}.{k}: {TensorType.of(t)}" for k, t in kind.items() if t is not None)
+            lines.extend(f"{name}.{k}: {TensorSpec.of(t)}" for k, t in kind.items() if t is not None)
     return tuple(lines)
 
 

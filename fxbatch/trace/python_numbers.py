@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxbatch.ir import Operation, Slot, Template, TensorType
+from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.fake_run import run_on_fakes
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -192,7 +192,7 @@ class _Pair:
     values: tuple[Value, Value]
     shared: tuple[()] = ()
 
-    def types(self) -> tuple[TensorType, ...]:
+    def types(self) -> tuple[TensorSpec, ...]:
         return tuple(map(self.recorder.type_of, self.values))
 
     def template(self) -> Template:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorType
+from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
@@ -201,7 +201,7 @@ class RecordedCalls(Columns):
     def signed(
         self,
         made: Operation,
-        inputs: Sequence[TensorType],
+        inputs: Sequence[TensorSpec],
         shared: Sequence[SharedOperand],
         arguments: Template,
         outcome: BodyRun,
@@ -484,7 +484,7 @@ class RecordedCalls(Columns):
     def _constant_entry(self, t: torch.Tensor) -> Entry:
         if t.layout is not torch.strided:
             raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
-        entry = self.table.constant(TensorType.of(t))
+        entry = self.table.constant(TensorSpec.of(t))
         self.known.constant_entries[(t.shape, t.dtype, t.device)] = entry
         return entry
 
@@ -521,7 +521,7 @@ class RecordedCalls(Columns):
         if varies_now(self.table, entry):
             self.known.call_table.clear()
 
-    def type_of(self, v: Value) -> TensorType:
+    def type_of(self, v: Value) -> TensorSpec:
         """The tensor type of a value."""
         return self.table.types[v._type]
 

@@ -36,9 +36,9 @@ from fxbatch.ir import (
     SignatureColumns,
     Slot,
     Template,
-    TensorType,
+    TensorSpec,
     signature_columns,
-    tensor_type,
+    tensor_spec,
 )
 from fxbatch.signature import OperationKind
 from fxbatch.trace.fake_run import BodyRun
@@ -178,9 +178,9 @@ class SignatureTable:
         self.signatures: list[Signature] = []
         self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs
         self.gradients: list[tuple[bool, ...]] = []  # per signature and output: whether a gradient can pass
-        self.types: list[TensorType] = []  # in the order of Program.types
+        self.types: list[TensorSpec] = []  # in the order of Program.types
         self.sizes: list[torch.Size] = []  # shape of each type
-        self.type_ids: dict[TensorType, int] = {}
+        self.type_ids: dict[TensorSpec, int] = {}
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
         self.stateless: dict[
@@ -268,15 +268,15 @@ class SignatureTable:
                 self.views.clear()
             return self.views.setdefault(key, ByIdentity(key))
 
-    def constant(self, t: TensorType, *, grad: bool = True) -> Entry:
+    def constant(self, t: TensorSpec, *, grad: bool = True) -> Entry:
         """The signature of constants of type t. grad: whether any may require gradients."""
         return self._given(("constant", t) if grad else ("constant", t, grad), "constant", lambda: t)
 
     def number(self, dtype: torch.dtype, device: torch.device) -> Entry:
         """The signature of lifted Python numbers of a dtype: shape []."""
-        return self._given(("number", dtype, device), "number", lambda: tensor_type((), dtype, device))
+        return self._given(("number", dtype, device), "number", lambda: tensor_spec((), dtype, device))
 
-    def _given(self, key: Hashable, kind: OperationKind, type_of: Callable[[], TensorType]) -> Entry:
+    def _given(self, key: Hashable, kind: OperationKind, type_of: Callable[[], TensorSpec]) -> Entry:
         with self.lock:
             entry = self.entries.get(key)
             if entry is None:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import StaleTraceError, TraceError
-from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorType
+from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorSpec
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function, call_marked
 from fxbatch.trace.integers import IntegerColumn, read_payload
@@ -95,8 +95,8 @@ class Described:
     target: FunctionReference | str | None  # a function's reference, a module's dotted name
     method: str | None
     marked: bool
-    inputs: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     shared: tuple[str, ...]  # dotted names of the shared operands of `arguments`
     own: int  # how many shared operands are the module's own, before those
     arguments: Template | None
@@ -219,7 +219,7 @@ class Trace:
     values: int
     result: Template  # output slots: value numbers
     outputs: tuple[int, ...]  # value numbers of the result's leaves
-    output_types: tuple[TensorType, ...]
+    output_types: tuple[TensorSpec, ...]
     fingerprint: tuple[str, ...]  # "name: what" of each module and parameter of the model
     under: Modes  # that it was made in
     digest: bytes  # of signatures and fingerprint: equal for traces that need the same of a model

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fxbatch.inspection import Minibatch, minibatch_of
-from fxbatch.ir import Operation, Program, Schedule, SharedOperand, Signature, TensorType, tensor_type
+from fxbatch.ir import Operation, Program, Schedule, SharedOperand, Signature, TensorSpec, tensor_spec
 from fxbatch.packed_explanation import function_text, packed_runs, padding_text
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.torch_private import tree_leaves
@@ -177,10 +177,10 @@ def _layout_of(node: torch.fx.Node, layouts: dict[str, str]) -> str:
     return next((layouts[user.name] for user in node.users if user.name in layouts), "whole")
 
 
-def _types(node: torch.fx.Node) -> list[TensorType]:
+def _types(node: torch.fx.Node) -> list[TensorSpec]:
     """Of what a node gives; -1 for sizes that are the instance's own."""
     return [
-        tensor_type(tuple(d if type(d) is int else -1 for d in t.shape), t.dtype, t.device)
+        tensor_spec(tuple(d if type(d) is int else -1 for d in t.shape), t.dtype, t.device)
         for t in tree_leaves(node.meta.get("val"))
         if isinstance(t, torch.Tensor)
     ]

@@ -43,8 +43,8 @@ def signature_of(
     name = getattr(target, "__name__", type(target).__name__)
     return ir.Signature(
         operation=ir.Operation(name, "module" if module else "function", target),
-        inputs=tuple(map(ir.TensorType.of, inputs)),
-        outputs=tuple(map(ir.TensorType.of, outputs)),
+        inputs=tuple(map(ir.TensorSpec.of, inputs)),
+        outputs=tuple(map(ir.TensorSpec.of, outputs)),
         shared=operands,
         arguments=ir.Template.of((slots, {})),
         modes=modes or ir.Modes(training=module and target.training),
@@ -96,12 +96,12 @@ def run_kernels(
     ]
     width = len(graphs.signature.outputs)
 
-    def memory(kinds: Sequence[ir.TensorType]) -> list[torch.Tensor | None]:
+    def memory(kinds: Sequence[ir.TensorSpec]) -> list[torch.Tensor | None]:
         if not given:
             return [None] * len(kinds)
         return [torch.full((n, *k.shape), 77, dtype=k.dtype) for k in kinds]
 
-    def call(kernel: Kernel, ins: list[torch.Tensor], kinds: Sequence[ir.TensorType]) -> list[torch.Tensor]:
+    def call(kernel: Kernel, ins: list[torch.Tensor], kinds: Sequence[ir.TensorSpec]) -> list[torch.Tensor]:
         outs = memory(kinds)
         results = kernel(n, ins, outs, workspace)
         for out, result in zip(outs, results, strict=True):
@@ -139,11 +139,11 @@ def run_kernels(
     return results[:width], input_grads, shared_grads
 
 
-def _group_type(graphs: OperationGraphs, group: int) -> ir.TensorType:
+def _group_type(graphs: OperationGraphs, group: int) -> ir.TensorSpec:
     members = graphs.layout.groups[group]
     kind = graphs.signature.inputs[members[0]]
     lead = () if len(members) == 1 else (len(members),)
-    return ir.TensorType((*lead, *kind.shape), kind.dtype, kind.device)
+    return ir.TensorSpec((*lead, *kind.shape), kind.dtype, kind.device)
 
 
 def reference(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template, TensorType
+from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template, TensorSpec
 from tests.programs import ProgramBuilder
 
 HIDDEN = 5
@@ -45,7 +45,7 @@ class Functions:
                 Operation(name, "function", target), types, (), shared, Template.of((tuple(slots), static))
             )
             example = [torch.zeros(t.shape, dtype=t.dtype) for t in types]
-            outputs = tuple(TensorType.of(t) for t in draft.run(example, [o.resolve() for o in shared]))
+            outputs = tuple(TensorSpec.of(t) for t in draft.run(example, [o.resolve() for o in shared]))
             self.made[key] = Signature(draft.operation, types, outputs, shared, draft.arguments)
         return build.use(self.made[key], *values, instance=i)
 

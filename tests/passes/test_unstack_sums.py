@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.ir import Modes, Operation, Program, Signature, Slot, Template, TensorType, tensor_type
+from fxbatch.ir import Modes, Operation, Program, Signature, Slot, Template, TensorSpec, tensor_spec
 from fxbatch.passes.unstack_sums import Unstacker, is_stack
 from fxbatch.verify import verify_program
 from tests.oracle import check_equal
@@ -22,8 +22,8 @@ CPU, MODES = torch.device("cpu"), Modes()
 
 def function(
     target: Any,
-    inputs: Sequence[TensorType],
-    output: TensorType,
+    inputs: Sequence[TensorSpec],
+    output: TensorSpec,
     args: Any,
     modes: Modes = MODES,
     **kwargs: Any,
@@ -35,15 +35,15 @@ def function(
     )  # fmt: skip
 
 
-def stack(k: int, kind: TensorType = F4, *dim: int) -> Signature:
-    wide = tensor_type((k, *kind.shape), kind.dtype, kind.device)
+def stack(k: int, kind: TensorSpec = F4, *dim: int) -> Signature:
+    wide = tensor_spec((k, *kind.shape), kind.dtype, kind.device)
     return function(torch.stack, [kind] * k, wide, ([Slot("input", i) for i in range(k)], *dim))
 
 
 def reduction(
-    k: int, target: Any = torch.Tensor.sum, *, args: Any = (0,), kind: TensorType = F4, **more: Any
+    k: int, target: Any = torch.Tensor.sum, *, args: Any = (0,), kind: TensorSpec = F4, **more: Any
 ) -> Signature:
-    wide = tensor_type((k, *kind.shape), kind.dtype, kind.device)
+    wide = tensor_spec((k, *kind.shape), kind.dtype, kind.device)
     return function(target, [wide], kind, (Slot("input", 0), *args), **more)
 
 
@@ -126,7 +126,7 @@ def test_a_stack_that_somebody_else_reads_stays() -> None:
     assert names(after).count("stack") == names(after).count("add") == 1
 
 
-BF16 = tensor_type((4,), torch.bfloat16, CPU)
+BF16 = tensor_spec((4,), torch.bfloat16, CPU)
 LEFT = {
     "another dimension": (stack(4), reduction(4, args=(1,))),
     "kept": (stack(2), reduction(2, keepdim=True)),
@@ -151,7 +151,7 @@ def test_what_is_left_as_it_is(why: str) -> None:
 def test_what_is_a_stack() -> None:
     assert is_stack(stack(3)) and is_stack(stack(3, F4, -2)) and not is_stack(stack(3, F4, 1))
     turned = function(
-        torch.stack, [F4] * 2, tensor_type((2, 4), F4.dtype, CPU), ([Slot("input", 1), Slot("input", 0)],)
+        torch.stack, [F4] * 2, tensor_spec((2, 4), F4.dtype, CPU), ([Slot("input", 1), Slot("input", 0)],)
     )
     assert not is_stack(turned)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.codegen.native import extension
-from fxbatch.ir import tensor_type
+from fxbatch.ir import tensor_spec
 from fxbatch.runtime import autograd as function
 from fxbatch.runtime.memory import GradientRows, Kinds
 from fxbatch.runtime.parameter_gradients import KernelTable, NativeKernels
@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 def test_arenas_are_pieces_of_one_memory() -> None:
     pool = Pool()
     kinds = [
-        tensor_type((3,), torch.float32, CPU),
-        tensor_type((), torch.complex64, CPU),
-        tensor_type((2, 2), torch.bfloat16, CPU),
-        tensor_type((0,), torch.float32, CPU),
-        tensor_type((5,), torch.float64, CPU),
+        tensor_spec((3,), torch.float32, CPU),
+        tensor_spec((), torch.complex64, CPU),
+        tensor_spec((2, 2), torch.bfloat16, CPU),
+        tensor_spec((0,), torch.float32, CPU),
+        tensor_spec((5,), torch.float64, CPU),
     ]
     counts = np.array([4, 3, 9, 2, 0])
     rows = GradientRows(pool, Kinds.of(kinds), 5, counts, {})

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxbatch.codegen.native import extension
 from fxbatch.decorator import find_autobatched
-from fxbatch.ir import VIEW, Operation, Program, Signature, tensor_type
+from fxbatch.ir import VIEW, Operation, Program, Signature, tensor_spec
 from fxbatch.passes.plan import Slots, WholePlan
 from fxbatch.passes.room import LINE
 from fxbatch.passes.schedule import batch_by_depth
@@ -188,7 +188,7 @@ def test_a_run_that_ends_while_its_thread_takes_memory() -> None:
 def test_tensors_of_memory() -> None:
     pool = Pool()
     memory = Pieces(pool)
-    kinds = [ROW, INDEX, EMPTY, tensor_type((2,), torch.complex128, ROW.device)]
+    kinds = [ROW, INDEX, EMPTY, tensor_spec((2,), torch.complex128, ROW.device)]
     rows = np.array([3, 2, 4, 0])
     memory.lay(Kinds.of(kinds), rows, *Kinds.of(kinds).place(rows))
     memory.tensor(0).fill_(1.5)
@@ -201,9 +201,9 @@ def test_tensors_of_memory() -> None:
     assert pool.bytes >= 128
 
 
-ROW = tensor_type((3,), torch.float32, torch.device("cpu"))
-INDEX = tensor_type((), torch.int64, torch.device("cpu"))
-EMPTY = tensor_type((0,), torch.float32, torch.device("cpu"))
+ROW = tensor_spec((3,), torch.float32, torch.device("cpu"))
+INDEX = tensor_spec((), torch.int64, torch.device("cpu"))
+EMPTY = tensor_spec((0,), torch.float32, torch.device("cpu"))
 
 
 def test_a_model_that_waits_begins_with_the_rows_that_the_last_run_came_to_have(taken: list[int]) -> None:

@@ -15,7 +15,7 @@ from tests.oracle import check_equal
 
 
 def signatures(count: int) -> list[ir.Signature]:
-    kind = ir.TensorType((2,), torch.float32, torch.device("cpu"))
+    kind = ir.TensorSpec((2,), torch.float32, torch.device("cpu"))
     operation = ir.Operation("relu", "function", torch.relu)
     return [ir.Signature(operation, (kind,), (kind,)) for _ in range(count)]
 

@@ -374,7 +374,7 @@ def test_graphs_are_built_from_a_credit() -> None:
     strategy = Strategy()
     mode = strategy._modes[True]
     mode.credit, strategy.building = 2.5 * BUILD, mode
-    kind = fxbatch.trace.table.TensorType((2,), torch.float32, torch.device("cpu"))
+    kind = fxbatch.trace.table.TensorSpec((2,), torch.float32, torch.device("cpu"))
     signatures = [
         fxbatch.trace.table.Signature(fxbatch.trace.table.Operation(f"op{i}", "function", torch.relu), (kind,), (kind,))
         for i in range(4)

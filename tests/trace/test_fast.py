@@ -17,7 +17,7 @@ from torch import nn
 import fxbatch
 from fxbatch import operation
 from fxbatch.errors import TraceError
-from fxbatch.ir import TensorType, tensor_type
+from fxbatch.ir import TensorSpec, tensor_spec
 from fxbatch.trace import columns
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.record import Recorder
@@ -241,7 +241,7 @@ def test_the_table_of_calls(recorded_by: str) -> None:
             (torch.add, (), {}),
         ]
         entries = [
-            table.constant(tensor_type((n,), torch.float32, torch.device("cpu"))) for n in range(len(calls))
+            table.constant(tensor_spec((n,), torch.float32, torch.device("cpu"))) for n in range(len(calls))
         ]
         for call, entry in zip(calls, reversed(entries), strict=True):
             assert columns._fast.recorded_before(recorder, *call) is None
@@ -332,7 +332,7 @@ def test_constants_are_told_apart_by_shape_type_and_device(recorded_by: str) -> 
         found = {program.signatures[s].outputs[0]: payload for s, payload in program.constants.items()}
         assert len(found) == few and all(len(payload) == 6 for payload in found.values())
         for kind, payload in found.items():
-            assert all(TensorType.of(t) == kind for t in payload)
+            assert all(TensorSpec.of(t) == kind for t in payload)
 
 
 def test_views_are_recorded_in_c_and_handed_out_again(recorded_by: str) -> None:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.ir import TensorType
+from fxbatch.ir import TensorSpec
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.trace.calls import operation
 from fxbatch.trace.fake_run import run_on_fakes
@@ -457,11 +457,11 @@ def test_a_recurrent_layer_runs_one_step_on_fakes(
     names, parameters = zip(*layer.named_parameters(), strict=True)
     outcome = run_on_fakes(
         lambda inputs, shared: functional_call(layer, dict(zip(names, shared, strict=True)), tuple(inputs)),
-        (TensorType.of(x),),
+        (TensorSpec.of(x),),
         parameters,
     )
     leaves = torch.utils._pytree.tree_leaves(layer(x))
-    assert outcome.outputs == tuple(TensorType.of(t) for t in leaves)
+    assert outcome.outputs == tuple(TensorSpec.of(t) for t in leaves)
     assert all(outcome.gradients) and not any(a >= 0 for a in outcome.aliases)
     assert outcome.random == (getattr(layer, "dropout", 0.0) > 0)
     assert len(calls) < 300, "steps are not run one by one"

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.ir import Operation, Signature, TensorType
+from fxbatch.ir import Operation, Signature, TensorSpec
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.operation_cache import OperationCache
 from fxbatch.runtime.pool import Pool
@@ -89,8 +89,8 @@ def test_looking_at_an_undecorated_model_again_and_again_keeps_one_engine() -> N
     assert len(m.__dict__["_fxbatch_engines"]) == 2
 
 
-def rows_of(length: int) -> TensorType:
-    return TensorType((length,), torch.float32, torch.device("cpu"))
+def rows_of(length: int) -> TensorSpec:
+    return TensorSpec((length,), torch.float32, torch.device("cpu"))
 
 
 def minibatch(pool: Pool, *lines: int) -> None:
