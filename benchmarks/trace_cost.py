@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.engine import Engine, ReadyMinibatch
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.planned_minibatch import ReadyMinibatch
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.traces import merge, trace_instance
 

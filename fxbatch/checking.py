@@ -32,9 +32,8 @@ from torch.nn.parameter import is_lazy
 from fxbatch.errors import CheckWarning, DifferenceError, FxbatchError
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.differentiable import DifferentiableRun
-from fxbatch.runtime.engine import Engine, Instance
-from fxbatch.runtime.planned_minibatch import ReadyMinibatch
+from fxbatch.runtime.autograd import DifferentiableRun
+from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch
 from fxbatch.runtime.results import Results
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.signature import Signature

@@ -25,12 +25,11 @@ from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceE
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
 from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors
-from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.costs import Seen
+from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
-from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.runtime.scouting import Seen
 from fxbatch.runtime.strategy import Strategy
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
 from fxbatch.torch_private import (

@@ -9,8 +9,8 @@ from typing import Any
 
 from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
+from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.phase import Phase
 from fxbatch.trace.minibatch import Statistics
 
 NARROW = 110  # columns; below, the table has fewer

@@ -25,13 +25,12 @@ from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
-from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
+from fxbatch.runtime.autograd import Unrolled, UnrolledRun, take_results
 from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import after_packed_calls
-from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
 from fxbatch.trace.minibatch import Recording

@@ -20,9 +20,8 @@ from torch.utils.data import Dataset
 
 from fxbatch.decorator import Autobatched, find_autobatched
 from fxbatch.errors import MinibatchError, OptionError
-from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.engine import Engine, ReadyMinibatch, TracedInstance
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.planned_minibatch import ReadyMinibatch, TracedInstance
 from fxbatch.trace.minibatch import LazyBatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import entered_modes, modes_now

@@ -25,11 +25,10 @@ from torch.profiler import record_function
 
 from fxbatch.runtime import backward as backward_module
 from fxbatch.runtime import forward as forward_module
-from fxbatch.runtime.backward import Backward
+from fxbatch.runtime.backward import Backward, NativeKernels
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.native_stretches import NativeSteps
+from fxbatch.runtime.forward import NativeSteps
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.parameter_gradients import NativeKernels
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 

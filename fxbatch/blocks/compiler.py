@@ -35,8 +35,8 @@ from fxbatch.blocks.typed import complain
 from fxbatch.blocks.types import ResultType, TensorType, TupleType, VoidType
 from fxbatch.decorator import autobatch
 from fxbatch.runtime.autograd import take_results
+from fxbatch.runtime.engine import is_traced
 from fxbatch.runtime.options import Options
-from fxbatch.runtime.planned_minibatch import is_traced
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import current_recorder

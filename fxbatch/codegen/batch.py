@@ -19,15 +19,18 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.body import (
+    Call,
+    Result,
+    Tape,
     devices_of,
     entered_modes,
     fake_rows,
     fake_shared,
     gradients_of,
+    record,
+    run,
 )
-from fxbatch.codegen.operation_graphs import NotBatchable
-from fxbatch.codegen.shapes import fit, rows_node
-from fxbatch.codegen.tape import Call, Result, Tape, record, run
+from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node
 from fxbatch.ir import Layout, Signature
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import (

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.kernel import Kernel, Workspace
-from fxbatch.codegen.shapes import Shape, is_tensor, shape
+from fxbatch.codegen.operation_graphs import Shape, is_tensor, shape
 from fxbatch.errors import CompileWarning
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
 from fxbatch.trace.torch_patches import patching

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.shapes import Size, is_cast, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import Size, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import direct_call

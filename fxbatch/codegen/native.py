@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxbatch.torch_private import product_address, thread_addresses
-from fxbatch.trace.integers import PLAIN_TENSORS
+from fxbatch.trace.constants import PLAIN_TENSORS
 
 extension: Any
 try:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native_table import FIRST_ROWS, LOOPS, ROWS
-from fxbatch.codegen.shapes import dtype, is_cast, is_tensor
+from fxbatch.codegen.operation_graphs import dtype, is_cast, is_tensor
 
 aten = torch.ops.aten
 

@@ -7,7 +7,8 @@ instructions: (base, offset, stride, inner), or NotNative with what the instruct
     walks = walk(shape, [out_span, in_span])                        # [(rows, width, [(offset, stride, inner), ...])]
     rows, place = as_rows(span)                                     # [n, 2, 5] contiguous: (2, 0) rows, 5 apart
 
-A dimension is (a, b): a * n + b rows, as in `shapes.py`. Strides never depend on n: only a leading dimension may.
+A dimension is (a, b): a * n + b rows, as in `operation_graphs.py`. Strides never depend on n: only a leading
+dimension may.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.shapes import Shape, Size, fit, sample_sizes
+from fxbatch.codegen.operation_graphs import Shape, Size, fit, sample_sizes
 
 ONE: Size = (0, 1)
 DTYPES = (torch.float32, torch.int64, torch.bool)

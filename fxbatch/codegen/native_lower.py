@@ -48,8 +48,8 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
-from fxbatch.codegen.shapes import Shape, Size, is_tensor, is_view, shape
-from fxbatch.codegen.shapes import dtype as dtype_of
+from fxbatch.codegen.operation_graphs import Shape, Size, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
 aten = torch.ops.aten

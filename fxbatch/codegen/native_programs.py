@@ -21,7 +21,7 @@ from fxbatch.codegen.build_operation import OperationGraphs, Ref
 from fxbatch.codegen.kernel import Kernel
 from fxbatch.codegen.native import available, extension
 from fxbatch.codegen.native_lower import INPUT, make_program
-from fxbatch.codegen.shapes import Shape, shape
+from fxbatch.codegen.operation_graphs import Shape, shape
 
 _KINDS = {"group": 0, "output": 1, "saved": 2}
 InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members

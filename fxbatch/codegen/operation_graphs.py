@@ -1,18 +1,29 @@
-"""What an operation is made into: the contract between operation graphs and the runtime.
+"""What an operation is made into: the contract between operation graphs and the runtime; shapes by number of rows.
 
 graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
 if isinstance(graphs, Unbatched):
     kernel = UnbatchedKernel(signature)      # call by call; graphs.reason says why
+
+Each dimension is `a * n + b`, known from two sample sizes: a node of an operation graph carries `meta["values"]`, its
+(fake) value at two numbers of rows. New nodes are made with `add_call`, which computes theirs.
+
+    shape(node)            # ((1, 0), (0, 750)): [n, 750]
+    row_type(node)         # f32[750]
+    add_call(graph, aten.mul.Tensor, (x, y))
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import fx
 
-from fxbatch.ir import Layout, Signature, TensorSpec
+from fxbatch.ir import Layout, Signature, TensorSpec, tensor_spec
+from fxbatch.torch_private import FakeTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +96,144 @@ class Unbatched:
 
 class NotBatchable(Exception):
     """Raised inside codegen, with the reason; `build_operation` turns it into `Unbatched`."""
+
+
+# -- shapes that depend on the number of rows
+
+aten = torch.ops.aten
+Size = tuple[int, int]
+Shape = tuple[Size, ...]
+_VIEWS = (
+    aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
+    aten.detach.default, aten.diagonal.default,
+)  # fmt: skip
+
+
+def fit(a: int, b: int, sizes: tuple[int, int]) -> Size:
+    """The (factor, rest) with `a = factor * sizes[0] + rest` and `b = factor * sizes[1] + rest`."""
+    factor, remainder = divmod(b - a, sizes[1] - sizes[0])
+    if remainder:
+        raise NotBatchable(f"{a} and {b} at {sizes[0]} and {sizes[1]} rows are not linear in the rows")
+    return factor, a - factor * sizes[0]
+
+
+def rows_node(graph: fx.Graph) -> fx.Node:
+    """The placeholder `n`: it is always the first."""
+    return next(iter(graph.nodes))
+
+
+def sample_sizes(graph: fx.Graph) -> tuple[int, int]:
+    """The two numbers of rows at which the values of the nodes are known."""
+    return rows_node(graph).meta["values"]
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["values"][0], torch.Tensor)
+
+
+def shape(node: fx.Node) -> Shape:
+    """The shape of a tensor node, each dimension as (a, b): a * n + b."""
+    first, second = node.meta["values"]
+    sizes = sample_sizes(node.graph)
+    if first.dim() != second.dim():
+        raise NotBatchable(f"{node.target} has different dimensions at {sizes[0]} and {sizes[1]} rows")
+    return tuple(fit(x, y, sizes) for x, y in zip(first.shape, second.shape, strict=True))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only looks at its first argument's memory (a reshape may yet have to copy)."""
+    return node.op == "call_function" and node.target in _VIEWS
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node copies its first argument to another dtype: a copy into given memory does that too."""
+    if node.op != "call_function" or node.target is not aten._to_copy.default:
+        return False
+    if not isinstance(node.args[0], fx.Node) or node.kwargs.get("memory_format") is not None:
+        return False
+    source, value = node.args[0].meta["values"][0], node.meta["values"][0]
+    return bool(source.device == value.device and source.layout is value.layout is torch.strided)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result needs the same elements of the inputs alone."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["values"][0].dtype
+
+
+def row_type(node: fx.Node) -> TensorSpec | None:
+    """The type of one row if the node is `[n, ...]` with nothing else that depends on n, else None."""
+    if not is_tensor(node):
+        return None
+    dims = shape(node)
+    if not dims or dims[0] != (1, 0) or any(a for a, _ in dims[1:]):
+        return None
+    value = node.meta["values"][0]
+    return tensor_spec(tuple(b for _, b in dims[1:]), value.dtype, value.device)
+
+
+def bytes_per_row(node: fx.Node) -> int:
+    first, second = node.meta["values"]
+    sizes = sample_sizes(node.graph)
+    grown = (second.numel() - first.numel()) // (sizes[1] - sizes[0])
+    return max(grown, 1) * first.element_size()
+
+
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The values of a call at both sample sizes."""
+    results = []
+    for i in (0, 1):
+        pick = lambda node, i=i: node.meta["values"][i]  # noqa: E731
+        a, k = fx.map_arg(args, pick), fx.map_arg(kwargs, pick)
+        results.append(_run(target, a, k))
+    return results[0], results[1]
+
+
+def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    fakes = [x for x in _leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+    with torch.no_grad():
+        if not fakes:
+            return target(*args, **kwargs)
+        with fakes[0].fake_mode:
+            return target(*args, **kwargs)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (tuple, list)):
+        return [x for item in tree for x in _leaves(item)]
+    if isinstance(tree, dict):
+        return [x for item in tree.values() for x in _leaves(item)]
+    return [tree]
+
+
+def add_call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """A new call_function node at the graph's insertion point, with its values: those of `like`, if it is the same."""
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta["values"] = evaluate(target, node.args, node.kwargs) if like is None else like.meta["values"]
+    return node
+
+
+def size_argument(graph: fx.Graph, size: Size) -> int | fx.Node:
+    """A size as an argument: a plain integer, or nodes that compute `a * n + b`."""
+    a, b = size
+    if a == 0:
+        return b
+    node = rows_node(graph)
+    if a != 1:
+        node = add_call(graph, operator.mul, (node, a))
+    if b:
+        node = add_call(graph, operator.add, (node, b))
+    return node
+
+
+def shape_argument(graph: fx.Graph, dims: Shape) -> list[int | fx.Node]:
+    return [size_argument(graph, size) for size in dims]

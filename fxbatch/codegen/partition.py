@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.batch import Joint
-from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref
-from fxbatch.codegen.shapes import bytes_per_row, row_type
+from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref, bytes_per_row, row_type
 from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorSpec
 

@@ -1,6 +1,6 @@
 """Rewrites of operation graphs to fewer kernels: one table, forward and backward graphs pass through alike.
 
-In and out: an fx graph whose nodes carry their values at two numbers of rows (see `shapes`), cleaned.
+In and out: an fx graph whose nodes carry their values at two numbers of rows (see `operation_graphs`), cleaned.
 
     embedding(table, indices)              =>  index_select(table, 0, indices)             indices: [n]
     embedding(table, indices)              =>  reshape(index_select(table, 0, reshape(indices, [n * k])), [n, k, d])
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.shapes import (
+from fxbatch.codegen.operation_graphs import (
     Shape,
     Size,
     add_call,

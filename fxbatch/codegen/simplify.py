@@ -1,6 +1,6 @@
 """Cleaning of operation graphs: what does nothing goes, what is said in many ways is said in one.
 
-In and out: an fx graph whose nodes carry their values at two numbers of rows (see `shapes`). Views are
+In and out: an fx graph whose nodes carry their values at two numbers of rows (see `operation_graphs`). Views are
 `reshape`, `permute`, `slice`, `select`, `expand`; splits are slices.
 
     squeeze(view(mm, [n, 1, 750]), 1)  =>  mm            t(t(x))     =>  x
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.shapes import add_call, dtype, is_tensor, shape, shape_argument
+from fxbatch.codegen.operation_graphs import add_call, dtype, is_tensor, shape, shape_argument
 
 aten = torch.ops.aten
 

@@ -33,7 +33,7 @@ import torch
 from fxbatch.ir import Program
 from fxbatch.passes.select import checksum, select_calls
 from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.integers import PLAIN_TENSORS, IntegerColumn, read_payload
+from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload
 
 try:
     import cython

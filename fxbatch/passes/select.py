@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fxbatch.ir import Program
-from fxbatch.trace.integers import IntegerColumn
+from fxbatch.trace.constants import IntegerColumn
 
 try:
     import cython

@@ -1,25 +1,218 @@
-"""Forward of a phase: every step of its plan, each a call of an emitted step function or a native program.
+"""A phase of a minibatch (its program, schedule and plan, and where its steps read and write), and its forward.
 
-launches = execute_forward(phase, memory, workspace, native=True)
+views = phase.views_in(memory)               # as tensors, for steps that Python runs
+sources, outs, (kept, saved) = views[k]      # a source a gather, a view an output block, the rows kept for backward
+launches = execute_forward(phase, memory, workspace, native=True)       # every step of its plan
+
+Stretches of steps whose operations have native programs run in C, on the plan and pointers of the memory as columns.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.codegen.step_functions import Source
-from fxbatch.ir import BROADCAST, INDEX
-from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.constants import fill_constants
-from fxbatch.runtime.memory import Memory
-from fxbatch.runtime.native_stretches import forward_steps
+from fxbatch.codegen.native import extension
+from fxbatch.codegen.step_functions import Kept, Source
+from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule
+from fxbatch.passes.plan import WholePlan, is_constant
+from fxbatch.passes.signature_graph import Needs
+from fxbatch.runtime.memory import GradientRows, Memory, fill_constants, to_device
+from fxbatch.runtime.operands import Asked
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.phase import Phase
+from fxbatch.runtime.pointer_table import PointerTable
+from fxbatch.runtime.structure_cache import OperationSet
 from fxbatch.runtime.watchers import named_step
+from fxbatch.torch_private import profiler_enabled
+
+StepView = tuple[list[Source], list[torch.Tensor], tuple[list[Kept], list[torch.Tensor]]]
+
+
+@dataclass(eq=False)
+class Phase:
+    """What one phase ran; backward walks these in reverse."""
+
+    program: Program
+    schedule: Schedule
+    plan: Plan
+    needs: Needs
+    operations: OperationSet
+    found: WholePlan | None = (
+        None  # with all that is known of values and arrays; None where other phases share them
+    )
+    tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
+    views: StepViews | None = None  # of its last run, where no other phase moves the memory
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the only phase of its minibatch."""
+        return self.found is not None
+
+    @property
+    def compiled(self) -> tuple[CompiledOperation | None, ...]:
+        """One a signature, None where the program has no call of it."""
+        return self.operations.compiled
+
+    def operation(self, k: int) -> CompiledOperation:
+        """The operation of step k."""
+        compiled = self.compiled[self.plan.step_signature.item(k)]
+        assert compiled is not None
+        return compiled
+
+    def rows_of_output(self, memory: Memory, k: int, index: int) -> torch.Tensor:
+        """The rows of one output of step k."""
+        plan = self.plan
+        block = plan.first_block.item(k) + index
+        arena = memory.arena_of(plan.arenas[plan.block_arena.item(block)])
+        return arena.narrow(0, plan.block_start.item(block), plan.step_rows.item(k))
+
+    def views_in(self, memory: Memory) -> StepViews:
+        """Where its steps read and write, the memory being where it is now."""
+        return self.views or StepViews(self, memory)
+
+
+class StepViews:
+    """Where the steps of a phase read and write, each made when it is asked for; all indices are one copy a device."""
+
+    def __init__(self, phase: Phase, memory: Memory) -> None:
+        self.phase, self.memory = phase, memory
+        self._indices: dict[torch.device, torch.Tensor] = {}
+        self._made: dict[int, StepView] = {}
+
+    def __getitem__(self, k: int) -> StepView:
+        found = self._made.get(k)
+        if found is None:
+            phase, plan = self.phase, self.phase.plan
+            gathers = range(plan.first_gather.item(k), plan.first_gather.item(k + 1))
+            outputs = range(plan.first_block.item(k + 1) - plan.first_block.item(k))
+            outs = [phase.rows_of_output(self.memory, k, j) for j in outputs]
+            found = self._made[k] = [self._source(g) for g in gathers], outs, self._kept(k)
+        return found
+
+    def _source(self, g: int) -> Source:
+        plan = self.phase.plan
+        arena = self.memory.arena_of(plan.arenas[plan.gather_arena.item(g)])
+        kind, start, rows = plan.gather_kind.item(g), plan.gather_start.item(g), plan.gather_rows.item(g)
+        if kind != INDEX:
+            return kind, arena.narrow(0, start, 1 if kind == BROADCAST else rows), None
+        indices = self._indices.get(arena.device)
+        if indices is None:
+            indices = self._indices[arena.device] = to_device(plan.indices, arena.device)
+        return kind, arena, indices.narrow(0, start, rows)
+
+    def _kept(self, k: int) -> tuple[list[Kept], list[torch.Tensor]]:
+        """The rows of a step that backward reads: of kept groups, and saved ones."""
+        memory, compiled = self.memory, self.phase.operation(k)
+        if not memory.keeps() or compiled.forward is None:
+            return [], []
+        first, n = self.phase.plan.step_offset.item(k), self.phase.plan.step_rows.item(k)
+        kept: list[Kept] = []
+        for i, size in enumerate(compiled.kept_members):
+            flat = memory.kept(compiled, i).narrow(0, first * size, n * size)
+            wide = flat if size == 1 else flat.view(n, size, *flat.shape[1:])
+            kept.append((None if memory.in_place(compiled, i) else flat, wide))
+        return kept, [memory.saved(compiled, i).narrow(0, first, n) for i in range(len(compiled.saved_types))]
+
+
+# -- stretches of steps that run in C; pointers are fetched anew for each phase and backward pass
+
+
+class NativeSteps(NamedTuple):
+    """The programs of a phase by signature, and the columns that `_native.c` walks."""
+
+    phase: Phase
+    programs: tuple[Any, ...]
+    room: Any
+    columns: tuple[Any, ...]
+
+    def begins_at(self, k: int) -> bool:
+        """Whether step k has a program."""
+        return self.programs[int(self.phase.plan.step_signature[k])] is not None
+
+    def forward(self, first: int, last: int) -> int:
+        """Run steps from `first` on; the first that was not run. Under a profiler one by one, each a range."""
+        if profiler_enabled():
+            for k in range(first, last):
+                if not self.begins_at(k):
+                    return k
+                with self._named(k, "forward"):
+                    stop = extension.forward(self.programs, self.room, self.columns, k, k + 1)
+                if stop == k:
+                    return k
+            return last
+        return int(extension.forward(self.programs, self.room, self.columns, first, last))
+
+    def backward(self, last: int, first: int = 0) -> int:
+        """Run steps from `last - 1` down to `first`; the number of the step after the next that is left."""
+        if profiler_enabled():
+            for k in range(last, first, -1):
+                with self._named(k - 1, "backward") if self.begins_at(k - 1) else nullcontext():
+                    stop = extension.backward(self.programs, self.room, self.columns, k - 1, k)
+                if stop == k:
+                    return k
+            return first
+        return int(extension.backward(self.programs, self.room, self.columns, first, last))
+
+    def _named(self, k: int, kind: str) -> AbstractContextManager[Any]:
+        plan = self.phase.plan
+        compiled = self.phase.compiled[int(plan.step_signature[k])]
+        assert compiled is not None
+        return named_step(compiled.signature.name, int(plan.step_rows[k]), kind)
+
+
+def forward_steps(phase: Phase, memory: Memory, workspace: Workspace) -> NativeSteps | None:
+    """The steps of a phase's forward."""
+    return _steps(phase, memory, workspace, phase.operations.forward, {})
+
+
+def backward_steps(
+    phase: Phase,
+    memory: Memory,
+    workspace: Workspace,
+    rows: GradientRows,
+    columns: tuple[Any, ...],
+    asked: Asked,
+) -> NativeSteps | None:
+    """The steps of a phase's backward.
+
+    columns: where each step's reads begin, what they are, all indices and bags, the arenas of gradients, where each
+    step's writes begin and go to, and which steps are passed over (in the order of `_native_steps.c`).
+    """
+    return _steps(phase, memory, workspace, phase.operations.backward, asked, rows, columns)
+
+
+def _steps(
+    phase: Phase,
+    memory: Memory,
+    workspace: Workspace,
+    table: PointerTable | None,
+    asked: Asked,
+    made: GradientRows | None = None,
+    columns: tuple[Any, ...] = (),
+) -> NativeSteps | None:
+    if table is None:
+        return None
+    arenas, places = memory.columns(phase.operations.arrays)
+    if made is None and not phase.whole:
+        filled = memory.filled[table] = table.fill_again(memory.filled.get(table), places, memory.shared)
+    else:
+        filled = table.fill(places, memory.shared, asked, made)
+    plan = phase.plan
+    everything = (
+        plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,
+        plan.gather_start, plan.gather_rows, plan.first_block, plan.block_arena, plan.block_start, plan.indices,
+        arenas, filled.rows, table.first, *columns,
+    )  # fmt: skip
+    return NativeSteps(phase, filled.programs, workspace.native_room(), everything)
+
+
+# -- forward: each step a call of an emitted step function or a native program
 
 
 def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, native: bool) -> int:

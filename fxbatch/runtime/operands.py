@@ -19,7 +19,7 @@ import torch
 
 from fxbatch.codegen.native import address
 from fxbatch.ir import SharedOperand, Signature
-from fxbatch.trace.integers import PLAIN_TENSORS
+from fxbatch.trace.constants import PLAIN_TENSORS
 
 try:
     import cython

@@ -48,11 +48,10 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.body_reads import BodyRoots, Reads
-from fxbatch.trace.columns import Bounds, sizes_of
-from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
-from fxbatch.trace.state import autocast_state, current_recorder
+from fxbatch.trace.operations import BodyError, run_on_fakes
+from fxbatch.trace.state import Bounds, autocast_state, current_recorder, sizes_of
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes

@@ -25,10 +25,9 @@ from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
-from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache
+from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache, Postponed
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.pool import GradientMemory, Pool
-from fxbatch.runtime.postponed import Postponed
 from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
 from fxbatch.runtime.structure_cache import (
     HELD,

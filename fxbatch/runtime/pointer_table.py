@@ -24,7 +24,7 @@ from fxbatch.ir import Signature
 from fxbatch.runtime.memory import Arrays, GradientRows
 from fxbatch.runtime.operands import Asked, put_steps
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.trace.integers import PLAIN_TENSORS
+from fxbatch.trace.constants import PLAIN_TENSORS
 
 Programs = tuple[Any, ...]  # a signature; None where Python runs it
 

@@ -25,17 +25,15 @@ from fxbatch.passes.signature_graph import (
     find_needs,
     survey,
 )
-from fxbatch.runtime.constants import to_device
-from fxbatch.runtime.forward import execute_forward
-from fxbatch.runtime.memory import Memory
+from fxbatch.runtime.forward import Phase, execute_forward
+from fxbatch.runtime.memory import Memory, to_device
 from fxbatch.runtime.operands import by_signature
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.phase import Phase
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.torch_private import any_autocast, set_grad_enabled
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]

@@ -5,7 +5,7 @@
     strategy.ran(counts)                            # what a batched minibatch was made of
     strategy.describe(64, grad=True)                # what is chosen, and what would change it
 
-The first minibatch runs a few instances as undecorated, counting calls (runtime/scouting.py). Where batching is
+The first minibatch runs a few instances as undecorated, counting calls (runtime/costs.py). Where batching is
 estimated to pay, the rest is batched, and so is what follows, each judged by what the last ones were made of. Where it
 does not, minibatches run the undecorated forward; a few instances are counted again in minibatches 2, 4, 8, 16 and so
 on, so that sizes that come again, or that grow, are noticed. What scouts say of a recording is a guess: where it leaves
@@ -34,6 +34,7 @@ from fxbatch.runtime.costs import (
     PACKING_CALL,
     WORTH_IT,
     Counts,
+    Seen,
     batched_cost,
     loop_cost,
     one_by_one_cost,
@@ -42,7 +43,6 @@ from fxbatch.runtime.costs import (
     trial_cost,
     work_cost,
 )
-from fxbatch.runtime.scouting import Seen
 
 SCOUTS = 4  # instances that are counted at a time, and at most half of a minibatch; later on, one in SPARSE
 SPARSE, COUNTING, SHARE = (

@@ -1,5 +1,5 @@
 /* What many tensors have in common that are looked at together: numbers of integers without dimensions, as words and
-   labels are, and sizes. Part of _fast.c, whose names it uses; trace/integers.py and trace/columns.py have the twins. */
+   labels are, and sizes. Part of _fast.c, whose names it uses; trace/constants.py and trace/state.py have the twins. */
 
 #ifndef FXBATCH_FAST_TENSORS_H
 #define FXBATCH_FAST_TENSORS_H

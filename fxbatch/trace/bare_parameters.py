@@ -24,7 +24,7 @@ import torch
 
 
 class BareParameter(torch.nn.Parameter):
-    """A parameter while users' code runs that is recorded. Its `__torch_function__`: `bare_calls`."""
+    """A parameter while users' code runs that is recorded. Its `__torch_function__`: `arguments`."""
 
     __slots__ = ()
 

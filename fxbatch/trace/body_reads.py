@@ -57,7 +57,7 @@ import numpy as np
 import torch
 
 from fxbatch.torch_fakes import import_for_fakes
-from fxbatch.trace.fake_run import BodyError
+from fxbatch.trace.operations import BodyError
 from fxbatch.trace.places import (
     CONTENT,
     IN_CELL,

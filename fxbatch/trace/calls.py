@@ -41,8 +41,6 @@ from fxbatch.trace.arguments import (
 )
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.body_reads import Reads
-from fxbatch.trace.columns import _fast
-from fxbatch.trace.fake_run import NEEDS_VALUES, BodyError, BodyRun
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.operations import (
@@ -50,7 +48,10 @@ from fxbatch.trace.operations import (
     LIFTS,
     LIFTS_FLOAT,
     MARKED,
+    NEEDS_VALUES,
     WITHIN_RANGE,
+    BodyError,
+    BodyRun,
     CustomFunction,
     Functional,
     function_name,
@@ -60,7 +61,7 @@ from fxbatch.trace.operations import (
 )
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.state import state, tracing
+from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, link_views

@@ -43,8 +43,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.torch_private import are_deterministic
-from fxbatch.trace.columns import _fast
-from fxbatch.trace.state import current_recorder
+from fxbatch.trace.state import _fast, current_recorder
 from fxbatch.trace.user_line import at_line, in_users_code, user_frame
 
 Settings = tuple[Any, ...]

@@ -35,18 +35,16 @@ from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.body_reads import is_library, names_of
 from fxbatch.trace.calls import must_not_switch
-from fxbatch.trace.columns import quicken
+from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
-from fxbatch.trace.integers import IntegerColumn
 from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.places import IN_CELL, found_in, holds_now, values_kept
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import ThreadModes, state, tracing
+from fxbatch.trace.state import ThreadModes, quicken, state, take_worker, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
-from fxbatch.trace.workers import take_worker
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,10 @@ from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.body_reads import Reads, is_own
-from fxbatch.trace.columns import quicken
-from fxbatch.trace.fake_run import BodyError, run_on_fakes
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
-from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, is_marked
+from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.state import state, tracing
+from fxbatch.trace.state import quicken, state, tracing
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views

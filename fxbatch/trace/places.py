@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.values import Value
 

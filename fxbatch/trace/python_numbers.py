@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
-from fxbatch.trace.fake_run import run_on_fakes
-from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, take_row
+from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry

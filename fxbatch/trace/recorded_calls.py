@@ -24,13 +24,12 @@ from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Temp
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
-from fxbatch.trace.columns import _fast, new_call_table, new_column
-from fxbatch.trace.fake_run import BodyRun
-from fxbatch.trace.foreign import Foreign, is_foreign
+from fxbatch.trace.constants import Foreign, is_foreign
 from fxbatch.trace.instances import Instances
 from fxbatch.trace.module_state import ModulesMet, Owners
+from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
-from fxbatch.trace.state import modes_now, state
+from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state
 from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.value_facts import Phases

@@ -1,4 +1,4 @@
-"""What this thread is tracing, and the modes that a parked instance must get back.
+"""What this thread is tracing: its recorder and modes, columns that C and Python share, greenlets that run instances.
 
 with tracing(recorder):        # this thread's current recorder
     fn(instance)
@@ -7,11 +7,16 @@ with tracing(recorder):        # this thread's current recorder
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import greenlet
+import numpy as np
 import torch
 
 from fxbatch.errors import TraceError
@@ -25,8 +30,47 @@ from fxbatch.torch_private import (
     swap_function_modes,
     warning_handler,
 )
-from fxbatch.trace.columns import _fast, set_current
 from fxbatch.trace.user_line import at_line
+
+try:
+    _fast: Any = importlib.import_module("fxbatch.trace._fast")
+except ImportError:  # installed without a C compiler
+    _fast = None
+
+Owner = TypeVar("Owner")
+
+
+def _ignore(_: Any) -> None:
+    """There is no C extension to be told."""
+
+
+# An empty int64 column with append, extend and the buffer protocol.
+new_column: Callable[[], Any] = functools.partial(array, "q") if _fast is None else _fast.Column
+# An empty table of calls that were met before, see _fast_columns.h; without C it stays empty.
+new_call_table: Callable[[], Any] = dict if _fast is None else _fast.CallTable
+set_current: Callable[[Any], None] = _ignore if _fast is None else _fast.set_current
+quicken: Callable[[type | tuple[type, ...]], None] = _ignore if _fast is None else _fast.quicken
+
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension
+
+
+def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
+    """int64 [tensors, dimensions]: the sizes of plain tensors that may differ in their sizes alone, and their bounds;
+    None for others."""
+    first = tensors[0]
+    rank = first.dim()
+    sizes = np.empty((len(tensors), rank), dtype=np.int64)
+    if _fast is not None:
+        found = _fast.sizes_of(tensors, sizes, rank)
+        return None if found is None else (sizes, (found[:rank], found[rank:]))
+    kind = (torch.Tensor, first.dtype, first.requires_grad, first.dim())
+    if any((type(t), t.dtype, t.requires_grad, t.dim()) != kind for t in tensors):
+        return None
+    sizes[:] = [t.shape for t in tensors]
+    return sizes, (tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist()))
+
+
+# -- a thread that traces, and the modes that a parked instance must get back
 
 
 class _State(threading.local):
@@ -157,3 +201,55 @@ def entered_modes(modes: Modes, devices: Sequence[str], grad: bool | None = None
             torch.set_default_dtype(modes.default_dtype)
             stack.callback(torch.set_default_dtype, before)
         yield
+
+
+# -- greenlets that run instances, kept from minibatch to minibatch
+
+_KEPT = 64  # a thread
+_APART = 1 << 16  # bytes of stack at most between a worker and who uses it again
+
+
+class Worker(greenlet.greenlet):
+    """A greenlet that does one piece of work after another, each for the one who is its parent then."""
+
+    stack = 0  # where the C stack was when it was made
+
+
+class _Workers(threading.local):
+    def __init__(self) -> None:
+        self.idle: list[Worker] = []
+
+
+_workers = _Workers()
+
+
+def take_worker(main: greenlet.greenlet) -> Worker:
+    """A worker of this thread whose work comes back to `main`."""
+    stack, idle = 0 if _fast is None else _fast.stack_here(), _workers.idle
+    while idle and stack:
+        worker = idle.pop()
+        if not worker.dead and 0 <= stack - worker.stack < _APART:
+            worker.parent = main
+            return worker
+    worker = Worker(_serve, main)
+    worker.stack = stack
+    worker.switch()  # what a greenlet is started with it holds for good
+    return worker
+
+
+def _serve() -> None:
+    work: Callable[[], None] | None = greenlet.getcurrent().parent.switch()
+    while work is not None:
+        if _fast is None:
+            work()
+        else:
+            _fast.at_bottom(work)
+        work = None  # it holds a minibatch
+        me, idle = greenlet.getcurrent(), _workers.idle
+        if not me.stack or len(idle) >= _KEPT:
+            return
+        me.gr_context = None
+        idle.append(me)
+        main = me.parent
+        del me, idle  # they would hold themselves
+        work = main.switch()

@@ -41,7 +41,7 @@ from fxbatch.ir import (
     tensor_spec,
 )
 from fxbatch.signature import OperationKind
-from fxbatch.trace.fake_run import BodyRun
+from fxbatch.trace.operations import BodyRun
 
 _BY_VALUE = (
     type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout,

@@ -41,16 +41,14 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_map,
 )
-from fxbatch.trace.arguments import row_of_parameter
-from fxbatch.trace.bare_calls import bare_function
+from fxbatch.trace.arguments import bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
-from fxbatch.trace.columns import _fast
 from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
-from fxbatch.trace.state import state
+from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import (

@@ -35,7 +35,7 @@ from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorSpec
 from fxbatch.torch_private import tree_flatten, tree_unflatten
 from fxbatch.trace.calls import call_function, call_marked
-from fxbatch.trace.integers import IntegerColumn, read_payload
+from fxbatch.trace.constants import IntegerColumn, read_payload
 from fxbatch.trace.minibatch import Execution, Recording, Statistics, record_minibatch
 from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
 from fxbatch.trace.modules import call_method, call_module

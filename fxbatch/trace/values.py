@@ -34,7 +34,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line, user_frame
 

@@ -21,9 +21,8 @@ from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.fake_run import BodyRun
-from fxbatch.trace.foreign import is_foreign
-from fxbatch.trace.operations import FUNCTION, function_name
+from fxbatch.trace.constants import is_foreign
+from fxbatch.trace.operations import FUNCTION, BodyRun, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line

@@ -14,7 +14,7 @@ import fxbatch
 from fxbatch import signature as module
 from fxbatch.codegen import call_by_call
 from fxbatch.ir import Operation, Signature, Slot, Template
-from fxbatch.runtime import postponed
+from fxbatch.runtime import operation_cache
 from tests.oracle import check_equal
 
 
@@ -54,8 +54,8 @@ class Model(nn.Module):
 
 
 def test_calls_one_by_one_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postponed, "MANY", -1)
-    monkeypatch.setattr(postponed, "ENOUGH", 10**9)
+    monkeypatch.setattr(operation_cache, "MANY_NEW", -1)
+    monkeypatch.setattr(operation_cache, "ENOUGH_CALLS", 10**9)
     twins: list[Any] = []
     made = module.structural_twin
     model, data = Model(), [torch.randn(3) for _ in range(12)]
@@ -77,8 +77,8 @@ def test_calls_one_by_one_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postponed, "MANY", -1)
-    monkeypatch.setattr(postponed, "ENOUGH", 10**9)
+    monkeypatch.setattr(operation_cache, "MANY_NEW", -1)
+    monkeypatch.setattr(operation_cache, "ENOUGH_CALLS", 10**9)
 
 
 def test_a_step_of_many_calls_asks_autograd_once_and_its_parameters_hooks_run_once(

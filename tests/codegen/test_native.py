@@ -15,7 +15,7 @@ import fxbatch
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_lower import INPUT, OUTPUT, NativeProgram, make_program
-from fxbatch.codegen.shapes import add_call, shape
+from fxbatch.codegen.operation_graphs import add_call, shape
 from tests.oracle import check_equal
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import fx, nn
 import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_lower import make_program
-from fxbatch.codegen.shapes import add_call
+from fxbatch.codegen.operation_graphs import add_call
 from tests.codegen.test_native import ROWS, check, graph_of, normal, program_of, run_native
 from tests.oracle import check_equal
 

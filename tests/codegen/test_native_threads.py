@@ -18,7 +18,7 @@ from torch import fx
 
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.shapes import add_call
+from fxbatch.codegen.operation_graphs import add_call
 from fxbatch.torch_private import thread_addresses
 from tests.codegen import test_native as native
 

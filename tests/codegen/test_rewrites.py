@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
+from fxbatch.codegen.operation_graphs import add_call
 from fxbatch.codegen.rewrites import apply_rewrite
-from fxbatch.codegen.shapes import add_call
 from fxbatch.codegen.simplify import clean
 from fxbatch.torch_private import FakeTensorMode
 

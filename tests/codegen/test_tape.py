@@ -11,9 +11,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxbatch.codegen import batch
+from fxbatch.codegen.body import record, run
 from fxbatch.codegen.built import forget
 from fxbatch.codegen.operation_graphs import Unbatched
-from fxbatch.codegen.tape import record, run
 from fxbatch.torch_private import FakeTensorMode
 from tests.codegen.operation_cases import build
 

@@ -19,8 +19,8 @@ from benchmarks import compiled_steps, gpu
 from benchmarks.task import Settings
 from benchmarks.workloads import made_up_trees
 from fxbatch.ir import INDEX
-from fxbatch.runtime import backward, constants, phase, run
-from fxbatch.runtime.constants import host_numbers, move, stack_distinct, to_device
+from fxbatch.runtime import backward, forward, memory, run
+from fxbatch.runtime.memory import host_numbers, move, stack_distinct, to_device
 from tests.compile.waits import count_waits
 from tests.models import ChildSum, Tree, TreeLSTM, random_tree, wide_tree
 
@@ -82,7 +82,7 @@ def test_a_read_of_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_to_the_device_do_not_grow_with_the_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All indices of a phase in one copy, those of its backward and the bags in two, one more a request."""
     copies: Counter[str] = Counter()
-    for module in (phase, backward, run, constants):
+    for module in (forward, backward, run, memory):
         name = module.__name__.rpartition(".")[2]
 
         def counted(array: np.ndarray, device: torch.device, name: str = name) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_copies_to_the_device_do_not_grow_with_the_steps(count: int, monkeypatch
     assert (plan.gather_kind == INDEX).sum() > 2, "several gathers have indices"
     copies.clear()
     minibatch().sum().backward()
-    assert copies["phase"] == 1 and copies["backward"] == 2 and copies["run"] <= 1 and not copies["constants"]
+    assert copies["forward"] == 1 and copies["backward"] == 2 and copies["run"] <= 1 and not copies["memory"]
 
 
 def test_copies_are_pinned_and_nobody_waits_for_them() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.runtime.constants import host_numbers
+from fxbatch.runtime.memory import host_numbers
 from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten

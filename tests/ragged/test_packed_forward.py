@@ -13,8 +13,8 @@ from fxbatch.errors import ResultError
 from fxbatch.ragged import symbolic
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
-from fxbatch.trace import columns
-from fxbatch.trace.columns import sizes_of
+from fxbatch.trace import state
+from fxbatch.trace.state import sizes_of
 from tests.oracle import check_equal
 from tests.trust.programs import model
 
@@ -198,7 +198,7 @@ def test_sizes_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     for column in given:
         here = sizes_of(column)
         with monkeypatch.context() as twin:
-            twin.setattr(columns, "_fast", None)
+            twin.setattr(state, "_fast", None)
             there = sizes_of(column)
         assert (here is None) == (there is None)
         if here is not None and there is not None:

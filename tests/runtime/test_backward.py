@@ -14,8 +14,8 @@ import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.ir import tensor_spec
 from fxbatch.runtime import autograd as function
+from fxbatch.runtime.backward import KernelTable, NativeKernels
 from fxbatch.runtime.memory import GradientRows, Kinds
-from fxbatch.runtime.parameter_gradients import KernelTable, NativeKernels
 from fxbatch.runtime.pool import Pool
 from tests import models as M
 from tests.oracle import check_equal

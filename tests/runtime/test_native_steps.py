@@ -15,7 +15,7 @@ from torch import nn
 import fxbatch
 from fxbatch.codegen import native_programs as native_steps
 from fxbatch.codegen.native import extension
-from fxbatch.runtime.native_stretches import NativeSteps
+from fxbatch.runtime.forward import NativeSteps
 from fxbatch.torch_private import product_address
 from tests import models as M
 from tests.oracle import check_equal, compare, run, to_double

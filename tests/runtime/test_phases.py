@@ -14,7 +14,7 @@ import fxbatch
 from fxbatch.runtime.pointer_table import PointerTable
 from fxbatch.runtime.run import Run
 from fxbatch.trace import calls
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 from tests.oracle import check_equal
 
 

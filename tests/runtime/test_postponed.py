@@ -8,9 +8,8 @@ from torch import nn
 
 import fxbatch
 from fxbatch import ir
-from fxbatch.runtime import postponed as module
-from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.postponed import ENOUGH, MANY, REASON, Postponed
+from fxbatch.runtime import operation_cache as module
+from fxbatch.runtime.operation_cache import ENOUGH_CALLS, MANY_NEW, REASON, CompiledOperation, Postponed
 from tests.oracle import check_equal
 
 
@@ -21,20 +20,20 @@ def signatures(count: int) -> list[ir.Signature]:
 
 
 def test_few_are_built_at_once_and_many_wait_for_their_turn() -> None:
-    found = signatures(MANY + 2)
+    found = signatures(MANY_NEW + 2)
     postponed = Postponed()
-    assert postponed.choose(found[:MANY], [1] * MANY) == frozenset()
+    assert postponed.choose(found[:MANY_NEW], [1] * MANY_NEW) == frozenset()
     postponed = Postponed()
-    assert postponed.choose(found[:-1], [3] * (MANY + 1)) == frozenset(range(MANY + 1))
+    assert postponed.choose(found[:-1], [3] * (MANY_NEW + 1)) == frozenset(range(MANY_NEW + 1))
     assert postponed.choose(found[-1:], [1]) == {0}  # one more shape of a model that has had many
-    assert postponed.choose(found[:2], [ENOUGH, 1]) == {0, 1}
+    assert postponed.choose(found[:2], [ENOUGH_CALLS, 1]) == {0, 1}
     assert postponed.choose(found[:2], [1, 1]) == {1}  # the first has earned its graphs
     assert postponed.choose(found[:2], [1, 0]) == frozenset()
 
 
 def test_tables_are_bounded() -> None:
     postponed = Postponed(capacity=10)
-    postponed.choose(signatures(MANY + 5), [1] * (MANY + 5))
+    postponed.choose(signatures(MANY_NEW + 5), [1] * (MANY_NEW + 5))
     assert len(postponed._calls) == 10
 
 
@@ -71,8 +70,8 @@ def built(model: nn.Module) -> list[CompiledOperation]:
 
 
 def test_many_shapes_run_call_by_call_and_are_built_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MANY", 5)
-    monkeypatch.setattr(module, "ENOUGH", 4)
+    monkeypatch.setattr(module, "MANY_NEW", 5)
+    monkeypatch.setattr(module, "ENOUGH_CALLS", 4)
     torch.manual_seed(0)
     data = [Sentence(torch.randn(n, 3)) for n in (1, 2, 3, 4, 5, 5)]
     model = Shapes()
@@ -88,6 +87,6 @@ def test_many_shapes_run_call_by_call_and_are_built_in_time(monkeypatch: pytest.
 
 
 def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MANY", 5)
+    monkeypatch.setattr(module, "MANY_NEW", 5)
     report = fxbatch.explain(Shapes(), [Sentence(torch.randn(n, 3)) for n in range(1, 6)])
     assert any(REASON in row.reason for row in report.unbatched)

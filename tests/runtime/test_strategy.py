@@ -16,9 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from benchmarks.ordinary_models import ROWS
 from fxbatch.runtime import strategy as module
-from fxbatch.runtime.costs import BUILD, Counts, Eager, batched_cost, loop_cost
+from fxbatch.runtime.costs import BUILD, STEPS, Counts, Eager, Seen, batched_cost, loop_cost
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.scouting import STEPS, Seen
 from fxbatch.runtime.strategy import SCOUTS, AdaptiveSwitch, Strategy
 from tests.oracle import check_equal
 

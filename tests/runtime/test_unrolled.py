@@ -9,7 +9,7 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
 from fxbatch.passes.schedule import batch_by_lookahead
-from fxbatch.runtime.differentiable import Unrolled, UnrolledRun
+from fxbatch.runtime.autograd import Unrolled, UnrolledRun
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planner import Planner
 from tests import models as M

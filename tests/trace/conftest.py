@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.trace import bare_calls
+from fxbatch.trace import arguments
 
 D = 4
 
@@ -152,14 +152,14 @@ def test_batches(name: str) -> None:
 def test_calls_met_before_are_recorded_in_c(recorded_by: str) -> None:
     asked: list[Any] = []
 
-    asks = bare_calls._is_recorded  # of calls that C does not know
+    asks = arguments._is_recorded  # of calls that C does not know
 
     def counted(*given: Any) -> bool:
         asked.append(given)
         return asks(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fxbatch.trace.bare_calls._is_recorded", counted)
+        patch.setattr("fxbatch.trace.arguments._is_recorded", counted)
         model = Bare(lambda m, xs: chain(m, lambda h, x: (x @ m.w + m.u @ x + x @ m.w.t()).tanh() + h, xs))
         model(rows(3))
         asked.clear()

@@ -18,7 +18,7 @@ import fxbatch
 from fxbatch import operation
 from fxbatch.errors import TraceError
 from fxbatch.ir import TensorSpec, tensor_spec
-from fxbatch.trace import columns
+from fxbatch.trace import state
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import tracing
@@ -167,7 +167,7 @@ def test_nothing_leaks() -> None:
 
 def test_column() -> None:
     """Both columns are what numpy and the recorder take them for."""
-    c = columns.new_column()
+    c = state.new_column()
     assert np.array(c, dtype=np.int64).tolist() == []
     c.append(3)
     c.extend((1 << 41, -2))
@@ -244,22 +244,22 @@ def test_the_table_of_calls(recorded_by: str) -> None:
             table.constant(tensor_spec((n,), torch.float32, torch.device("cpu"))) for n in range(len(calls))
         ]
         for call, entry in zip(calls, reversed(entries), strict=True):
-            assert columns._fast.recorded_before(recorder, *call) is None
+            assert state._fast.recorded_before(recorder, *call) is None
             recorder.remember(*call, entry)
         for call, entry in zip(calls, entries, strict=True):
             recorder.remember(*call, entry)  # what a call's code reads has changed
         assert len(recorder.known.call_table) == len(calls)
-        before = [columns._fast.recorded_before(recorder, *call).shape for call in calls]
+        before = [state._fast.recorded_before(recorder, *call).shape for call in calls]
         assert before == [(n,) for n in range(len(calls))]
         equal = [(torch.add, (v, "".join(["b"] * 50)), {}), (torch.add, (v, torch.device("cpu", None)), {})]
-        assert [columns._fast.recorded_before(recorder, *call).shape for call in equal] == [(11,), (13,)]
+        assert [state._fast.recorded_before(recorder, *call).shape for call in equal] == [(11,), (13,)]
         for x in (float("nan"), 1 << 70, object(), {"a": v}, [[[[v]]]], np.float64(1)):  # looked at closely
             recorder.remember(torch.add, (v, x), {}, entries[0])
-            assert columns._fast.recorded_before(recorder, torch.add, (v, x), {}) is None
+            assert state._fast.recorded_before(recorder, torch.add, (v, x), {}) is None
         with torch.no_grad():
-            assert columns._fast.recorded_before(recorder, *calls[0]) is None
+            assert state._fast.recorded_before(recorder, *calls[0]) is None
         recorder.known.call_table.clear()
-        assert columns._fast.recorded_before(recorder, *calls[0]) is None
+        assert state._fast.recorded_before(recorder, *calls[0]) is None
 
 
 def test_what_an_instance_brings_is_free_when_its_call_is_over() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import fxbatch
 from fxbatch.tensor_memory import memory_places
-from fxbatch.trace.foreign import is_foreign
+from fxbatch.trace.constants import is_foreign
 from tests.trace.made import instances, linear, model
 
 

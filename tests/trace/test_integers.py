@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxbatch
-from fxbatch.trace import integers, module_state, traces
-from fxbatch.trace.integers import IntegerColumn, read_integers
+from fxbatch.trace import constants, module_state, traces
+from fxbatch.trace.constants import IntegerColumn, read_integers
 from fxbatch.trace.table import SignatureTable
 from tests import models as M
 
@@ -94,7 +94,7 @@ def test_merging_again_reads_and_finds_nothing_again(monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise AssertionError("done before")
 
-    monkeypatch.setattr(integers, "read_integers", refuse)
+    monkeypatch.setattr(constants, "read_integers", refuse)
     monkeypatch.setattr(traces, "find_again", refuse)
     monkeypatch.setattr(module_state, "fingerprint", refuse)
     torch.testing.assert_close(model(batch), expected)

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import TraceError
-from fxbatch.trace import calls, columns, modules
+from fxbatch.trace import calls, modules, state
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
 
@@ -223,7 +223,7 @@ def test_modes_are_part_of_a_call(recorded_by: str) -> None:
 
 def test_known_functions_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on Python is not asked: this is what the time rests on."""
-    if columns._fast is None:
+    if state._fast is None:
         pytest.skip("without the C extension")
     seen: list[Any] = []
     arguments = calls.Arguments
@@ -256,7 +256,7 @@ def test_values_of_other_minibatches_are_refused_by_functions(recorded_by: str) 
 
 def test_modules_with_structured_arguments_are_settled_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell called with its state as a tuple, with None, by keyword: looked at closely once a minibatch."""
-    if columns._fast is None:
+    if state._fast is None:
         pytest.skip("without the C extension")
     cell, closely = nn.LSTMCell(3, 3), []
     python = modules.call_module

@@ -20,8 +20,7 @@ from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_fakes import FakeMode
 from fxbatch.trace.calls import operation
-from fxbatch.trace.fake_run import run_on_fakes
-from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE
+from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, run_on_fakes
 from fxbatch.trace.table import SignatureTable
 from tests.trace.oracle import check_equal, recorded
 

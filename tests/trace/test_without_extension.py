@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxbatch.trace.columns import _fast
+from fxbatch.trace.state import _fast
 from tests.trace.test_fast import text_of_programs
 
 ROOT = Path(__file__).parents[2]

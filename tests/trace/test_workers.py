@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.trace.columns import _fast
-from fxbatch.trace.workers import _workers, take_worker
+from fxbatch.trace.state import _fast, _workers, take_worker
 
 pytestmark = pytest.mark.skipif(_fast is None, reason="greenlets are used again where C ends their stack")
 

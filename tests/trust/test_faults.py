@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import fxbatch
+from fxbatch.trace import state
 from fxbatch.trace import torch_patches as patch
-from fxbatch.trace import workers
 from fxbatch.trace.state import current_recorder
 from tests import models as M
 from tests.oracle import check_equal
@@ -42,7 +42,7 @@ POINTS = (
     ("fxbatch.runtime.backward", "plan_gradients", 0),
     ("fxbatch.runtime.forward", "forward_steps", 0),
     ("fxbatch.runtime.backward", "backward_steps", 0),
-    ("fxbatch.runtime.phase", "StepViews._source", 0),
+    ("fxbatch.runtime.forward", "StepViews._source", 0),
     ("fxbatch.runtime.memory", "GradientRows._clear", 0),
     ("fxbatch.runtime.backward", "Backward._step", 1),
     ("fxbatch.runtime.backward", "add_parameter_gradients", 0),
@@ -91,7 +91,7 @@ def assert_clean() -> None:
     assert not patch.patched.uses and not patch.patched.saved
     assert "traced" not in nn.Module.__call__.__qualname__
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    idle = workers._workers.idle
+    idle = state._workers.idle
     found = [g for g in gc.get_objects() if isinstance(g, greenlet.greenlet) and not g.dead and g.parent]
     stuck = [g for g in found if g not in idle]
     assert not stuck, f"{len(stuck)} greenlets wait for ever"

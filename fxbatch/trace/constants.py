@@ -1,4 +1,5 @@
-"""Constants that are integers without dimensions, as words and labels are: their numbers as a column, read once.
+"""Constants: integers without dimensions, as words and labels are, as a column that is read once; and tensors whose
+memory somebody else may write to.
 
 column = IntegerColumn.of([torch.tensor(17), torch.tensor(4)], torch.int64)     # None for other tensors
 column.numbers               # int64 array([17, 4])
@@ -9,16 +10,16 @@ column.written_to()          # whether torch has written to one of them since
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
 import torch
 
 from fxbatch.ir import TensorSpec
-from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.columns import _fast
-from fxbatch.trace.foreign import is_foreign
+from fxbatch.torch_private import FakeTensor, inside_functorch
+from fxbatch.trace.state import _fast
+from fxbatch.trace.values import Value
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
 _INTEGERS: dict[torch.dtype, Any] = {
@@ -141,3 +142,47 @@ def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: b
     if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in _INTEGERS:
         return None
     return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)
+
+
+# -- tensors whose memory somebody else may write to unseen: numpy arrays, other processes
+
+
+def is_foreign(t: torch.Tensor) -> bool:
+    """Whether somebody else may write to a tensor's memory."""
+    if isinstance(t, FakeTensor) or t.layout is not torch.strided or t.device.type == "meta":
+        return False
+    try:
+        return not t.untyped_storage().resizable()
+    except (RuntimeError, NotImplementedError):  # a subclass without storage
+        return False
+
+
+class Foreign:
+    """The copies of one recording."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, tuple[Value, torch.Tensor, torch.Tensor]] = {}  # by id: value, tensor, copy
+        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of each copy: tensor, copy
+
+    def value(self, t: torch.Tensor, make: Callable[[torch.Tensor], Value]) -> Value:
+        """The value of what t holds now. make: gives that of a copy, whose memory has no other owner."""
+        known = self.copies.get(id(t))
+        if known is not None and torch.equal(known[2], t):
+            return known[0]
+        with torch.set_grad_enabled(t.requires_grad):
+            copy = t.clone()
+        v = make(copy)
+        self.copies[id(t)] = v, t, copy
+        self.tensors[id(copy)] = t, copy
+        return v
+
+    def originals(self, payload: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Constants with the tensors themselves in place of copies, for a trace that is kept: whoever runs it reads
+        them then. None where one has changed since it was copied: the forward itself writes to it."""
+        found = []
+        for x in payload:
+            t, copy = self.tensors.get(id(x), (x, x))
+            if t is not copy and not torch.equal(t, copy):
+                return None
+            found.append(t)
+        return found
