@@ -67,7 +67,7 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         const Operand *o = &operands[k];
         if (!size[k])
             continue;
-        if (!operand_good(p, o, pointwise && k))
+        if (!operand_good(p, o, (pointwise && k) || (x->code == PRODUCT && k == 3)))
             return "operand";
         if (o->base < 0)
             continue;
@@ -75,9 +75,9 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
             return "written operand";
         if (o->inner > 1 && !((x->code == PRODUCT || reduces(x->code)) && k) && !(x->code == PICK && k == 2))
             return "inner stride";
-        if (k == 0 && o->inner != 1)
+        if ((k == 0 || (x->code == PRODUCT && k == 3)) && o->inner != 1)
             return "inner stride of the result";
-        if (x->code == PRODUCT && !product_operand(x, k))
+        if (x->code == PRODUCT && k < 3 && !product_operand(x, k))
             return "strides of a product";
         for (int64_t n = 1; n <= MOST_ROWS; n += MOST_ROWS - 1) {
             int64_t rows = rows_of(x->per_row, x->rest, n), width = x->width;

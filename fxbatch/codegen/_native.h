@@ -30,7 +30,7 @@ typedef struct {
 /* 32 int64 as codegen/native_lower.py writes them. */
 typedef struct {
     int64_t code, per_row, rest, width;
-    Operand out, in[3];
+    Operand out, in[3]; /* of a product the last is what it is added to, base -1: nothing */
     int64_t number; /* bits of a double */
     int64_t depth_per_row, depth_rest; /* of a product; else the rows or columns that an index chooses from */
     int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
@@ -113,16 +113,16 @@ int choose_loops(const char *level); /* "" for the best; 0, or -1: this processo
 const char *chosen_loops(void);
 
 /* _native_products.c */
-/* out[i][j] (+)= sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p * step_of_a, element (p, j) of b at
-   p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the line is long. Where row_of_b is 0,
-   b is panels, and the first of them at b. */
+/* out[i][j] = start[i][j], if there is a start, + sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p *
+   step_of_a, element (p, j) of b at p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the
+   line is long. Where row_of_b is 0, b is panels, and the first of them at b. */
 typedef struct {
     float *out;
+    const float *start; /* out itself, or what is nowhere in it; its lines row_of_start apart, 0: one for all */
     const float *a, *b;
-    int64_t row_of_out, row_of_a, step_of_a, row_of_b, step_of_b;
+    int64_t row_of_out, row_of_start, row_of_a, step_of_a, row_of_b, step_of_b;
     int64_t rows, width, depth;
     int64_t whole; /* rows of the product that this is a piece of */
-    int add;
 } Product;
 enum { AS_THEY_LIE, TURNED_B, TURNED_A, LAYOUTS, ROW_CLASSES = 4 };
 #define DOTS_MOST 40 /* rows of a product with turned weights that are dot products: beyond, turning them pays */

@@ -108,7 +108,7 @@ static int may_be_apart(const Program *p, int64_t i)
         return 0;
     if (a->kind == INPUT)
         return x->in[0].base < p->source_count && out->kind != INPUT;
-    if (a->kind != OUTPUT || out->kind != OUTPUT || x->flag || x->out.offset || x->out.stride != x->width ||
+    if (a->kind != OUTPUT || out->kind != OUTPUT || x->in[2].base >= 0 || x->out.offset || x->out.stride != x->width ||
         out->row_bytes != x->width * 4)
         return 0;
     for (int64_t j = 0; j < p->length; j++)

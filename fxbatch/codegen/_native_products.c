@@ -8,10 +8,14 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
                       const int *, const float *, const int *, const float *, float *, const int *);
 static Sgemm sgemm;
 
+/* Of a product: out, start and a, each with its row, and b. */
 typedef struct {
-    void (*panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int, int64_t, int64_t, int64_t, int);
-    void (*by_panels)(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int64_t, int);
-    void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int);
+    void (*panels)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int,
+                   int64_t, int64_t, int64_t);
+    void (*by_panels)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t,
+                      int64_t);
+    void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t,
+                 int64_t);
     void (*turn)(float *, const float *, int64_t, int64_t, int64_t);
     void (*clear)(float *, int64_t);
 } Tiles;
@@ -159,11 +163,13 @@ static void blas(const Product *x)
     int ta = x->step_of_a != 1, tb = x->step_of_b != 1;
     int m = (int)x->width, n = (int)x->rows, k = (int)x->depth, ldo = (int)x->row_of_out;
     int lda = (int)(ta ? x->step_of_a : x->row_of_a), ldb = (int)(tb ? x->step_of_b : x->row_of_b);
-    float one = 1.0f, rest = x->add ? 1.0f : 0.0f;
+    float one = 1.0f, rest = x->start ? 1.0f : 0.0f;
     int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
     lda = lda < least_a ? least_a : lda;
     ldb = ldb < least_b ? least_b : ldb;
     ldo = ldo < m ? m : ldo;
+    for (int64_t i = 0; i < x->rows && x->start && x->start != x->out; i++)
+        memcpy(x->out + i * x->row_of_out, x->start + i * x->row_of_start, (size_t)x->width * 4);
     sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, x->b, &ldb, x->a, &lda, &rest, x->out, &ldo);
 }
 
@@ -171,12 +177,14 @@ static void ours(const Product *x)
 {
     int turned = x->step_of_b != 1;
     if (!x->row_of_b)
-        tiles->by_panels(x->out, x->row_of_out, x->a, x->row_of_a, x->step_of_a, x->b, x->rows, x->width, x->depth, x->add);
+        tiles->by_panels(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->step_of_a, x->b, x->rows,
+                         x->width, x->depth);
     else if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
-        tiles->dots(x->out, x->row_of_out, x->a, x->row_of_a, x->b, x->step_of_b, x->rows, x->width, x->depth, x->add);
+        tiles->dots(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->b, x->step_of_b, x->rows, x->width,
+                    x->depth);
     else
-        tiles->panels(x->out, x->row_of_out, x->a, x->row_of_a, x->step_of_a, x->b, turned ? x->step_of_b : x->row_of_b,
-                      turned, x->rows, x->width, x->depth, x->add);
+        tiles->panels(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->step_of_a, x->b,
+                      turned ? x->step_of_b : x->row_of_b, turned, x->rows, x->width, x->depth);
 }
 
 void multiply(const Product *x)
@@ -203,8 +211,8 @@ PyObject *native_product(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "no such library of products here");
     if (rows < 1 || width < 1 || depth < 1 || rows > MOST_ROWS || width > MOST_ROWS || depth > MOST_ROWS)
         return PyErr_Format(PyExc_ValueError, "sizes of a product");
-    Product x = {(float *)(uintptr_t)out, (const float *)(uintptr_t)a, (const float *)(uintptr_t)b, width, depth, 1, width, 1,
-                 rows, width, depth, rows, 0};
+    Product x = {(float *)(uintptr_t)out, NULL, (const float *)(uintptr_t)a, (const float *)(uintptr_t)b, width, 0, depth, 1,
+                 width, 1, rows, width, depth, rows};
     if (layout & TURNED_B) {
         x.row_of_b = 1;
         x.step_of_b = depth;

@@ -198,11 +198,11 @@ static int64_t piece_start(int64_t items, int64_t unit, int64_t thread, int64_t 
     return thread == threads ? items : items / unit * thread / threads * unit;
 }
 
-static void product(const Instruction *x, float *out, const float *a, const float *b, int64_t rows, int64_t width,
-                    int64_t depth, int64_t whole)
+static void product(const Instruction *x, float *out, const float *start, const float *a, const float *b, int64_t rows,
+                    int64_t width, int64_t depth, int64_t whole)
 {
-    Product job = {out, a, b, x->out.stride, x->in[0].stride, x->in[0].inner, x->in[1].stride, x->in[1].inner,
-                   rows, width, depth, whole, x->flag != 0};
+    Product job = {out, start, a, b, x->out.stride, x->in[2].stride, x->in[0].stride, x->in[0].inner, x->in[1].stride,
+                   x->in[1].inner, rows, width, depth, whole};
     multiply(&job);
 }
 
@@ -213,11 +213,12 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
     int64_t first = piece_start(p->items, PANEL, thread, threads);
     int64_t count = piece_start(p->items, PANEL, thread + 1, threads) - first;
     float *out = (float *)p->at[0];
-    const float *a = (const float *)p->at[1], *b = (const float *)p->at[2];
+    const float *a = (const float *)p->at[1], *b = (const float *)p->at[2], *start = (const float *)p->at[3];
     if (p->items == x->width)
-        product(x, out + first, a, b + first * x->in[1].inner, p->rows, count, p->depth, p->whole);
+        product(x, out + first, start ? start + first : NULL, a, b + first * x->in[1].inner, p->rows, count, p->depth, p->whole);
     else
-        product(x, out + first * x->out.stride, a + first * x->in[0].stride, b, count, x->width, p->depth, p->whole);
+        product(x, out + first * x->out.stride, start ? start + first * x->in[2].stride : NULL, a + first * x->in[0].stride, b,
+                count, x->width, p->depth, p->whole);
 }
 
 static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
@@ -226,7 +227,7 @@ static void run_product(const Instruction *x, char **at, int64_t rows, int64_t d
     if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= PANEL * threads)
         in_parallel(threads, product_piece, &job);
     else
-        product(x, (float *)at[0], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
+        product(x, (float *)at[0], (const float *)at[3], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
 /* A product by turned weights, which are panels: stride 0. */
@@ -240,17 +241,20 @@ static Instruction by_turned(const Instruction *x)
 void product_apart(const Instruction *x, char *out, char *a, char *b, const char *turned, int64_t rows, int64_t threads)
 {
     Instruction whole = turned ? by_turned(x) : *x;
-    char *at[] = {out, a + x->in[0].offset * 4, turned ? (char *)turned : b + x->in[1].offset * 4};
+    char *at[] = {out, a + x->in[0].offset * 4, turned ? (char *)turned : b + x->in[1].offset * 4, NULL};
     whole.out.stride = x->width;
-    whole.flag = 0;
     run_product(&whole, at, rows, x->depth_rest, rows, threads);
 }
 
 /* What was multiplied before goes to its place; what is multiplied later waits. */
-static void take_product(const Program *p, const Instruction *x, const float *from, float *out, int64_t rows)
+static void take_product(const Program *p, const Instruction *x, const float *from, char **at, int64_t rows)
 {
-    for (int64_t r = 0; r < rows && p->bases[x->in[0].base].kind == INPUT; r++, from += x->width, out += x->out.stride) {
-        if (x->flag)
+    const float *start = (const float *)at[3];
+    for (int64_t r = 0; r < rows && p->bases[x->in[0].base].kind == INPUT; r++, from += x->width) {
+        float *out = (float *)at[0] + r * x->out.stride;
+        if (start && start != (const float *)at[0])
+            memcpy(out, start + r * x->in[2].stride, (size_t)x->width * 4);
+        if (start)
             loops->accumulate(out, from, x->width);
         else
             memcpy(out, from, (size_t)x->width * 4);
@@ -403,13 +407,13 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
         const int8_t *size = element_bytes(x->code);
         char *at[4] = {NULL, NULL, NULL, NULL};
         for (int k = 0; k < 4; k++)
-            if (size[k])
+            if (size[k] && operands[k].base >= 0)
                 at[k] = bases[operands[k].base] + operands[k].offset * size[k];
         int64_t rows = rows_of(x->per_row, x->rest, n);
         if (x->code == PRODUCT && !has_products())
             return 1;
         if (x->apart && bases[x->apart])
-            take_product(p, x, (const float *)bases[x->apart], (float *)at[0], rows);
+            take_product(p, x, (const float *)bases[x->apart], at, rows);
         else if (x->code == PRODUCT) {
             Instruction turned;
             if (x->turned && bases[x->turned]) {

@@ -9,30 +9,36 @@
 #define VECTORS (LANES == 16 ? 4 : 2) /* of a tile: its sums fill the registers */
 #define COLUMNS (VECTORS * LANES)
 #define PANEL_DEPTH 128 /* of a panel of b, which stays in the first cache */
+#define AHEAD 8 /* rows of a panel that are fetched into the first cache before they are read */
 #define LARGE 400000 /* elements of a beyond which it is read by blocks */
 #define DOT_ROWS (LANES == 16 ? 4 : 2)
 
-/* rows x (vectors x LANES) elements of out; of the last vector those that the mask says. Meanwhile `lines` of the cache
-   for each step of the depth are fetched from `ahead` on. */
+/* rows x (vectors x LANES) elements of out, from what is at `start` on, or from zero; of the last vector those that the mask
+   says. Of a panel, whose rows are COLUMNS apart, what is ahead is fetched into the first cache, and into the second
+   `lines` of the cache for each step of the depth from `next` on. */
 static inline __attribute__((always_inline)) void TILE_OF(tile)(
-    const int rows, const int vectors, float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a,
-    const float *b, int64_t sb, int64_t depth, int add, MASK last, const char *ahead, int64_t lines)
+    const int rows, const int vectors, const int panel, float *out, int64_t so, const float *start, int64_t row_of_start,
+    const float *a, int64_t row_of_a, int64_t step_of_a, const float *b, int64_t sb, int64_t depth, MASK last,
+    const char *next, int64_t lines)
 {
     V sum[TILE_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            float *at = out + i * so + v * LANES;
-            sum[i][v] = !add ? MM(setzero_ps)() : v < vectors - 1 ? MM(loadu_ps)(at) : LOAD_SOME(at, last);
+            const float *at = start + i * row_of_start + v * LANES;
+            sum[i][v] = !start ? MM(setzero_ps)() : v < vectors - 1 ? MM(loadu_ps)(at) : LOAD_SOME(at, last);
         }
-    for (int64_t p = 0; p < depth; p++, a += step_of_a, b += sb) {
+    for (int64_t p = 0; p < depth; p++, a += step_of_a, b += panel ? COLUMNS : sb) {
         V row[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            row[v] = v < vectors - 1 ? MM(loadu_ps)(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
-        for (int64_t line = 0; line < lines; line++, ahead += 64)
-            _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int v = 0; v < vectors; v++) {
+            row[v] = panel || v < vectors - 1 ? MM(loadu_ps)(b + v * LANES) : LOAD_SOME(b + v * LANES, last);
+            if (panel)
+                _mm_prefetch((const char *)(b + AHEAD * COLUMNS + v * LANES), _MM_HINT_T0);
+        }
+        for (int64_t line = 0; panel && line < lines; line++, next += 64)
+            _mm_prefetch(next, _MM_HINT_T1);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
             V x = MM(set1_ps)(a[i * row_of_a]);
@@ -53,33 +59,41 @@ static inline __attribute__((always_inline)) void TILE_OF(tile)(
         }
 }
 
-typedef void (*TILE_OF(Tile))(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int, MASK,
-                              const char *, int64_t);
-#define TILE(rows, vectors)                                                                                        \
-    static void TILE_OF(tile_##rows##_##vectors)(float *out, int64_t so, const float *a, int64_t row_of_a,          \
-                                                 int64_t step_of_a, const float *b, int64_t sb, int64_t depth,      \
-                                                 int add, MASK last, const char *ahead, int64_t lines)              \
+typedef void (*TILE_OF(Tile))(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t,
+                              int64_t, MASK, const char *, int64_t);
+#define TILE(rows, vectors, panel)                                                                                 \
+    static void TILE_OF(tile_##rows##_##vectors##_##panel)(                                                         \
+        float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t row_of_a,         \
+        int64_t step_of_a, const float *b, int64_t sb, int64_t depth, MASK last, const char *next, int64_t lines)   \
     {                                                                                                              \
-        TILE_OF(tile)(rows, vectors, out, so, a, row_of_a, step_of_a, b, sb, depth, add, last, ahead, lines);       \
+        TILE_OF(tile)(rows, vectors, panel, out, so, start, row_of_start, a, row_of_a, step_of_a, b, sb, depth,     \
+                      last, next, lines);                                                                          \
     }
-#define TILES(vectors) TILE(1, vectors) TILE(2, vectors) TILE(3, vectors) TILE(4, vectors) TILE(5, vectors) TILE(6, vectors)
-#define TILE_NAMES(vectors)                                                                                        \
+#define TILES_OF(vectors, panel)                                                                                   \
+    TILE(1, vectors, panel) TILE(2, vectors, panel) TILE(3, vectors, panel)                                         \
+    TILE(4, vectors, panel) TILE(5, vectors, panel) TILE(6, vectors, panel)
+#define TILES(vectors) TILES_OF(vectors, 0) TILES_OF(vectors, 1)
+#define NAMES(vectors, panel)                                                                                      \
     {                                                                                                              \
-        TILE_OF(tile_1_##vectors), TILE_OF(tile_2_##vectors), TILE_OF(tile_3_##vectors), TILE_OF(tile_4_##vectors), \
-            TILE_OF(tile_5_##vectors), TILE_OF(tile_6_##vectors)                                                    \
+        TILE_OF(tile_1_##vectors##_##panel), TILE_OF(tile_2_##vectors##_##panel),                                   \
+            TILE_OF(tile_3_##vectors##_##panel), TILE_OF(tile_4_##vectors##_##panel),                               \
+            TILE_OF(tile_5_##vectors##_##panel), TILE_OF(tile_6_##vectors##_##panel)                                \
     }
 TILES(1)
 TILES(2)
 #if LANES == 16
 TILES(3)
 TILES(4)
-static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), TILE_NAMES(2), TILE_NAMES(3), TILE_NAMES(4)};
+#define EACH_NAMES(panel) {NAMES(1, panel), NAMES(2, panel), NAMES(3, panel), NAMES(4, panel)}
 #else
-static const TILE_OF(Tile) TILE_OF(tiles)[VECTORS][TILE_ROWS] = {TILE_NAMES(1), TILE_NAMES(2)};
+#define EACH_NAMES(panel) {NAMES(1, panel), NAMES(2, panel)}
 #endif
+static const TILE_OF(Tile) TILE_OF(tiles)[2][VECTORS][TILE_ROWS] = {EACH_NAMES(0), EACH_NAMES(1)};
 #undef TILE
+#undef TILES_OF
 #undef TILES
-#undef TILE_NAMES
+#undef NAMES
+#undef EACH_NAMES
 
 /* to[j][i] = from[i][j] of lines x depth elements, both at most LANES; `past` the caches, whole lines of them. */
 static inline __attribute__((always_inline)) void TILE_OF(transpose)(float *to, int64_t st, const float *from, int64_t sf,
@@ -130,68 +144,74 @@ static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t width,
     _mm_sfence();
 }
 
-/* Columns of out by a panel of b, of which `ahead` is the next, as long, or NULL. A few rows read as fast as can be. */
-static void TILE_OF(strip)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
-                           int64_t sb, int64_t rows, int64_t wide, int64_t depth, int add, const float *ahead)
+/* Columns of out by rows of b that are sb apart, COLUMNS in a panel, of which `next` is the next, as long, or NULL. A few
+   rows read as fast as can be. */
+static void TILE_OF(strip)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t row_of_a,
+                           int64_t step_of_a, const float *b, int64_t sb, int64_t rows, int64_t wide, int64_t depth,
+                           const float *next)
 {
     int64_t vectors = (wide + LANES - 1) / LANES, count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t all = COLUMNS * 4 / 64, lines = ahead && count > 1 ? (all + count - 1) / count : 0;
+    int64_t all = COLUMNS * 4 / 64, lines = next && count > 1 ? (all + count - 1) / count : 0;
     MASK last = TILE_OF(some)(wide - (vectors - 1) * LANES);
-    const char *line = (const char *)ahead;
+    const char *line = (const char *)next;
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
         int64_t tall = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-        TILE_OF(tiles)[vectors - 1][tall - 1](out + i * so, so, a + i * row_of_a, row_of_a, step_of_a, b, sb, depth, add, last,
-                                              line, lines);
+        TILE_OF(tiles)[next != NULL][vectors - 1][tall - 1](out + i * so, so, start ? start + i * row_of_start : NULL,
+                                                            row_of_start, a + i * row_of_a, row_of_a, step_of_a, b, sb, depth,
+                                                            last, line, lines);
         line += lines * depth * 64;
-        lines = line < (const char *)(ahead + COLUMNS * depth) ? lines : 0;
+        lines = line < (const char *)(next + COLUMNS * depth) ? lines : 0;
     }
 }
 
-/* out[i][j] (+)= sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
-static void TILE_OF(block)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
-                            int64_t ldb, int turned, int64_t rows, int64_t width, int64_t depth, int add)
+/* out[i][j] = start[i][j] + sum of a[i][p] b[p][j]; with `turned` b[j][p]. b is read a panel at a time. */
+static void TILE_OF(block)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t row_of_a,
+                           int64_t step_of_a, const float *b, int64_t ldb, int turned, int64_t rows, int64_t width,
+                           int64_t depth)
 {
     float panel[PANEL_DEPTH * COLUMNS] __attribute__((aligned(64)));
-    for (int64_t p = 0; p < depth; p += PANEL_DEPTH) {
+    for (int64_t p = 0; p < depth; p += PANEL_DEPTH, start = out, row_of_start = so) {
         int64_t deep = depth - p < PANEL_DEPTH ? depth - p : PANEL_DEPTH;
         for (int64_t j = 0; j < width; j += COLUMNS) {
             int64_t wide = width - j < COLUMNS ? width - j : COLUMNS;
             const float *from = turned ? b + j * ldb + p : b + p * ldb + j;
             if (turned)
                 TILE_OF(turned)(panel, COLUMNS, from, ldb, wide, deep, 0);
-            TILE_OF(strip)(out + j, so, a + p * step_of_a, row_of_a, step_of_a, turned ? panel : from, turned ? COLUMNS : ldb,
-                           rows, wide, deep, add || p, NULL);
+            TILE_OF(strip)(out + j, so, start ? start + j : NULL, row_of_start, a + p * step_of_a, row_of_a, step_of_a,
+                           turned ? panel : from, turned ? COLUMNS : ldb, rows, wide, deep, NULL);
         }
     }
 }
 
 /* The same of whole panels that lie one after another: the next is fetched while one is multiplied. */
-static void TILE_OF(by_panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
-                               int64_t rows, int64_t width, int64_t depth, int add)
+static void TILE_OF(by_panels)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a,
+                               int64_t row_of_a, int64_t step_of_a, const float *b, int64_t rows, int64_t width, int64_t depth)
 {
     for (int64_t j = 0; j < width; j += COLUMNS) {
         int64_t wide = width - j < COLUMNS ? width - j : COLUMNS;
         const float *panel = b + j * depth;
-        TILE_OF(strip)(out + j, so, a, row_of_a, step_of_a, panel, COLUMNS, rows, wide, depth, add, panel + COLUMNS * depth);
+        TILE_OF(strip)(out + j, so, start ? start + j : NULL, row_of_start, a, row_of_a, step_of_a, panel, COLUMNS, rows, wide,
+                       depth, panel + COLUMNS * depth);
     }
 }
 
 /* The same, where a is larger than the second cache by blocks of its rows, so that they and the result stay there. */
-static void TILE_OF(panels)(float *out, int64_t so, const float *a, int64_t row_of_a, int64_t step_of_a, const float *b,
-                            int64_t ldb, int turned, int64_t rows, int64_t width, int64_t depth, int add)
+static void TILE_OF(panels)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t row_of_a,
+                            int64_t step_of_a, const float *b, int64_t ldb, int turned, int64_t rows, int64_t width,
+                            int64_t depth)
 {
     int64_t most = rows;
     if (!turned && rows * depth > LARGE)
         most = LARGE / 3 / depth > 8 * TILE_ROWS ? LARGE / 3 / depth / TILE_ROWS * TILE_ROWS : 8 * TILE_ROWS;
     for (int64_t i = 0; i < rows; i += most)
-        TILE_OF(block)(out + i * so, so, a + i * row_of_a, row_of_a, step_of_a, b, ldb, turned,
-                       rows - i < most ? rows - i : most, width, depth, add);
+        TILE_OF(block)(out + i * so, so, start ? start + i * row_of_start : NULL, row_of_start, a + i * row_of_a, row_of_a,
+                       step_of_a, b, ldb, turned, rows - i < most ? rows - i : most, width, depth);
 }
 
 /* rows x 4 elements of out: rows of a by rows of b, added up in lanes and then across them. */
-static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, float *out, int64_t so, const float *a,
-                                                               int64_t lda, const float *b, int64_t ldb, int64_t depth,
-                                                               int64_t columns, int add)
+static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, float *out, int64_t so, const float *start,
+                                                               int64_t row_of_start, const float *a, int64_t lda,
+                                                               const float *b, int64_t ldb, int64_t depth, int64_t columns)
 {
     V sum[DOT_ROWS][4];
     const float *b1 = columns > 1 ? b + ldb : b, *b2 = columns > 2 ? b + 2 * ldb : b, *b3 = columns > 3 ? b + 3 * ldb : b;
@@ -224,31 +244,36 @@ static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, f
     for (int i = 0; i < rows; i++) {
         __m128 four = TILE_OF(sum4)(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
         float *at = out + i * so;
+        const float *from = start + i * row_of_start;
         if (columns >= 4)
-            _mm_storeu_ps(at, add ? _mm_add_ps(four, _mm_loadu_ps(at)) : four);
+            _mm_storeu_ps(at, start ? _mm_add_ps(four, _mm_loadu_ps(from)) : four);
         else
             for (int v = 0; v < columns; v++)
-                at[v] = add ? at[v] + four[v] : four[v];
+                at[v] = start ? from[v] + four[v] : four[v];
     }
 }
 
-static void TILE_OF(dots)(float *out, int64_t so, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t rows,
-                          int64_t width, int64_t depth, int add)
+static void TILE_OF(dots)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t lda,
+                          const float *b, int64_t ldb, int64_t rows, int64_t width, int64_t depth)
 {
+#define DOT(count)                                                                                                       \
+    TILE_OF(dot)(count, out + i * so + j, so, start ? start + i * row_of_start + j : NULL, row_of_start, a + i * lda, lda, w, \
+                 ldb, depth, columns)
     for (int64_t j = 0; j < width; j += 4) {
         int64_t columns = width - j < 4 ? width - j : 4, i = 0;
         const float *w = b + j * ldb;
         for (; i + DOT_ROWS <= rows; i += DOT_ROWS)
-            TILE_OF(dot)(DOT_ROWS, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+            DOT(DOT_ROWS);
 #if LANES == 16
         if (rows - i == 3)
-            TILE_OF(dot)(3, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+            DOT(3);
         if (rows - i == 2)
-            TILE_OF(dot)(2, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+            DOT(2);
 #endif
         if (rows - i == 1)
-            TILE_OF(dot)(1, out + i * so + j, so, a + i * lda, lda, w, ldb, depth, columns, add);
+            DOT(1);
     }
+#undef DOT
 }
 
 /* Zeros for whole lines of the caches, which need not be read to be written. */
@@ -265,6 +290,7 @@ static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(by_panels), TILE_O
 #undef VECTORS
 #undef COLUMNS
 #undef PANEL_DEPTH
+#undef AHEAD
 #undef LARGE
 #undef DOT_ROWS
 #undef TILE_OF

@@ -34,6 +34,7 @@ from fxbatch.codegen.native_layouts import (
     around,
     as_matrix,
     as_rows,
+    broadcast,
     contiguous,
     dense,
     dtype_name,
@@ -368,19 +369,25 @@ def product(lowering: Lowering, node: fx.Node) -> None:
     """mm(a, b) and addmm(c, a, b)."""
     args = list(node.args)
     out = lowering.target(node)
-    added = node.target is aten.addmm.default
-    if added:
+    start: Sequence[int] = out.lines if lowering.adding and node in lowering.place else UNUSED
+    if node.target is aten.addmm.default:
         need(not node.kwargs and len(args) == 3, "a product with factors")
-        lowering.copy(out, lowering.span(args.pop(0)))
+        start = _start(lowering, out, lowering.span(args.pop(0)))
     a, b = (_in_memory(lowering, lowering.span(x)) for x in args)
     of_type(out, torch.float32)
     (rows, columns), depth = out.shape, a.shape[1]
     need(columns[0] == 0, "as many columns as rows")
     need(columns == ONE or out.strides[1] == 1, "a result that isn't contiguous")
-    adds = added or (lowering.adding and node in lowering.place)
-    lowering.add(
-        "PRODUCT", rows, columns[1], out.lines, as_matrix(a), as_matrix(b), depth=depth, flag=int(adds)
-    )
+    lowering.add("PRODUCT", rows, columns[1], out.lines, as_matrix(a), as_matrix(b), start, depth=depth)
+
+
+def _start(lowering: Lowering, out: Span, span: Span) -> Sequence[int]:
+    """What a product is added to, as an operand: lines as they are, or as they are copied to the result."""
+    row, inner = broadcast(span, out.shape)
+    if span.base >= 0 and span.dtype is torch.float32 and (inner == 1 or out.shape[1] == ONE):
+        return span.base, span.offset, row, 1
+    lowering.copy(out, span)
+    return out.lines
 
 
 def _in_memory(lowering: Lowering, span: Span) -> Span:

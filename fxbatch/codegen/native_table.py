@@ -77,7 +77,7 @@ LOOPS = (
     Loop("copy_bool", "a[i]", "b b"),
 )
 ROWS = (
-    Rows("PRODUCT", "f ff"),
+    Rows("PRODUCT", "f fff"),
     Rows("LOOKUP", "f fi"),
     Rows("SUM_ROWS", "f f"),
     Rows("SUM_LAST", "f f"),

@@ -224,6 +224,29 @@ def test_products(transposed: bool, added: bool, inner: int, outer: int) -> None
         assert float(((found[0] - exact).abs() / scale).max()) < 1e-6
 
 
+@pytest.mark.parametrize("start", ("bias", "row", "slice", "column", "number"))
+@pytest.mark.parametrize("transposed", (False, True))
+def test_products_begin_from_what_they_are_added_to(start: str, transposed: bool) -> None:
+    """Lines of neighbours are read where they are; anything else is copied to the result first."""
+    weight = torch.randn(33, 20) if transposed else torch.randn(20, 33)
+    shared = {"bias": (33,), "column": (1,)}.get(start)
+
+    def make(g: fx.Graph, x: fx.Node, y: fx.Node, w: fx.Node, *b: fx.Node) -> list[fx.Node]:
+        w = add_call(g, aten.permute.default, (w, [1, 0])) if transposed else w
+        if start == "slice":
+            b = (add_call(g, aten.slice.Tensor, (y, 1, 3, 36)),)
+        if start == "number":
+            b = (add_call(g, aten.full.default, ([33], 2.5)),)
+        return [add_call(g, aten.addmm.default, ((*b, y)[0], x, w)), add_call(g, aten.neg.default, (y,))]
+
+    tensors = (weight,) if shared is None else (weight, torch.randn(shared))
+    wide = 40 if start == "slice" else 33
+    module = graph_of(make, (20, torch.float32), (wide, torch.float32), shared=tensors)
+    check(module, normal(20), normal(wide), shared=tensors)
+    copies = start in ("column", "number")
+    assert len(program_of(module, tensors).instructions) == 2 + copies
+
+
 def test_products_of_operands_that_are_not_contiguous() -> None:
     whole = torch.randn(40, 60)
     weight = whole[3:20, 5:47]  # 17 rows, 60 apart
