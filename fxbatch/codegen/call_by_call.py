@@ -104,7 +104,8 @@ class UnbatchedKernel:
         set_grad_enabled(False)
         inputs = [x.unbind(0) for x in groups]
         if grad:
-            shared = [_leaf(x, need) for x, need in zip(shared, shared_needs, strict=True)]
+            once = len(set(map(id, shared))) == len(shared)  # else each would be given the gradient of all
+            shared = [_leaf(x, need, once) for x, need in zip(shared, shared_needs, strict=True)]
             for rows, kind, need in zip(inputs, signature.inputs, input_needs, strict=True):
                 if need and kind.differentiable:
                     for row in rows:
@@ -189,9 +190,9 @@ def _column(grads: list[torch.Tensor | None], rows: Sequence[torch.Tensor]) -> t
     return torch.stack([torch.zeros_like(x) if g is None else g for g, x in zip(grads, rows, strict=True)])
 
 
-def _leaf(x: torch.Tensor, need: bool) -> torch.Tensor:
-    """A leaf with a tensor's memory: a parameter that nobody listens to is its own."""
+def _leaf(x: torch.Tensor, need: bool, once: bool) -> torch.Tensor:
+    """A leaf with a tensor's memory: a parameter that is there once, and nobody listens to, is its own."""
     need = need and (x.is_floating_point() or x.is_complex())
-    if x.requires_grad is need and x.is_leaf and x._backward_hooks is None:
+    if once and x.requires_grad is need and x.is_leaf and x._backward_hooks is None:
         return x
     return x.detach().requires_grad_(need)

@@ -116,6 +116,25 @@ def test_a_graph_that_is_kept_is_gone_through_again(monkeypatch: pytest.MonkeyPa
     assert torch.equal(x.grad, 2 * once)
 
 
+class Twice(nn.Module):
+    """Operations that are given one parameter in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.begin = nn.LSTMCell(3, 3), nn.Parameter(torch.randn(3))
+        self.tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        cast(nn.Linear, self.tied[1]).weight = cast(nn.Linear, self.tied[0]).weight
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.cell(x, (self.begin, self.begin))[0] + self.tied(x * 2))
+
+
+def test_a_parameter_that_is_given_twice_has_its_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _one_by_one(monkeypatch)
+    check_equal(Twice(), [torch.randn(3) for _ in range(4)])
+
+
 class Doubled(torch.autograd.Function):
     """Writes to the gradient that it is given, and reads it by its place in memory."""
 
