@@ -78,8 +78,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._pytree import register_pytree_node as register_node
 
-# Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it.
+# Checked against 2.11.0 and 2.13.0: flattening of nested containers, as torch.vmap does it; what a checkpoint raises in
+# what it runs again once it has all that it wants.
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import _StopRecomputationError as EndOfCheckpoint
 
 # Checked against 2.11.0 and 2.13.0: what torch.are_deterministic_algorithms_enabled() asks.
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -566,7 +568,7 @@ enter_autocast, exit_autocast = torch.amp._enter_autocast, torch.amp._exit_autoc
 __all__ = [
     "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped", "enter_autocast", "exit_autocast",
     "DisableTorchFunctionSubclass",
-    "CheckpointFunction", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
+    "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",

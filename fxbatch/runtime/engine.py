@@ -27,7 +27,7 @@ from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
-from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real
+from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.left_behind import handing_over
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
@@ -133,26 +133,29 @@ class Engine(Planner):
         table = self.table_for_recording()
         if isinstance(run, Run) and not run.lasting and not ahead:
             run.table = table
-        return record_minibatch(
-            fn,
-            instances,
-            table,
-            run,
-            return_exceptions=self.options.return_exceptions,
-            roots=() if self.root is None else (self.root,),
-            runs_now=True,
-            ahead=ahead,
-            first=first,
-        )
+        with without_saved_tensor_hooks():  # of the user's graph the results are a part
+            return record_minibatch(
+                fn,
+                instances,
+                table,
+                run,
+                return_exceptions=self.options.return_exceptions,
+                roots=() if self.root is None else (self.root,),
+                runs_now=True,
+                ahead=ahead,
+                first=first,
+            )
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         found = Results(recording.results, recording.left)
         values = found.values
         program = recording.recorder.final_program(values)
-        if isinstance(run, Run):
-            program = after_packed_calls(run, program)
-        return self.assemble(run, found, run.finish(program, values), out)
+        if not isinstance(run, Run):
+            return self.assemble(run, found, run.finish(program, values), out)
+        with without_saved_tensor_hooks():
+            renumber = run.finish(after_packed_calls(run, program), values)
+        return self.assemble(run, found, renumber, out)
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
         """The result of the decorated call from the values of a finished run."""

@@ -37,6 +37,7 @@ from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
 from fxbatch.signature import TensorSpec, bodies, structural_twin
 from fxbatch.torch_private import (
+    EndOfCheckpoint,
     TreeSpec,
     any_autocast,
     children_of,
@@ -46,6 +47,7 @@ from fxbatch.torch_private import (
     reparametrized,
     tree_flatten,
     tree_unflatten,
+    without_saved_tensor_hooks,
 )
 from fxbatch.trace.body_reads import BodyRoots, Reads
 from fxbatch.trace.module_state import Examined
@@ -138,7 +140,7 @@ class PackedForward:
             return None
         if torch.is_inference_mode_enabled() or current_recorder() is not None:
             return None
-        with self._lock:
+        with self._lock, without_saved_tensor_hooks():
             columns = self._columns(fn, instances)
             if columns is None:
                 return None
@@ -155,7 +157,7 @@ class PackedForward:
             return None
         try:
             return (self._run(fn, family, work, instances, columns, sizes, out),)
-        except (FxbatchError, MemoryError, torch.OutOfMemoryError):
+        except (FxbatchError, MemoryError, torch.OutOfMemoryError, EndOfCheckpoint):
             raise
         except Exception as error:  # noqa: BLE001 - recorded or one by one, it raises again what is the user's own mistake
             report(error, "a packed forward", verify=self.options.verify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -74,6 +75,39 @@ def test_checkpoint_inside_and_around(reentrant: bool, backward: str) -> None:
         with fxbatch.disabled():
             expected = trained(model, xs, model.batched)
         torch.testing.assert_close(found, expected)
+
+
+class Words(nn.Module):
+    """A recurrence of bare parameters over words, and a layer over rows of another number in each instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(20, 8))
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, given: Any) -> torch.Tensor:
+        if isinstance(given, torch.Tensor):
+            return torch.tanh(self.layer(given)).sum(0) * 2
+        h = self.layer.bias
+        for word in given:
+            h = torch.tanh(self.layer.weight @ h + self.table[word])
+        return h
+
+
+@pytest.mark.parametrize(
+    "given", [[[0, 1, 2], [3, 7], [2, 4, 1], [5, 6]], [torch.ones(n, 8) * n for n in (1, 3, 2)]]
+)
+def test_checkpoint_around_the_first_minibatches(given: list[Any]) -> None:
+    """What is learnt in the first is no part of the graph, which the checkpoint compares with the second."""
+    model = Words()
+    for _ in range(3):
+        found: list[list[torch.Tensor]] = []
+        for context in (contextlib.nullcontext(), fxbatch.disabled()):
+            model.zero_grad()
+            with context:
+                checkpoint(model, given, use_reentrant=False).square().sum().backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("backward", ["compiled", "autograd"])
