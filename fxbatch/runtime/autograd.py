@@ -32,6 +32,7 @@ from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.errors import GradientError
 from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
+from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.backward import run_backward
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operands import any_of, requiring_grad
@@ -111,6 +112,21 @@ def differentiable_inputs(run: Run) -> dict[int, torch.Tensor]:
     return found
 
 
+def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Those of the inputs that lead to results: hooks of the others, as of a score that was asked for alone, would be
+    called with None."""
+    reached, reaching = find_wanted([(p.program, p.needs) for p in run.phases], results)
+    found: set[int] = set()
+    for phase, leads in zip(run.phases, reached, strict=True):
+        program = phase.program
+        for s in np.flatnonzero(leads).tolist():
+            found.update(map(id, run.memory.shared.get(program.signatures[s], ())))
+        for s, payload in program.constants.items():
+            marks = reaching[program.first_value[np.flatnonzero(program.sig == s)]].tolist()
+            found.update(id(t) for t, mark in zip(payload, marks, strict=True) if mark)
+    return {key: t for key, t in inputs.items() if key in found}
+
+
 def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """One tensor [len(values), *shape] a request (values of one type), attached to autograd."""
     if not requests:
@@ -118,6 +134,8 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
     if isinstance(run, DifferentiableRun):
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
+    if any(t._backward_hooks is not None or not t.is_leaf for t in inputs.values()):
+        inputs = _reached(run, np.concatenate(requests), inputs)
     needs = [any_of(run.value_needs, values) for values in requests] if inputs else []
     if not any(needs):
         if not torch.is_grad_enabled():

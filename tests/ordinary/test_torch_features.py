@@ -111,6 +111,20 @@ def test_checkpoint_around_the_first_minibatches(given: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("backward", ["compiled", "autograd"])
+def test_hooks_of_what_no_result_depends_on_are_not_called(backward: str) -> None:
+    def code(m: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return x.exp() if (m(x) * x).sum() > 0 else x.sin()
+
+    model, xs = Model(code, layer(), backward=backward), instances()
+    heard: list[torch.Tensor | None] = []
+    for p in model.parameters():
+        p.register_hook(heard.append)
+    model.batched(xs).sum().backward()
+    assert not heard
+    assert xs.grad is not None
+
+
+@pytest.mark.parametrize("backward", ["compiled", "autograd"])
 def test_forward_mode(backward: str) -> None:
     model, xs = Model(lambda m, x: m(x).tanh() * 2, layer(), backward=backward), instances().detach()
     with forward_ad.dual_level():
