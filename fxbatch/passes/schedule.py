@@ -165,9 +165,11 @@ def batch_by_agenda(program: Program) -> Schedule:
     c = program.columns
     step = np.zeros(len(program), dtype=np.int64)
     depth = depths(program)
-    cost = np.array([cost_of(s) for s in program.signatures], dtype=np.int64)
+    counts = survey(program).counts
+    known = zip(program.signatures, counts.tolist(), strict=True)  # what is not called may read what is gone
+    cost = np.array([cost_of(s) if called else 0 for s, called in known], dtype=np.int64)
     readers = Readers(program.sig, c.arity, c.constant, source_calls(program))
-    steps = _run_agenda(program.sig, c.constant, depth, cost, survey(program).counts, readers, step)
+    steps = _run_agenda(program.sig, c.constant, depth, cost, counts, readers, step)
     return schedule_from_steps(step, steps, "agenda")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
+import fxbatch
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
 from fxbatch.passes.schedule import (
@@ -128,6 +129,14 @@ def test_agenda_runs_cheap_before_heavy_when_average_depths_are_equal() -> None:
     program = build.program(*heavy, cheap)
     names = [program.signatures[program.sig[c[0]]].name for c in batch_by_agenda(program).steps()]
     assert names == ["number", "cheap", "heavy"]
+
+
+def test_agenda_asks_nothing_of_parameters_that_are_gone() -> None:
+    layer = torch.nn.Linear(3, 3)
+    model = fxbatch.autobatch(schedule="agenda")(layer.forward)
+    for _ in range(2):
+        assert model(list(torch.randn(2, 3))).shape == (2, 3)
+        layer.bias = None
 
 
 def test_agenda_waits_where_depth_does_not() -> None:
