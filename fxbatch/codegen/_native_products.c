@@ -97,7 +97,7 @@ static inline void avx512_across(V *r, V *t)
 #pragma GCC pop_options
 #endif
 
-enum { PAST_CACHES = 1 << 20 }; /* floats */
+enum { PAST_CACHES = 1 << 20, MOST_TERMS = 512 }; /* floats; of a sum that BLAS adds up at once */
 static const Tiles *tiles;
 static int8_t chosen[LAYOUTS][ROW_CLASSES]; /* 1: BLAS */
 
@@ -157,20 +157,29 @@ static int class_of(int64_t rows)
     return rows <= 4 ? 0 : rows <= 24 ? 1 : rows <= 96 ? 2 : 3;
 }
 
-/* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. */
+/* Row-major products by Fortran's column-major one: out' = b' a'. A matrix read along its columns is transposed. MKL adds
+   up more than 768 terms in parts that depend on the size of the result: it is given fewer at once, so that a piece of a
+   result, which a thread does, has the numbers of the whole. */
 static void blas(const Product *x)
 {
     int ta = x->step_of_a != 1, tb = x->step_of_b != 1;
-    int m = (int)x->width, n = (int)x->rows, k = (int)x->depth, ldo = (int)x->row_of_out;
+    int m = (int)x->width, n = (int)x->rows, ldo = (int)x->row_of_out;
     int lda = (int)(ta ? x->step_of_a : x->row_of_a), ldb = (int)(tb ? x->step_of_b : x->row_of_b);
     float one = 1.0f, rest = x->start ? 1.0f : 0.0f;
-    int least_a = ta ? n : k, least_b = tb ? k : m; /* a stride over a single row or column says nothing */
+    /* A stride over a single row or column says nothing. */
+    int least_a = ta ? n : (int)x->depth, least_b = tb ? (int)x->depth : m;
     lda = lda < least_a ? least_a : lda;
     ldb = ldb < least_b ? least_b : ldb;
     ldo = ldo < m ? m : ldo;
     for (int64_t i = 0; i < x->rows && x->start && x->start != x->out; i++)
         memcpy(x->out + i * x->row_of_out, x->start + i * x->row_of_start, (size_t)x->width * 4);
-    sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, x->b, &ldb, x->a, &lda, &rest, x->out, &ldo);
+    int64_t parts = x->depth ? (x->depth + MOST_TERMS - 1) / MOST_TERMS : 1;
+    for (int64_t i = 0; i < parts; i++, rest = 1.0f) {
+        int64_t first = x->depth * i / parts;
+        int k = (int)(x->depth * (i + 1) / parts - first);
+        sgemm(tb ? "T" : "N", ta ? "T" : "N", &m, &n, &k, &one, x->b + first * x->row_of_b, &ldb, x->a + first * x->step_of_a,
+              &lda, &rest, x->out, &ldo);
+    }
 }
 
 static void ours(const Product *x)

@@ -183,19 +183,23 @@ static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, 
             run_pointwise(p, &p->code[i], bases, from, rows - from < block ? rows - from : block, spare);
 }
 
-/* Something over columns or rows of a result, of which each thread takes a piece: a multiple of 16 (of products: of a
-   panel), as long as a line of the cache, and no less than 16 rows, below which libraries add up in another order. */
+/* Something over columns or rows of a result, of which each thread takes a piece: pieces of about the same size that begin
+   at multiples of 16 (by turned weights: of a panel), as a line of the cache is long and as libraries add up fewer than 16
+   rows in another order. */
+enum { UNIT = 16, LEAST_UNITS = 2 };
 typedef struct {
     const Instruction *x;
     char **at;
     int64_t rows, depth, items;
     int bad;
     int64_t whole; /* rows of the product that these are a block of */
+    int64_t unit;
 } Pieces;
 
 static int64_t piece_start(int64_t items, int64_t unit, int64_t thread, int64_t threads)
 {
-    return thread == threads ? items : items / unit * thread / threads * unit;
+    int64_t near = (items * thread / threads + unit / 2) / unit * unit;
+    return thread == threads || near > items ? items : near;
 }
 
 static void product(const Instruction *x, float *out, const float *start, const float *a, const float *b, int64_t rows,
@@ -210,8 +214,8 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
 {
     const Pieces *p = job;
     const Instruction *x = p->x;
-    int64_t first = piece_start(p->items, PANEL, thread, threads);
-    int64_t count = piece_start(p->items, PANEL, thread + 1, threads) - first;
+    int64_t first = piece_start(p->items, p->unit, thread, threads);
+    int64_t count = piece_start(p->items, p->unit, thread + 1, threads) - first;
     float *out = (float *)p->at[0];
     const float *a = (const float *)p->at[1], *b = (const float *)p->at[2], *start = (const float *)p->at[3];
     if (p->items == x->width)
@@ -223,8 +227,8 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
 
 static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
 {
-    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole};
-    if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= PANEL * threads)
+    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole, x->in[1].stride ? UNIT : PANEL};
+    if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= LEAST_UNITS * job.unit * threads)
         in_parallel(threads, product_piece, &job);
     else
         product(x, (float *)at[0], (const float *)at[3], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
@@ -264,8 +268,8 @@ static void take_product(const Program *p, const Instruction *x, const float *fr
 static void sum_piece(void *job, int64_t thread, int64_t threads)
 {
     const Pieces *p = job;
-    int64_t first = piece_start(p->items, 16, thread, threads);
-    int64_t last = piece_start(p->items, 16, thread + 1, threads);
+    int64_t first = piece_start(p->items, UNIT, thread, threads);
+    int64_t last = piece_start(p->items, UNIT, thread + 1, threads);
     loops->sum_rows((float *)p->at[0] + first, (const float *)p->at[1] + first, p->x->in[0].stride, p->rows, last - first);
 }
 
@@ -274,8 +278,8 @@ static void table_piece(void *job, int64_t thread, int64_t threads)
 {
     Pieces *p = job;
     const Instruction *x = p->x;
-    int64_t first = piece_start(x->width, 16, thread, threads);
-    int64_t count = piece_start(x->width, 16, thread + 1, threads) - first;
+    int64_t first = piece_start(x->width, UNIT, thread, threads);
+    int64_t count = piece_start(x->width, UNIT, thread + 1, threads) - first;
     const int64_t *index = (const int64_t *)p->at[2];
     for (int64_t r = 0; r < p->rows && count; r++) {
         int64_t i = index[r * x->in[1].stride];
@@ -323,7 +327,7 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
     float *out = (float *)at[0];
     const float *a = (const float *)at[1], *c = (const float *)at[3];
     const int64_t *index = (const int64_t *)at[2];
-    Pieces job = {x, at, rows, 0, width, 0, rows};
+    Pieces job = {x, at, rows, 0, width, 0, rows, UNIT};
     switch (x->code) {
     case LOOKUP:
         for (int64_t r = 0; r < rows; r++) {

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import fx
 
+from fxbatch.codegen import products
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.operation_graphs import add_call
@@ -162,6 +163,65 @@ def test_the_order_of_threads_does_not_matter(make: Callable[[], Case], backward
             if n == 1001:
                 assert backwards and set(backwards) == {threads}
             backwards.clear()
+
+
+def weight_gradient(rows: int, width: int) -> fx.GraphModule:
+    """The product of turned rows and rows: of parameters' gradients."""
+
+    def make(g: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        return [add_call(g, aten.mm.default, (add_call(g, aten.permute.default, (x, [1, 0])), y))]
+
+    return native.graph_of(make, (rows, F), (width, F))
+
+
+def input_gradient(depth: int, width: int) -> Case:
+    """A product by weights as they lie."""
+    weight = torch.randn(depth, width)
+    module = native.graph_of(
+        lambda g, x, w: [add_call(g, aten.mm.default, (x, w))], (depth, F), shared=(weight,)
+    )
+    return module, lambda n: [torch.randn(n, depth)], (weight,)
+
+
+@pytest.fixture
+def blas() -> Iterator[None]:
+    """All products by torch's BLAS."""
+    choice = products.settle()
+    assert choice is not None
+    extension.set_choice(bytes([True] * len(choice.blas)))
+    yield
+    extension.set_choice(bytes(choice.blas))
+
+
+# MKL's kernels of AVX2, which it takes on other processors, add up a part of a result in another order.
+@pytest.mark.skipif(
+    extension is None or extension.products() != (True, "avx512") or "Intel" not in products.processor(),
+    reason="needs MKL's kernels of AVX-512",
+)
+def test_products_by_blas_are_the_same_on_any_number_of_threads(blas: None) -> None:
+    cases: list[tuple[Case, int]] = [
+        ((weight_gradient(rows, width), lambda n, r=rows, w=width: [torch.randn(n, r), torch.randn(n, w)], ()), depth)  # type: ignore[misc]
+        for rows, width, depth in ((192, 64, 2225), (750, 96, 1180), (330, 16, 1965), (64, 64, 800))
+    ]  # fmt: skip
+    for (module, inputs, shared), n in [*cases, (input_gradient(776, 20), 700)]:
+        ins = inputs(n)
+        a, b = (ins[0].t(), ins[1]) if not shared else (ins[0], shared[0])
+        alone = run(module, n, ins, shared, 1)
+        assert alone is not None
+        exact = a.double() @ b.double()
+        error, of_torch = ((x.double() - exact).abs().max() for x in (alone[0], a @ b))
+        assert error <= 4 * of_torch
+        for threads in (2, 3, 5):
+            found = run(module, n, ins, shared, threads)
+            assert found is not None and torch.equal(alone[0], found[0]), f"{alone[0].shape}, {threads}"
+
+
+def test_a_small_result_is_shared_by_two_threads(backwards: list[int]) -> None:
+    for rows, asked in ((64, [2]), (63, [])):  # two pieces of 32 rows at least
+        ins = [torch.randn(2000, rows), torch.randn(2000, 32)]
+        assert run(weight_gradient(rows, 32), 2000, ins, (), 2) is not None
+        assert backwards == asked
+        backwards.clear()
 
 
 def test_little_work_stays_on_one_thread(backwards: list[int]) -> None:
