@@ -58,7 +58,7 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         return "product";
     if (reduces(x->code) && (x->depth_per_row || x->depth_rest < 1 || x->depth_rest >= ((int64_t)1 << 31)))
         return "depth";
-    if (x->apart || x->turned)
+    if (x->apart || x->packed)
         return "spare numbers";
     if (x->code == PUT && (x->flag < 2 || x->depth_rest % (x->flag / 2)))
         return "columns";
@@ -265,7 +265,7 @@ static PyGetSetDef room_attributes[] = {{"nbytes", room_bytes, NULL, "bytes held
 static PyMemberDef room_members[] = {
     {"threads", T_LONG, offsetof(Room, threads), 0, "how many threads programs may run on"},
     {"apart", T_LONG, offsetof(Room, shared), 0, "how many products of steps were done for several steps at once"},
-    {"turned", T_LONG, offsetof(Room, turned), 0, "how often weights were turned"},
+    {"packed", T_LONG, offsetof(Room, packed), 0, "how often weights were packed"},
     {NULL, 0, 0, 0, NULL},
 };
 PyTypeObject RoomType = {

@@ -15,7 +15,7 @@
 
 /* A piece of memory that instructions name by its number. */
 /* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once, or
-   of weights that may be turned; NULL where they are not. */
+   of weights that may be packed; NULL where they are not. */
 enum { INPUT, OUTPUT, OWN, BLOCK, APART };
 typedef struct {
     int64_t per_row, rest; /* it has per_row * n + rest rows */
@@ -36,7 +36,7 @@ typedef struct {
     int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
     int64_t group; /* pointwise instructions of one number run fused, -1: none */
     int64_t apart; /* the base of a product that may be done apart, 0: none */
-    int64_t turned; /* the base of its weights turned once a run, 0: none */
+    int64_t packed; /* the base of its weights packed once a run, 0: none */
     int64_t spare[5];
 } Instruction;
 
@@ -59,7 +59,7 @@ typedef struct {
     Segment *segments;
     int64_t base_count, length, source_count, segment_count, inputs, outputs;
     int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart */
-    int64_t turned_count, turned[MOST_APART]; /* instructions whose weights may be turned */
+    int64_t packed_count, packed[MOST_APART]; /* instructions whose weights may be packed */
 } Program;
 
 /* Memory of one Python thread that programs write their intermediates to, and how many threads they may run on. */
@@ -71,7 +71,7 @@ typedef struct {
     size_t *apart_size;
     int64_t apart_count;
     long shared; /* products that were done for several steps at once, counted a step */
-    long turned; /* weights that were turned for a run */
+    long packed; /* weights that were packed for a run */
     long threads;
 } Room;
 
@@ -106,8 +106,8 @@ int run_program(const Program *program, int64_t n, char **bases, Fill *fills, in
 /* On n rows, of `all` that the step has: a block of them, or all. */
 int run_instructions(const Program *program, int64_t first, int64_t last, int64_t n, int64_t all, char **bases, char *spare,
                      int64_t threads);
-/* out = a b on all rows of several steps; turned: b, which lies as it is read, or NULL. */
-void product_apart(const Instruction *x, char *out, char *a, char *b, const char *turned, int64_t rows, int64_t threads);
+/* out = a b on all rows of several steps; packed: b as panels, or NULL. */
+void product_apart(const Instruction *x, char *out, char *a, char *b, const char *packed, int64_t rows, int64_t threads);
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
 const char *chosen_loops(void);
@@ -115,7 +115,7 @@ const char *chosen_loops(void);
 /* _native_products.c */
 /* out[i][j] = start[i][j], if there is a start, + sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p *
    step_of_a, element (p, j) of b at p * row_of_b + j * step_of_b. One of the two is 1 in each, the other no less than the
-   line is long. Where row_of_b is 0, b is panels, and the first of them at b. */
+   line is long. Where row_of_b is BY_PANELS, the first of the panels of b is at b. */
 typedef struct {
     float *out;
     const float *start; /* out itself, or what is nowhere in it; its lines row_of_start apart, 0: one for all */
@@ -124,16 +124,17 @@ typedef struct {
     int64_t rows, width, depth;
     int64_t whole; /* rows of the product that this is a piece of */
 } Product;
-enum { AS_THEY_LIE, TURNED_B, TURNED_A, LAYOUTS, ROW_CLASSES = 4 };
+enum { AS_THEY_LIE, TURNED_B, TURNED_A, PACKED_B, LAYOUTS, ROW_CLASSES = 4 };
 #define DOTS_MOST 40 /* rows of a product with turned weights that are dot products: beyond, turning them pays */
 void multiply(const Product *product);
 void choose_tiles(const char *level);
 void set_products(void *single);
 PyObject *native_product(PyObject *module, PyObject *args);
-/* Weights [width, depth], rows `line` apart, as panels: [depth, PANEL] each, on AVX2 four narrower ones. */
-enum { PANEL = 64 };
-int can_turn(void);
-void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth);
+/* Weights b [depth, width] as panels: [depth, PANEL] each, on AVX2 four narrower ones. From row to row and from column to
+   column of b, one of them 1. */
+enum { PANEL = 64, BY_PANELS = -1 };
+int can_pack(void);
+void pack_weights(float *to, const float *b, int64_t row, int64_t column, int64_t width, int64_t depth);
 static inline int64_t panels_width(int64_t width)
 {
     return (width + PANEL - 1) / PANEL * PANEL;

@@ -117,14 +117,12 @@ static int may_be_apart(const Program *p, int64_t i)
     return 1;
 }
 
-/* Whether instruction i is a product by weights as nn.Linear has them. */
-static int may_be_turned(const Program *p, int64_t i)
+/* Whether instruction i is a product by weights. */
+static int may_be_packed(const Program *p, int64_t i)
 {
     const Instruction *x = &p->code[i];
-    if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->in[1].stride != 1 || x->in[1].inner < x->depth_rest ||
-        x->in[1].inner == 1 || x->width * x->depth_rest < LEAST_APART)
-        return 0;
-    return p->bases[x->in[1].base].kind == INPUT;
+    return x->code == PRODUCT && keeps_to_rows(p, x) && x->width * x->depth_rest >= LEAST_APART &&
+           p->bases[x->in[1].base].kind == INPUT;
 }
 
 int find_apart(Program *p)
@@ -132,10 +130,10 @@ int find_apart(Program *p)
     for (int64_t i = 0; i < p->length && p->apart_count < MOST_APART; i++)
         if (p->base_count + p->apart_count < MOST_BASES && may_be_apart(p, i))
             p->apart[p->apart_count++] = i;
-    for (int64_t i = 0; i < p->length && p->turned_count < MOST_APART; i++)
-        if (p->base_count + p->apart_count + p->turned_count < MOST_BASES && may_be_turned(p, i))
-            p->turned[p->turned_count++] = i;
-    Base *bases = PyMem_Realloc(p->bases, (size_t)(p->base_count + p->apart_count + p->turned_count) * sizeof(Base));
+    for (int64_t i = 0; i < p->length && p->packed_count < MOST_APART; i++)
+        if (p->base_count + p->apart_count + p->packed_count < MOST_BASES && may_be_packed(p, i))
+            p->packed[p->packed_count++] = i;
+    Base *bases = PyMem_Realloc(p->bases, (size_t)(p->base_count + p->apart_count + p->packed_count) * sizeof(Base));
     if (!bases)
         return -1;
     p->bases = bases;
@@ -144,9 +142,9 @@ int find_apart(Program *p)
         x->apart = p->base_count;
         p->bases[p->base_count++] = (Base){1, 0, x->width * 4, APART};
     }
-    for (int64_t c = 0; c < p->turned_count; c++) {
-        Instruction *x = &p->code[p->turned[c]];
-        x->turned = p->base_count;
+    for (int64_t c = 0; c < p->packed_count; c++) {
+        Instruction *x = &p->code[p->packed[c]];
+        x->packed = p->base_count;
         p->bases[p->base_count++] = (Base){0, x->depth_rest, panels_width(x->width) * 4, APART};
     }
     return 0;

@@ -16,7 +16,7 @@ typedef struct {
                       int64_t);
     void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t,
                  int64_t);
-    void (*turn)(float *, const float *, int64_t, int64_t, int64_t);
+    void (*pack)(float *, const float *, int64_t, int64_t, int64_t, int64_t);
     void (*clear)(float *, int64_t);
 } Tiles;
 
@@ -125,18 +125,15 @@ void set_choice(const int8_t *choice)
     memcpy(chosen, choice, sizeof chosen);
 }
 
-/* Not where BLAS does better by weights as they are. */
-int can_turn(void)
+/* Not where BLAS does many rows better by weights as they are. */
+int can_pack(void)
 {
-    int by_blas = 0;
-    for (int c = 0; c < ROW_CLASSES; c++)
-        by_blas += chosen[TURNED_B][c];
-    return tiles && by_blas < ROW_CLASSES;
+    return tiles && !(chosen[PACKED_B][ROW_CLASSES - 2] && chosen[PACKED_B][ROW_CLASSES - 1]);
 }
 
-void turn_weights(float *to, const float *weights, int64_t line, int64_t width, int64_t depth)
+void pack_weights(float *to, const float *b, int64_t row, int64_t column, int64_t width, int64_t depth)
 {
-    tiles->turn(to, weights, line, width, depth);
+    tiles->pack(to, b, row, column, width, depth);
 }
 
 /* Zero floats; more of them than a cache keeps anyway go past it. */
@@ -185,7 +182,7 @@ static void blas(const Product *x)
 static void ours(const Product *x)
 {
     int turned = x->step_of_b != 1;
-    if (!x->row_of_b)
+    if (x->row_of_b == BY_PANELS)
         tiles->by_panels(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->step_of_a, x->b, x->rows,
                          x->width, x->depth);
     else if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
@@ -201,14 +198,15 @@ void multiply(const Product *x)
     int layout = x->step_of_a != 1 ? TURNED_A : x->step_of_b != 1 ? TURNED_B : AS_THEY_LIE;
     int by_blas = chosen[layout][class_of(layout == TURNED_A ? x->depth : x->whole)];
     if (x->rows && x->width) {
-        if (sgemm && (by_blas || !tiles) && x->row_of_b)
+        if (sgemm && (by_blas || !tiles) && x->row_of_b != BY_PANELS)
             blas(x);
         else
             ours(x);
     }
 }
 
-/* product(a, b, out, rows, width, depth, layout, library, repeats): addresses of dense matrices, each of its layout. */
+/* product(a, b, out, rows, width, depth, layout, library, repeats): addresses of dense matrices, each of its layout: bits
+   TURNED_B, TURNED_A, and 4 where b is panels for our loops. */
 PyObject *native_product(PyObject *module, PyObject *args)
 {
     unsigned long long a, b, out;
@@ -222,6 +220,8 @@ PyObject *native_product(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "sizes of a product");
     Product x = {(float *)(uintptr_t)out, NULL, (const float *)(uintptr_t)a, (const float *)(uintptr_t)b, width, 0, depth, 1,
                  width, 1, rows, width, depth, rows};
+    if (layout & 4 && !library)
+        x.row_of_b = BY_PANELS;
     if (layout & TURNED_B) {
         x.row_of_b = 1;
         x.step_of_b = depth;

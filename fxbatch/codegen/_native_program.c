@@ -184,7 +184,7 @@ static void run_group(const Program *p, int64_t first, int64_t last, int64_t n, 
 }
 
 /* Something over columns or rows of a result, of which each thread takes a piece: pieces of about the same size that begin
-   at multiples of 16 (by turned weights: of a panel), as a line of the cache is long and as libraries add up fewer than 16
+   at multiples of 16 (by packed weights: of a panel), as a line of the cache is long and as libraries add up fewer than 16
    rows in another order. */
 enum { UNIT = 16, LEAST_UNITS = 2 };
 typedef struct {
@@ -227,25 +227,25 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
 
 static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
 {
-    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole, x->in[1].stride ? UNIT : PANEL};
+    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole, x->in[1].stride == BY_PANELS ? PANEL : UNIT};
     if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= LEAST_UNITS * job.unit * threads)
         in_parallel(threads, product_piece, &job);
     else
         product(x, (float *)at[0], (const float *)at[3], (const float *)at[1], (const float *)at[2], rows, x->width, depth, whole);
 }
 
-/* A product by turned weights, which are panels: stride 0. */
-static Instruction by_turned(const Instruction *x)
+/* A product by packed weights. */
+static Instruction by_panels(const Instruction *x)
 {
-    Instruction turned = *x;
-    turned.in[1] = (Operand){x->turned, 0, 0, x->depth_rest};
-    return turned;
+    Instruction packed = *x;
+    packed.in[1] = (Operand){x->packed, 0, BY_PANELS, x->depth_rest};
+    return packed;
 }
 
-void product_apart(const Instruction *x, char *out, char *a, char *b, const char *turned, int64_t rows, int64_t threads)
+void product_apart(const Instruction *x, char *out, char *a, char *b, const char *packed, int64_t rows, int64_t threads)
 {
-    Instruction whole = turned ? by_turned(x) : *x;
-    char *at[] = {out, a + x->in[0].offset * 4, turned ? (char *)turned : b + x->in[1].offset * 4, NULL};
+    Instruction whole = packed ? by_panels(x) : *x;
+    char *at[] = {out, a + x->in[0].offset * 4, packed ? (char *)packed : b + x->in[1].offset * 4, NULL};
     whole.out.stride = x->width;
     run_product(&whole, at, rows, x->depth_rest, rows, threads);
 }
@@ -419,11 +419,11 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
         if (x->apart && bases[x->apart])
             take_product(p, x, (const float *)bases[x->apart], at, rows);
         else if (x->code == PRODUCT) {
-            Instruction turned;
-            if (x->turned && bases[x->turned]) {
-                at[2] = bases[x->turned];
-                turned = by_turned(x);
-                x = &turned;
+            Instruction packed;
+            if (x->packed && bases[x->packed]) {
+                at[2] = bases[x->packed];
+                packed = by_panels(x);
+                x = &packed;
             }
             run_product(x, at, rows, rows_of(x->depth_per_row, x->depth_rest, n), rows_of(x->per_row, x->rest, all), threads);
         } else if (run_rows(x, at, rows, threads))

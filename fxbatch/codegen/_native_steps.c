@@ -26,9 +26,9 @@ typedef struct {
     Room *room;
     int64_t *index_of_gather; /* where the indices of each gather begin */
     struct Apart *apart; /* of each program, MOST_APART; NULL where no product may be done apart */
-    char **turned; /* likewise, weights */
+    char **packed; /* likewise, weights as panels */
     int64_t *nearest; /* of each step, the next one of its signature, for backward the one before; -1: none */
-    int64_t *work; /* of each program, 16 for a block of rows whose product gains from turned weights */
+    int64_t *work; /* of each program, 16 for a block of rows whose product gains from packed weights */
     int64_t end; /* the first step from the first on, for backward from the last down, that has no program */
 } Steps;
 
@@ -40,7 +40,7 @@ typedef struct Apart {
 /* Rows of a step and of all that are done at once, so that they stay in the cache; rows of a step of which none is waited
    for; how many steps are looked at. */
 enum { MOST_APART_ROWS = 96, ALL_APART_ROWS = 256, FEW_ROWS = 32, MOST_APART_STEPS = 1024 };
-enum { ROWS_THAT_GAIN = 4, ROWS_OF_BLOCK = 128, WORTH_TURNING = 5 * 16 };
+enum { ROWS_THAT_GAIN = 4, ROWS_OF_BLOCK = 128, WORTH_PACKING = 5 * 16 };
 
 typedef struct {
     char *at;
@@ -53,11 +53,11 @@ static void release_steps(Steps *s)
         PyBuffer_Release(&s->views[--s->taken]);
     PyMem_Free(s->index_of_gather);
     PyMem_Free(s->apart);
-    PyMem_Free(s->turned);
+    PyMem_Free(s->packed);
     PyMem_Free(s->nearest);
     s->index_of_gather = s->nearest = NULL;
     s->apart = NULL;
-    s->turned = NULL;
+    s->packed = NULL;
 }
 
 static int take_steps(Steps *s, PyObject *columns, int count)
@@ -65,7 +65,7 @@ static int take_steps(Steps *s, PyObject *columns, int count)
     s->taken = 0;
     s->index_of_gather = s->nearest = NULL;
     s->apart = NULL;
-    s->turned = NULL;
+    s->packed = NULL;
     if (!PyTuple_Check(columns) || PyTuple_GET_SIZE(columns) != count) {
         PyErr_Format(PyExc_TypeError, "a tuple of %d columns was expected", count);
         return -1;
@@ -217,12 +217,12 @@ static int64_t find_ahead(const Steps *s, const Program *p, int64_t source, int6
     return end;
 }
 
-/* The weights of one of step k's instructions as they were turned, or NULL. */
-static char *turned_of(const Steps *s, const Program *p, int64_t k, const Instruction *x)
+/* The weights of one of step k's instructions as they were packed, or NULL. */
+static char *packed_of(const Steps *s, const Program *p, int64_t k, const Instruction *x)
 {
-    for (int64_t c = 0; c < p->turned_count; c++)
-        if (&p->code[p->turned[c]] == x)
-            return s->turned[s->at[SIGNATURE][k] * MOST_APART + c];
+    for (int64_t c = 0; c < p->packed_count; c++)
+        if (&p->code[p->packed[c]] == x)
+            return s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
     return NULL;
 }
 
@@ -251,26 +251,26 @@ static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t 
     }
     *apart = (Apart){k, end, (char *)aligned((size_t)to)};
     int before = products_alone(s->room->threads);
-    product_apart(x, apart->at, room, b, turned_of(s, p, k, x), rows, usable_threads(s->room->threads));
+    product_apart(x, apart->at, room, b, packed_of(s, p, k, x), rows, usable_threads(s->room->threads));
     products_as_before(before);
 }
 
-/* Turn the weights of step k's program, where the steps of this call gain more by them. */
-static void turn(Steps *s, const Program *p, int64_t k)
+/* Pack the weights of step k's program, where the steps of this call gain more by them. */
+static void pack(Steps *s, const Program *p, int64_t k)
 {
-    int64_t signature = s->at[SIGNATURE][k], worth = s->work[signature] >= WORTH_TURNING;
-    int64_t outputs = p->outputs - s->at[FIRST_BLOCK][k + 1] + s->at[FIRST_BLOCK][k];
+    int64_t signature = s->at[SIGNATURE][k], worth = s->work[signature] >= WORTH_PACKING;
     const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][signature];
     s->work[signature] = 0;
-    for (int64_t c = 0; worth && c < p->turned_count; c++) {
-        const Instruction *x = &p->code[p->turned[c]];
+    for (int64_t c = 0; worth && c < p->packed_count; c++) {
+        const Instruction *x = &p->code[p->packed[c]];
         int64_t number = signature * MOST_APART + c, bytes = x->depth_rest * panels_width(x->width) * 4;
-        const char *weights = same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + outputs);
+        const char *weights = same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + counts[1]);
         char *to = weights ? room_apart(s->room, s->program_count * MOST_APART + number, (size_t)bytes) : NULL;
         if (to)
-            turn_weights((float *)to, (const float *)weights + x->in[1].offset, x->in[1].inner, x->width, x->depth_rest);
-        s->turned[number] = to;
-        s->room->turned += to != NULL;
+            pack_weights((float *)to, (const float *)weights + x->in[1].offset, x->in[1].stride, x->in[1].inner, x->width,
+                         x->depth_rest);
+        s->packed[number] = to;
+        s->room->packed += to != NULL;
     }
 }
 
@@ -328,8 +328,8 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (apart->at)
             apart->at += n * p->code[p->apart[c]].width * 4;
     }
-    for (int64_t c = 0; c < p->turned_count; c++)
-        bases[p->code[p->turned[c]].turned] = s->turned[s->at[SIGNATURE][k] * MOST_APART + c];
+    for (int64_t c = 0; c < p->packed_count; c++)
+        bases[p->code[p->packed[c]].packed] = s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
@@ -464,6 +464,7 @@ static void find_later(const Steps *s, const Program *p, int64_t c, int64_t k, i
 /* A product for those of the steps that run without it that are not before k. */
 static void multiply_later(const Steps *s, const Program *p, int64_t c, int64_t k, Apart *apart)
 {
+    const Instruction *x = &p->code[p->apart[c]];
     int64_t rows = 0, low = apart->last - 1;
     char *at[3];
     for (int64_t j = low; j >= k && j >= apart->first; j = s->nearest[j]) {
@@ -471,10 +472,10 @@ static void multiply_later(const Steps *s, const Program *p, int64_t c, int64_t 
         low = j;
     }
     apart->at = NULL;
-    if (find_product(s, p, &p->code[p->apart[c]], low, rows, at))
+    if (find_product(s, p, x, low, rows, at))
         return;
     int before = products_alone(s->room->threads);
-    product_apart(&p->code[p->apart[c]], at[0], at[1], at[2], NULL, rows, usable_threads(s->room->threads));
+    product_apart(x, at[0], at[1], at[2], packed_of(s, p, k, x), rows, usable_threads(s->room->threads));
     products_as_before(before);
 }
 
@@ -526,25 +527,25 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
         bases[p->code[p->apart[c]].apart] = later;
         s->room->shared += later != NULL;
     }
-    for (int64_t c = 0; c < p->turned_count; c++)
-        bases[p->code[p->turned[c]].turned] = NULL;
+    for (int64_t c = 0; c < p->packed_count; c++)
+        bases[p->code[p->packed[c]].packed] = s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
-/* What products apart and turned weights need, where there may be some; -1 with an exception. */
+/* What products apart and packed weights need, where there may be some; -1 with an exception. */
 static int take_apart(Steps *s, int forward, int64_t first, int64_t last)
 {
     int64_t steps = s->length[SIGNATURE], count = s->program_count * MOST_APART, some = 0;
     for (int64_t i = 0; i < s->program_count; i++) {
         const Program *p = (const Program *)s->programs[i];
-        some |= s->programs[i] != Py_None && (p->apart_count || p->turned_count);
+        some |= s->programs[i] != Py_None && (p->apart_count || p->packed_count);
     }
     if (!some)
         return 0;
     s->apart = PyMem_Calloc((size_t)count, sizeof(Apart));
-    s->turned = PyMem_Calloc((size_t)count, sizeof(char *));
+    s->packed = PyMem_Calloc((size_t)count, sizeof(char *));
     s->nearest = PyMem_Calloc((size_t)(steps + 2 * s->program_count), 8);
-    if (!s->apart || !s->turned || !s->nearest || room_count(s->room, 2 * count) < 0) {
+    if (!s->apart || !s->packed || !s->nearest || room_count(s->room, 2 * count) < 0) {
         release_steps(s);
         PyErr_NoMemory();
         return -1;
@@ -560,7 +561,7 @@ static int take_apart(Steps *s, int forward, int64_t first, int64_t last)
         int64_t k = forward ? s->end - 1 - i : s->end + i, signature = s->at[SIGNATURE][k], n = s->at[ROWS][k];
         s->nearest[k] = met[signature];
         met[signature] = k;
-        if (forward && n >= ROWS_THAT_GAIN && can_turn())
+        if (n >= ROWS_THAT_GAIN && (forward || !s->at[PASSED][k]) && can_pack())
             s->work[signature] += n < 16 ? n : (n + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK * 16;
     }
     return 0;
@@ -603,8 +604,8 @@ PyObject *native_forward(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     for (; k < last; k++) {
         const Program *p = program_of(&s, k);
-        if (p && p->turned_count && s.work[s.at[SIGNATURE][k]])
-            turn(&s, p, k);
+        if (p && p->packed_count && s.work[s.at[SIGNATURE][k]])
+            pack(&s, p, k);
         for (int64_t c = 0; p && c < p->apart_count; c++) {
             Apart *apart = &s.apart[s.at[SIGNATURE][k] * MOST_APART + c];
             if (k >= apart->last)
@@ -635,6 +636,8 @@ PyObject *native_backward(PyObject *module, PyObject *args)
         const Program *p = program_of(&s, k - 1);
         if (!p || s.at[FIRST_READ][k - 1] == s.at[FIRST_READ][k])
             break;
+        if (p->packed_count && s.work[s.at[SIGNATURE][k - 1]])
+            pack(&s, p, k - 1);
         Apart *apart = s.apart + s.at[SIGNATURE][k - 1] * MOST_APART;
         for (int64_t c = 0; c < p->apart_count; c++)
             if (!apart[c].last || k - 1 < apart[c].first)

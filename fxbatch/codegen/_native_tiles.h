@@ -136,11 +136,16 @@ static inline __attribute__((always_inline)) void TILE_OF(turned)(float *to, int
 }
 
 /* Whole weights as panels, one after another. Lines that aren't in a cache need not be read to be written. */
-static void TILE_OF(turn)(float *to, const float *b, int64_t ldb, int64_t width, int64_t depth)
+static void TILE_OF(pack)(float *to, const float *b, int64_t row, int64_t column, int64_t width, int64_t depth)
 {
-    for (int64_t j = 0; j < width; j += COLUMNS)
-        TILE_OF(turned)(to + j * depth, COLUMNS, b + j * ldb, ldb, width - j < COLUMNS ? width - j : COLUMNS, depth,
+    for (int64_t j = 0; j < width && column != 1; j += COLUMNS)
+        TILE_OF(turned)(to + j * depth, COLUMNS, b + j * column, column, width - j < COLUMNS ? width - j : COLUMNS, depth,
                         LANES == 16);
+    for (int64_t p = 0; p < depth && column == 1; p++)
+        for (int64_t j = 0; j < width; j += LANES) {
+            float *at = to + j / COLUMNS * COLUMNS * depth + p * COLUMNS + j % COLUMNS;
+            MM(stream_ps)(at, LOAD_SOME(b + p * row + j, TILE_OF(some)(width - j < LANES ? width - j : LANES)));
+        }
     _mm_sfence();
 }
 
@@ -284,7 +289,7 @@ static void TILE_OF(clear)(float *to, int64_t count)
     _mm_sfence();
 }
 
-static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(by_panels), TILE_OF(dots), TILE_OF(turn), TILE_OF(clear)};
+static const Tiles TILE_OF(level) = {TILE_OF(panels), TILE_OF(by_panels), TILE_OF(dots), TILE_OF(pack), TILE_OF(clear)};
 
 #undef TILE_ROWS
 #undef VECTORS

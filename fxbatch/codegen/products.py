@@ -29,13 +29,15 @@ from fxbatch.errors import OptionError
 from fxbatch.user_cache import cache_folder
 
 VARIABLE = "FXBATCH_PRODUCTS"
-# The order of the C file's table: how the operands lie, and the most rows of a class (in the last layout: their depth).
-LAYOUTS = ("both as they lie", "weights of nn.Linear", "gradients of weights")
+# The order of the C file's table: how the operands lie, as `multiply` is told, and the most rows of a class (of
+# gradients: their depth).
+LAYOUTS = {"both as they lie": 0, "weights of nn.Linear": 1, "gradients of weights": 2, "packed weights": 4}
 CLASSES = ("1 to 4 rows", "5 to 24", "25 to 96", "more")
 TRIED = (1, 8, 64, 256)  # rows that stand for a class
 WIDTH, DEPTH = 450, 300
+PANEL = 64  # columns: packed weights are whole panels
 ROUNDS = 7
-LOOPS = 1  # the version of `_native_tiles.h`: another one is measured anew
+LOOPS = 2  # the version of `_native_tiles.h`: another one is measured anew
 CLEARLY = 0.95  # BLAS is taken where it needs less than this of the time of our loops
 
 
@@ -156,7 +158,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 def measured() -> tuple[bool, ...]:
     """Time both libraries on each layout and class, in turns, in CPU time of this thread."""
-    return tuple(blas_wins(*(best_of(layout, rows))) for layout in range(len(LAYOUTS)) for rows in TRIED)
+    return tuple(blas_wins(*(best_of(layout, rows))) for layout in LAYOUTS.values() for rows in TRIED)
 
 
 def blas_wins(ours: float, blas: float) -> bool:
@@ -166,9 +168,9 @@ def blas_wins(ours: float, blas: float) -> bool:
 
 def best_of(layout: int, size: int) -> tuple[float, float]:
     """The least seconds of our loops and of BLAS, in turns."""
-    rows, depth = (WIDTH, size) if layout == LAYOUTS.index("gradients of weights") else (size, DEPTH)
+    rows, depth = (WIDTH, size) if layout == LAYOUTS["gradients of weights"] else (size, DEPTH)
     width = DEPTH if rows == WIDTH else WIDTH
-    a, b, out = (torch.rand(n) for n in (rows * depth, depth * width, rows * width))
+    a, b, out = (torch.rand(n) for n in (rows * depth, depth * (width + PANEL), rows * width))
     repeats = max(1, 64 // size)
     least = [float("inf"), float("inf")]
     for _ in range(ROUNDS):
@@ -188,7 +190,8 @@ def multiply(
     library: int,
     repeats: int = 1,
 ) -> None:
-    """out = a b, dense float32: a [rows, depth], b [depth, width]; in layout 1 b is stored turned, in 2 a.
+    """out = a b, dense float32: a [rows, depth], b [depth, width]; in layout 1 b is stored turned, in 2 a, in 3 both,
+    and in 4 b is panels for our loops, as `_native.h` says.
 
     library: 0 for our loops, 1 for BLAS. ValueError where it is not there.
     """

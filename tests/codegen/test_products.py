@@ -16,13 +16,16 @@ import torch
 import fxbatch
 from fxbatch.codegen import products
 from fxbatch.codegen.native import extension
+from fxbatch.codegen.operation_graphs import add_call
 from fxbatch.errors import OptionError
 from fxbatch.torch_private import product_address
 from tests import models as M
+from tests.codegen import test_native as native
 from tests.oracle import check_equal
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built")
-LAYOUTS = (0, 1, 2, 3)
+LAYOUTS = (0, 1, 2, 3, 4)
+ALL = len(products.LAYOUTS) * len(products.CLASSES)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 24, 40, 41, 47, 97)
 WIDTHS = (1, 3, 4, 5, 15, 16, 17, 48, 63, 64, 65, 130)
 DEPTHS = (1, 2, 7, 8, 15, 16, 17, 31, 128, 129, 300)
@@ -49,8 +52,13 @@ def chosen() -> Iterator[None]:
     extension.set_choice(bytes(products.settle().blas))
 
 
-def stored(x: torch.Tensor, *, turned: bool) -> torch.Tensor:
-    return (x.t() if turned else x).contiguous()
+def stored(x: torch.Tensor, layout: int, turned: int = 2) -> torch.Tensor:
+    """a, or b (turned = 1), as it lies in a layout."""
+    if layout == 4 and turned == 1:
+        panel = 64 if extension.products()[1] == "avx512" else 16
+        whole = torch.nn.functional.pad(x, (0, -x.shape[1] % panel))
+        return torch.cat([part.flatten() for part in whole.split(panel, 1)])
+    return (x.t() if layout & turned else x).contiguous()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,7 +68,7 @@ def test_products_are_as_exact_as_sums_in_float32_can_be(layout: int, level: str
         a, b = torch.randn(rows, depth), torch.randn(depth, width)
         room = torch.full((rows * width + 32,), 7.0)
         ours = room[16:-16].view(rows, width)
-        places = stored(a, turned=layout >= 2), stored(b, turned=layout % 2 == 1)
+        places = stored(a, layout), stored(b, layout, 1)
         products.multiply(*places, ours, (rows, width, depth), layout, 0)
         wanted = a.double() @ b.double()
         bound = (a.double().abs() @ b.double().abs()) * (depth + 2) * 2.0**-24
@@ -74,13 +82,13 @@ def test_large_products_are_done_in_blocks(layout: int, sizes: tuple[int, int, i
     rows, width, depth = sizes
     torch.manual_seed(layout)
     a, b = torch.randn(rows, depth), torch.randn(depth, width)
-    places = stored(a, turned=layout >= 2), stored(b, turned=layout % 2 == 1)
+    places = stored(a, layout), stored(b, layout, 1)
     out, few = torch.empty(rows, width), torch.empty(49, width)
     products.multiply(*places, out, sizes, layout, 0)
     wanted = a.double() @ b.double()
     bound = (a.double().abs() @ b.double().abs()) * (depth + 2) * 2.0**-24
     assert bool(((out.double() - wanted).abs() <= bound).all())
-    part = stored(a[:49], turned=layout >= 2)
+    part = stored(a[:49], layout)
     products.multiply(part, places[1], few, (49, width, depth), layout, 0)
     assert torch.equal(few, out[:49])  # no number depends on how many rows there are, or how they are cut
 
@@ -104,10 +112,31 @@ def test_nothing_is_read_or_written_beyond_the_matrices(level: str) -> None:
         for layout in LAYOUTS:
             a, b = torch.randn(rows, depth), torch.randn(depth, width)
             out = at_the_end(torch.zeros(rows, width), pages)
-            places = stored(a, turned=layout >= 2), stored(b, turned=layout % 2 == 1)
+            places = stored(a, layout), stored(b, layout, 1)
             there = [at_the_end(x, pages) for x in places]
             products.multiply(there[0], there[1], out, (rows, width, depth), layout, 0)
             torch.testing.assert_close(out, a @ b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as Linux does it")
+@pytest.mark.parametrize("loops", ("plain", "avx2", "avx512"))
+def test_weights_of_one_row_are_no_panels(loops: str, chosen: None) -> None:
+    """`nn.Linear(1, 21)`: they were read beyond their end, and without loops of ours by loops that there are not."""
+    try:
+        before = extension.set_loops(loops)
+    except ValueError as error:
+        pytest.skip(str(error))
+    try:
+        extension.set_choice(bytes(ALL))
+        pages: list[mmap.mmap] = []
+        weight, x = at_the_end(torch.randn(1, 21), pages), torch.randn(70, 1)
+        mm = native.aten.mm.default
+        module = native.graph_of(
+            lambda g, x, w: [add_call(g, mm, (x, w))], (1, torch.float32), shared=(weight,)
+        )
+        assert torch.equal(native.run_native(module, 70, [x], (weight,))[0], x * weight)
+    finally:
+        extension.set_loops(before)
 
 
 def test_what_is_not_finite_stays_in_its_row_and_column(level: str) -> None:
@@ -115,7 +144,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(level: str) -> None:
         a, b = torch.randn(rows, 19), torch.randn(19, 21)
         a[1, 18], b[0, 20] = float("nan"), float("inf")
         out = torch.empty(rows, 21)
-        places = stored(a, turned=layout >= 2), stored(b, turned=layout % 2 == 1)
+        places = stored(a, layout), stored(b, layout, 1)
         products.multiply(*places, out, (rows, 21, 19), layout, 0)
         bad = torch.zeros(rows, 21, dtype=torch.bool)
         bad[1], bad[:, 20] = True, True
@@ -127,14 +156,14 @@ def test_what_is_not_finite_stays_in_its_row_and_column(level: str) -> None:
 def test_a_model_gives_the_loop_s_results_with_each_library(blas: bool, size: int, chosen: None) -> None:
     model = M.with_options(M.TreeLSTM(), verify=True)
     products.settle()
-    extension.set_choice(bytes([blas] * 12))
+    extension.set_choice(bytes([blas] * ALL))
     check_equal(model, M.trees(3, [9, 4, 1][: min(size, 3)] * max(size // 3, 1)))
 
 
 def test_products_run_without_blas(chosen: None) -> None:
     if not extension.products()[1]:
         pytest.skip("no loops of ours here")
-    extension.set_choice(bytes([1] * 12))
+    extension.set_choice(bytes([1] * ALL))
     extension.set_products(0)
     try:
         assert extension.products()[0] is False
@@ -156,7 +185,7 @@ def test_sizes_and_libraries_are_checked() -> None:
             products.multiply(x, x, x, (1, 1, 1), 0, 1)
     finally:
         extension.set_products(product_address())
-    with pytest.raises(ValueError, match="12 bytes"):
+    with pytest.raises(ValueError, match=f"{ALL} bytes"):
         extension.set_choice(b"1")
 
 
@@ -174,7 +203,7 @@ def both() -> str:
 def test_a_measurement_is_kept_for_the_next_process(
     tmp_path: Path, both: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = tuple(i % 3 == 0 for i in range(12))
+    answer = tuple(i % 3 == 0 for i in range(ALL))
     monkeypatch.setattr(products, "measured", lambda: answer)
     first = products.decide("", tmp_path / "cache")
     assert first.blas == answer and first.source.startswith("measured now, kept in")
@@ -188,38 +217,38 @@ def test_a_measurement_is_kept_for_the_next_process(
 def test_a_file_that_says_nothing_is_written_anew(
     text: str, tmp_path: Path, both: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "measured", lambda: (True,) * 12)
+    monkeypatch.setattr(products, "measured", lambda: (True,) * ALL)
     products.decide("", tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(text)
-    assert products.decide("", tmp_path).blas == (True,) * 12
-    assert json.loads(path.read_text())["blas"] == [True] * 12
+    assert products.decide("", tmp_path).blas == (True,) * ALL
+    assert json.loads(path.read_text())["blas"] == [True] * ALL
 
 
 def test_the_first_of_several_processes_decides(
     tmp_path: Path, both: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow() -> tuple[bool, ...]:  # meanwhile another process has measured, and kept what it found
-        monkeypatch.setattr(products, "measured", lambda: (True,) * 12)
+        monkeypatch.setattr(products, "measured", lambda: (True,) * ALL)
         products.decide("", tmp_path)
-        return (False,) * 12
+        return (False,) * ALL
 
     monkeypatch.setattr(products, "measured", slow)
-    assert products.decide("", tmp_path).blas == (True,) * 12
+    assert products.decide("", tmp_path).blas == (True,) * ALL
 
 
 def test_a_folder_that_can_t_be_written_is_no_error(
     tmp_path: Path, both: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "measured", lambda: (False,) * 12)
+    monkeypatch.setattr(products, "measured", lambda: (False,) * ALL)
     (tmp_path / "file").write_text("")
     found = products.decide("", tmp_path / "file" / "folder")
-    assert found.blas == (False,) * 12 and "can't be written to" in found.source
+    assert found.blas == (False,) * ALL and "can't be written to" in found.source
 
 
 def test_the_variable_takes_one_library_for_all(tmp_path: Path, both: str) -> None:
-    assert products.decide("torch", tmp_path).blas == (True,) * 12
-    assert products.decide("own", tmp_path).blas == (False,) * 12
+    assert products.decide("torch", tmp_path).blas == (True,) * ALL
+    assert products.decide("own", tmp_path).blas == (False,) * ALL
     assert products.decide("own", tmp_path).describe() == f"own {both} loops (FXBATCH_PRODUCTS=own)"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OptionError, match="FXBATCH_PRODUCTS='mkl': takes torch, own or measure"):
@@ -228,7 +257,7 @@ def test_the_variable_takes_one_library_for_all(tmp_path: Path, both: str) -> No
 
 def test_a_measurement_times_every_layout_and_class(both: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ROUNDS", 1)
-    assert len(products.measured()) == 12
+    assert len(products.measured()) == ALL
     assert products.blas_wins(1.0, 0.9) and not products.blas_wins(1.0, 0.99)
 
 
@@ -239,10 +268,10 @@ def test_explain_says_who_multiplies() -> None:
 
 
 def test_layouts_and_classes_are_named() -> None:
-    mixed = products.ProductChoice((True,) + (False,) * 11, "measured now", "avx512")
+    mixed = products.ProductChoice((True,) + (False,) * (ALL - 1), "measured now", "avx512")
     assert mixed.describe() == (
         "own avx512 loops, torch's BLAS for both as they lie: 1 to 4 rows (measured now)"
     )
-    assert products.ProductChoice((True,) * 12, "the only one here", "").describe() == (
+    assert products.ProductChoice((True,) * ALL, "the only one here", "").describe() == (
         "torch's BLAS (the only one here)"
     )

@@ -1,4 +1,4 @@
-"""Products that C does for many steps at once, before the first step or after the last, and weights that it turns."""
+"""Products that C does for many steps at once, before the first step or after the last, and weights that it packs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ How = Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
-    """What all rooms so far counted: products that were done for several steps at once, weights that were turned."""
+    """What all rooms so far counted: products that were done for several steps at once, weights that were packed."""
     rooms: dict[int, Any] = {}
     before = Workspace.native_room
 
@@ -171,14 +171,17 @@ def test_under_a_profiler_steps_run_one_by_one(counts: Callable[[str], int]) -> 
         torch.testing.assert_close(a, b)
 
 
-def test_weights_are_turned_once_a_run(counts: Callable[[str], int]) -> None:
+def test_weights_are_packed_once_a_run(counts: Callable[[str], int]) -> None:
     """Where steps of enough rows repay it, and never kept: a write through `.data` leaves no trace."""
     made, instances = made_of(fed_back), sentences(*[6] * 40)
     with torch.no_grad():
         made(instances[:2])
-        assert counts("turned") == 0
+        assert counts("packed") == 0
         made(instances)
-        assert counts("turned") == 2  # for input and state
-        made.cell.weight_hh.data.mul_(0.5)
-        check_equal(made, instances, gradients=False)
-        assert counts("turned") > 2
+        assert counts("packed") == 2  # for input and state
+    made.cell.weight_hh.data.mul_(0.5)
+    made(instances).sum().backward()
+    assert counts("packed") == 6  # and the other way round, for their gradients
+    made.cell.weight_ih.data.mul_(0.5)
+    check_equal(made, instances)
+    assert counts("packed") > 6
