@@ -624,6 +624,7 @@ class _Watch:
         self.known = known
         self.unknown: dict[CodeType, Extra] = {}
         self.effect = ""
+        self.finding: FrameType | None = None  # looks for a module, by code of editable installs perhaps
 
     def run(self, body: Callable[[], Any]) -> Any:
         import_for_fakes()  # slow while watched
@@ -638,7 +639,9 @@ class _Watch:
                 gc.enable()
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
+        if self.finding is not None:
+            self.finding = None if (frame, event) == (self.finding, "return") else self.finding
+        elif event == "call":
             code = frame.f_code
             if code in self.known or code in self.unknown:
                 return
@@ -647,6 +650,8 @@ class _Watch:
                 if name.startswith("logging") and not self.effect and _by_user(frame.f_back):
                     self.effect = "logs"
                     raise BodyError("logs")
+                if name == "importlib._bootstrap" and code.co_name == "_find_spec":
+                    self.finding = frame
                 return
             made = code.co_freevars or name.startswith("namedtuple_")  # by dataclasses, by named tuples
             if not (code.co_filename == "<string>" and made):

@@ -6,6 +6,8 @@ import collections
 import dataclasses
 import enum
 import functools
+import pathlib
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -580,3 +582,36 @@ def test_what_named_tuples_make_is_no_code_of_users() -> None:
     pair = collections.namedtuple("pair", "a b")
     _, effects = Reads.of_function(len).run(functools.partial(pair, 1, 2))
     assert not effects.unknown
+
+
+FINDS = """
+LOOKED_FOR = {}
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        LOOKED_FOR.get(name)
+        open(__import__("os").devnull).close()
+"""
+
+
+def imports_a_module(x: torch.Tensor) -> torch.Tensor:
+    import imported_by_a_body  # type: ignore[import-not-found]
+
+    return imported_by_a_body.scaled(x)
+
+
+def test_what_looks_for_modules_is_none_of_the_body_s_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Else an operation in whose first run torch imports something reads the dictionaries of an editable install."""
+    finds = types.ModuleType("finds")
+    exec(FINDS, finds.__dict__)
+    (tmp_path / "imported_by_a_body.py").write_text("def scaled(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [finds.Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "imported_by_a_body", raising=False)
+    result, effects = Reads.of_function(imports_a_module).run(lambda: imports_a_module(torch.ones(2)))
+    assert result.sum() == 4
+    assert not effects.effect, "a finder may read files"
+    assert {extra.globals["__name__"] for extra in effects.unknown} == {__name__, "imported_by_a_body"}
