@@ -31,7 +31,15 @@ from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
-from fxbatch.runtime.argument_objects import Opened, TensorColumns, classes_of, closed, named, opened
+from fxbatch.runtime.argument_objects import (
+    Opened,
+    TensorColumns,
+    classes_of,
+    closed,
+    data_class,
+    named,
+    opened,
+)
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
@@ -200,6 +208,8 @@ class PackedForward:
             return _alike([list(c) for c in instances.columns], plain, spec)
         once = bool(self.options.shared)
         args, kwargs = instances[0]
+        if self.unlike > MOST_UNLIKE and any(data_class(type(x)) is not None for x in args[1:]):
+            return None  # not looked through again
         met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
         if not met:
             return _of_containers(instances, self.numbers, once=once)

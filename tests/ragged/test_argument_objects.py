@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.runtime import argument_objects
+from fxbatch.runtime import argument_objects, packed_forward
 from tests.oracle import check_equal
 from tests.ragged.test_packed_forward import packed_of, variants_of
 
@@ -170,7 +170,7 @@ def test_a_forward_that_changes_what_it_was_given_is_recorded(kind: str) -> None
     assert {f.reason for f in packed_of(model).families.values()} == {"changes an object that it was given"}
 
 
-def test_objects_of_other_structures_are_given_up() -> None:
+def test_objects_of_other_structures_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tree:
         def __init__(self, depth: int) -> None:
             self.h = torch.randn(8, dtype=torch.float64)
@@ -188,6 +188,8 @@ def test_objects_of_other_structures_are_given_up() -> None:
     for _ in range(6):
         trees = [Tree(d) for d in (1, 2, 0)]
         check_equal(model, trees)
+    monkeypatch.setattr(packed_forward, "opened", lambda *args: pytest.fail("looked through once more"))
+    check_equal(model, [Tree(d) for d in (2, 1)])
 
 
 def test_of_a_tree_the_root_is_looked_at_alone(monkeypatch: pytest.MonkeyPatch) -> None:
