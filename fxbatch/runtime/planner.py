@@ -179,7 +179,7 @@ class Planner:
         operations = template.operations
         key = PlanKey(program, template, reuse)
         # Its columns are about as long as the program's.
-        return self.structures.get("plan", key, make, 4 * key.bytes)
+        return self.structures.get("plan", key, make, 4 * key.bytes, may_be_rare=True)
 
     def backward_needs(
         self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray

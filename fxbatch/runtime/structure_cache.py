@@ -8,7 +8,9 @@ Kinds: "plan" (with its schedule) by a program's content; "operations" (an Opera
 their compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
 "gradients" (a GradientTemplate) by the operations that run in backward; "unrolled" (a module) by content. The least
 recently used go first. All of it is bounded in bytes, and by the signatures and operations in it, which it keeps alive
-although their own caches may have dropped them: each counts 8 kB.
+although their own caches may have dropped them: each counts 8 kB. A plan is kept from the second time on that its
+structure is met: structures that don't come again would push one another out, and each minibatch would write to memory
+that was last used hundreds of minibatches before and is in no cache of the processor.
 
 A Family is the programs with one signature graph in which the same signatures are called, with or without gradients.
 While the shared operands are of the types that they were (shapes, strides, who requires gradients), all that a new
@@ -40,6 +42,7 @@ T = TypeVar("T")
 Operands = dict[tuple[int, str], torch.Tensor]  # by SharedOperand.key
 
 HELD = 8 << 10  # bytes that a signature or an operation counts, since it is kept alive
+_MET = 256  # structures that are known to have been met once: about as many as their plans would fit
 _TEMPLATES = 64  # of a family: which constants and early values carry gradients
 
 
@@ -52,10 +55,14 @@ class StructureCache:
         self.hits: Counter[str] = Counter()  # by kind
         self.misses: Counter[str] = Counter()
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._met: OrderedDict[int, None] = OrderedDict()  # hashes of what was made once and not kept
         self._lock = threading.Lock()
 
-    def get(self, kind: str, key: Hashable, make: Callable[[], T], size: int) -> T:
-        """What was made for this key, made now if it is new. size: about how many bytes it takes, with its key."""
+    def get(
+        self, kind: str, key: Hashable, make: Callable[[], T], size: int, *, may_be_rare: bool = False
+    ) -> T:
+        """What was made for this key, made now if it is new. size: about how many bytes it takes, with its key.
+        may_be_rare: it is kept when it is made for the second time."""
         whole = kind, key
         found = self._entries.get(whole)
         if found is not None:
@@ -68,6 +75,8 @@ class StructureCache:
         self.misses[kind] += 1
         made = make()
         with self._lock:
+            if may_be_rare and not self._was_met(hash(whole)):
+                return made
             before = self._entries.pop(whole, None)
             self.bytes += size - (0 if before is None else before[1])
             self._entries[whole] = made, size
@@ -75,10 +84,21 @@ class StructureCache:
                 self.bytes -= self._entries.popitem(last=False)[1][1]
         return made
 
+    def _was_met(self, number: int) -> bool:
+        """Whether a key with this hash was met lately; it is now. The caller has the lock."""
+        if number in self._met:
+            del self._met[number]
+            return True
+        self._met[number] = None
+        if len(self._met) > _MET:
+            self._met.popitem(last=False)
+        return False
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
+            self._met.clear()
             self.bytes = 0
 
     def counts(self) -> dict[str, int]:

@@ -84,6 +84,22 @@ def test_many_distinct_signatures() -> None:
     many_signatures(32, 4, 12, 8, compiled=True)
 
 
+def test_plans_are_kept_of_structures_that_come_again() -> None:
+    cache = StructureCache()
+    made: list[int] = []
+
+    def ask(key: int) -> None:
+        cache.get("plan", key, lambda: made.append(key), 1, may_be_rare=True)
+
+    for key in range(1000):
+        ask(key)
+    assert len(cache) == 0 and len(cache._met) == 256, "met once"
+    for key in (999, 998, 999, 998, 0):
+        ask(key)
+    assert cache.hits["plan"] == 2 and made[1000:] == [999, 998, 0], "kept from the second time on"
+    assert cache.counts() == {"plan": 2}, "the first was forgotten meanwhile"
+
+
 def test_plans_keep_few_signatures_alive() -> None:
     """A plan's key has its compiled operations: the caches of plans are bounded by those as well."""
     signatures = [Signature(Operation(f"f{k}", "function"), (), ()) for k in range(3000)]
