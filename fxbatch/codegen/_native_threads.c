@@ -6,6 +6,7 @@
 
 #include "_native.h"
 
+#include <time.h>
 #ifndef _WIN32
 #include <pthread.h>
 #endif
@@ -13,6 +14,15 @@
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*thread_number)(void), (*thread_count)(void), (*set_library_threads)(int);
 static int forked;
+
+/* Where other processes want the cores, a region waits for threads that don't run, for longer than all of it takes one
+   thread. Seconds of this thread's latest regions, worked and waited; how many of the next ones it does alone. */
+static _Thread_local struct {
+    double worked, waited;
+    int alone;
+} latest;
+static const double LATEST = 0.05;
+enum { ALONE = 1000 };
 
 #ifndef _WIN32
 static void in_child(void)
@@ -24,6 +34,7 @@ static void in_child(void)
 void set_threads(void *run, void *number, void *count, void *library_threads)
 {
     static int watched;
+    memset(&latest, 0, sizeof latest);
     memcpy(&parallel, &run, sizeof parallel);
     memcpy(&thread_number, &number, sizeof number);
     memcpy(&thread_count, &count, sizeof count);
@@ -47,22 +58,42 @@ int64_t usable_threads(int64_t threads)
 typedef struct {
     Part part;
     void *job;
+    double done; /* when the first thread had done its part */
 } Team;
+
+static double now(void)
+{
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 static void member(void *data)
 {
-    const Team *team = data;
-    team->part(team->job, thread_number(), thread_count());
+    Team *team = data;
+    int number = thread_number();
+    team->part(team->job, number, thread_count());
+    if (!number)
+        team->done = now();
 }
 
 /* Call `part` once on each thread; there may be fewer of them than asked for. */
 void in_parallel(int64_t threads, Part part, void *job)
 {
-    Team team = {part, job};
-    if (threads < 2 || !parallel)
+    if (threads < 2 || !parallel || latest.alone) {
+        latest.alone -= latest.alone > 0;
         part(job, 0, 1);
-    else
-        parallel(member, &team, (unsigned)threads, 0);
+        return;
+    }
+    double begin = now();
+    Team team = {part, job, begin};
+    parallel(member, &team, (unsigned)threads, 0);
+    latest.worked += team.done - begin;
+    latest.waited += now() - team.done;
+    if (latest.worked + latest.waited > LATEST) {
+        latest.alone = latest.waited > (double)(threads - 1) * latest.worked ? ALONE : 0;
+        latest.worked = latest.waited = 0;
+    }
 }
 
 /* From here on the library's products run on the thread that calls them. What was before, -1 where nothing changed. */

@@ -232,6 +232,40 @@ def test_little_work_stays_on_one_thread(backwards: list[int]) -> None:
     assert backwards == [2]
 
 
+def test_regions_run_alone_where_others_keep_the_threads_from_running() -> None:
+    module = native.graph_of(lambda g, x: [add_call(g, aten.tanh.default, (x,))], (10, F))
+    ins, late = [torch.randn(20000, 10)], [0.0]
+    asked: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(member: int, data: int, threads: int, flags: int) -> None:
+        asked.append(threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(member)(data)
+        time.sleep(late[0])  # the first thread has done all of it, and waits for the others
+
+    number, count = (ctypes.CFUNCTYPE(ctypes.c_int)(lambda i=i: i) for i in (0, 1))
+    extension.set_threads(*[ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, number, count)], 0)
+    try:
+        wanted = run(module, 20000, ins, (), 1)
+        assert wanted is not None
+
+        def regions(times: int) -> int:
+            asked.clear()
+            for _ in range(times):
+                found = run(module, 20000, ins, (), 2)
+                assert found is not None and torch.equal(found[0], wanted[0])
+            return len(asked)
+
+        assert regions(3) == 3
+        late[0] = 0.2
+        assert regions(3) == 1, "waited longer than it worked"
+        late[0] = 0.0
+        assert 0 < regions(1000) < 10, "tried again after a thousand"
+        assert regions(3) == 3
+    finally:
+        extension.set_threads(*thread_addresses())
+
+
 def test_an_index_out_of_range_is_refused_on_any_thread() -> None:
     for make in (losses, table):
         module, inputs, shared = make()
