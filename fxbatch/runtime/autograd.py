@@ -112,6 +112,11 @@ def differentiable_inputs(run: Run) -> dict[int, torch.Tensor]:
     return found
 
 
+def _is_heard(t: torch.Tensor) -> bool:
+    """Whether somebody may notice that a gradient of this tensor was asked for."""
+    return not t.is_leaf or t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None
+
+
 def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Those of the inputs that lead to results: hooks of the others, as of a score that was asked for alone, would be
     called with None."""
@@ -134,7 +139,7 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
     if isinstance(run, DifferentiableRun):
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
-    if any(t._backward_hooks is not None or not t.is_leaf for t in inputs.values()):
+    if any(map(_is_heard, inputs.values())):
         inputs = _reached(run, np.concatenate(requests), inputs)
     needs = [any_of(run.value_needs, values) for values in requests] if inputs else []
     if not any(needs):

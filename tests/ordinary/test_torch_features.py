@@ -119,6 +119,7 @@ def test_hooks_of_what_no_result_depends_on_are_not_called(backward: str) -> Non
     heard: list[torch.Tensor | None] = []
     for p in model.parameters():
         p.register_hook(heard.append)
+        p.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad))
     model.batched(xs).sum().backward()
     assert not heard
     assert xs.grad is not None
