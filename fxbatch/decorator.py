@@ -348,7 +348,8 @@ class Autobatched:
 
     def _is_checked(self, engine: Engine) -> bool:
         """Whether this minibatch is the one in N."""
-        if not self.options.check or inside_functorch():
+        # Not in a checkpoint, which runs the call twice and counts what either saves.
+        if not self.options.check or inside_functorch() or saved_tensors_are_packed():
             return False
         engine.calls += 1
         return (engine.calls - 1) % self.options.check == 0

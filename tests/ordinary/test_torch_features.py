@@ -84,8 +84,7 @@ class Words(nn.Module):
         super().__init__()
         self.layer, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(20, 8))
 
-    @fxbatch.autobatch(adaptive=False)
-    def forward(self, given: Any) -> torch.Tensor:
+    def one(self, given: Any) -> torch.Tensor:
         if isinstance(given, torch.Tensor):
             return torch.tanh(self.layer(given)).sum(0) * 2
         h = self.layer.bias
@@ -97,15 +96,17 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     "given", [[[0, 1, 2], [3, 7], [2, 4, 1], [5, 6]], [torch.ones(n, 8) * n for n in (1, 3, 2)]]
 )
-def test_checkpoint_around_the_first_minibatches(given: list[Any]) -> None:
+@pytest.mark.parametrize("check", [0, 2])
+def test_checkpoint_around_the_first_minibatches(given: list[Any], check: int) -> None:
     """What is learnt in the first is no part of the graph, which the checkpoint compares with the second."""
     model = Words()
+    checked = fxbatch.autobatch(adaptive=False, check=check, check_gradients=check > 0)(model.one)
     for _ in range(3):
         found: list[list[torch.Tensor]] = []
         for context in (contextlib.nullcontext(), fxbatch.disabled()):
             model.zero_grad()
             with context:
-                checkpoint(model, given, use_reentrant=False).square().sum().backward()
+                checkpoint(checked, given, use_reentrant=False).square().sum().backward()
             found.append([p.grad for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(*found)
 
