@@ -34,13 +34,19 @@ from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperan
 from fxbatch.passes.plan import is_constant, plan_arenas
 from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.backward import run_backward
+from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operands import any_of, requiring_grad
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.run import Renumber, Run, differentiable_constants, renumbering
 from fxbatch.runtime.structure_cache import OperationSet, PlanKey
-from fxbatch.torch_private import apply_outside_functorch, backward_keeps_graph, inside_functorch
+from fxbatch.torch_private import (
+    apply_outside_functorch,
+    backward_keeps_graph,
+    inside_functorch,
+    saved_tensors_are_packed,
+)
 
 
 class MinibatchFunction(torch.autograd.Function):
@@ -62,7 +68,8 @@ class MinibatchFunction(torch.autograd.Function):
         outputs = tuple([run.rows(values) for values in requests])
         plain = [o for o, needed in zip(outputs, needs, strict=True) if not needed]
         ctx.mark_non_differentiable(*plain)
-        ctx.save_for_backward(*inputs)
+        kept = [] if saved_tensors_are_packed() else _read_back(run, run.phases)  # a checkpoint counts them
+        ctx.save_for_backward(*inputs, *kept)
         return outputs
 
     @staticmethod
@@ -81,11 +88,18 @@ class MinibatchFunction(torch.autograd.Function):
 
 
 class LazyRun(Run):
-    """A Run that values are taken from again and again, for `fxbatch.lazy`."""
+    """A Run that values are taken from again and again, for `fxbatch.lazy`. An optimizer may step before they are, so
+    each phase knows what its operands were."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner, grad=torch.is_grad_enabled())
         self.lasting = True
+
+    def launch(self, phase: Phase) -> None:
+        super().launch(phase)
+        if self.grad:
+            trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
+            phase.read = [(t, t._version) for t in (*trained, *_read_back(self, [phase]))]
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real tensors that carry gradients, by one autograd function."""
@@ -110,6 +124,12 @@ def differentiable_inputs(run: Run) -> dict[int, torch.Tensor]:
         for s in phase.program.constants:
             found.update((id(t), t) for t in differentiable_constants(phase.program, s))
     return found
+
+
+def _read_back(run: Run, phases: Sequence[Phase]) -> list[torch.Tensor]:
+    """Buffers and frozen parameters that backward reads: it raises torch's own error where they were written to."""
+    shared = run.memory.shared
+    return [shared[signature][i] for phase in phases for signature, i in phase.operations.read_back]
 
 
 def _is_heard(t: torch.Tensor) -> bool:

@@ -324,6 +324,12 @@ class Backward:
         structures, memory = run.planner.structures, run.memory
         results = given[0].values if len(given) == 1 else np.concatenate([g.values for g in given])
         reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
+        for phase, leads in zip(self.phases, reached, strict=True):
+            if leads.any() and any(t._version != version for t, version in phase.read):
+                raise GradientError(
+                    "a parameter or buffer that backward reads has been modified by an inplace operation (as an "
+                    "optimizer's step) since the calls of this lazy block ran: go backward before"
+                )
         self.needs = [
             run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, reached, strict=True)
         ]

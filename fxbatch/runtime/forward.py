@@ -47,6 +47,9 @@ class Phase:
         None  # with all that is known of values and arrays; None where other phases share them
     )
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
+    read: Sequence[
+        tuple[torch.Tensor, int]
+    ] = ()  # what backward reads, with versions, where it may come late
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 
     @property

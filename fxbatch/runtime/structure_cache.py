@@ -19,6 +19,7 @@ program of it needs is a Template; which tensors they are, and where, is asked a
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections import Counter, OrderedDict
@@ -158,6 +159,19 @@ class OperationSet:
         arrays = Arrays.of(program.types, compiled)
         tables = [PointerTable.of(arrays, backward=b) for b in (False, True)]
         return OperationSet(program.signatures, compiled, layouts, Slots(program, layouts), arrays, *tables)
+
+    @functools.cached_property
+    def read_back(self) -> list[tuple[Signature, int]]:
+        """The shared operands without gradients of their own that backward reads: by signature, and which of its."""
+        found = []
+        for c in self.compiled:
+            graphs = () if c is None or c.graphs is None else (c.graphs.backward, c.graphs.parameters)
+            for graph in graphs:
+                if c is not None and graph is not None and c.signature.shared:
+                    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+                    own = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
+                    found += [(c.signature, i) for i, (x, need) in enumerate(own) if x.users and not need]
+        return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, eq=False)

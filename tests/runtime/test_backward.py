@@ -197,3 +197,52 @@ def test_a_sparse_gradient_is_not_overwritten(native: bool, padding: int | None)
     for k in range(3):
         (made([torch.tensor(i) for i in (7, 6, 8)]) * (k + 2)).sum().backward()
     assert torch.equal(gradient.to_dense(), before)
+
+
+class Scaled(nn.Module):
+    """A layer that is trained, read through a buffer and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Buffer(torch.ones(3)), nn.Buffer(torch.ones(3))
+        self.layer, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.frozen(self.layer(x) * self.scale) + self.shift)
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(x)
+
+
+@pytest.mark.parametrize("name", ["scale", "frozen.weight", "layer.weight"])
+def test_what_backward_reads_may_not_be_written_to_before(name: str) -> None:
+    scaled, xs = Scaled(), list(torch.randn(2, 3))
+    written = scaled.state_dict(keep_vars=True)[name]
+    x = xs[0].clone().requires_grad_()
+    after = scaled([x, xs[1]])
+    with fxbatch.lazy(scaled) as batch:
+        late = scaled.read(batch.value(x))
+    with torch.no_grad():
+        scaled.shift.mul_(3)  # nobody reads it
+    scaled([x, xs[1]]).sum().backward()
+    with torch.no_grad():
+        written.mul_(3)
+    for result in (after, late):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
+def test_the_calls_of_a_lazy_block_after_an_optimizer_step_go_backward() -> None:
+    scaled, x = Scaled(), torch.randn(3)
+    with fxbatch.lazy(scaled) as batch:
+        for _ in range(2):
+            scaled.zero_grad()
+            scaled.read(batch.value(x)).sum().backward()
+            found = scaled.layer.weight.grad
+            scaled.zero_grad()
+            with fxbatch.disabled():
+                scaled([x]).sum().backward()
+            torch.testing.assert_close(found, scaled.layer.weight.grad)
+            with torch.no_grad():
+                scaled.layer.weight.mul_(2)
