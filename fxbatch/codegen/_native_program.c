@@ -250,17 +250,22 @@ void product_apart(const Instruction *x, char *out, char *a, char *b, const char
     run_product(&whole, at, rows, x->depth_rest, rows, threads);
 }
 
-/* What was multiplied before goes to its place; what is multiplied later waits. */
-static void take_product(const Program *p, const Instruction *x, const float *from, char **at, int64_t rows)
+/* What was multiplied before is added to where it lies, and taken for the result, if that is memory of this block's alone;
+   else it goes to its place. What is multiplied later waits. */
+static void take_product(const Program *p, const Instruction *x, char **bases, char **at, int64_t rows)
 {
+    const Base *base = &p->bases[x->out.base];
     const float *start = (const float *)at[3];
-    for (int64_t r = 0; r < rows && p->bases[x->in[0].base].kind == INPUT; r++, from += x->width) {
-        float *out = (float *)at[0] + r * x->out.stride;
-        if (start && start != (const float *)at[0])
-            memcpy(out, start + r * x->in[2].stride, (size_t)x->width * 4);
+    float *from = (float *)bases[x->apart], *out = (float *)at[0];
+    int there = base->kind == BLOCK && base->per_row == 1 && base->row_bytes == x->width * 4;
+    if (p->bases[x->in[0].base].kind != INPUT)
+        return;
+    if (there)
+        bases[x->out.base] = (char *)from;
+    for (int64_t r = 0; r < rows; r++, from += x->width, out += x->out.stride) {
         if (start)
-            loops->accumulate(out, from, x->width);
-        else
+            loops->accumulate(from, start + r * x->in[2].stride, x->width);
+        if (!there)
             memcpy(out, from, (size_t)x->width * 4);
     }
 }
@@ -417,7 +422,7 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
         if (x->code == PRODUCT && !has_products())
             return 1;
         if (x->apart && bases[x->apart])
-            take_product(p, x, (const float *)bases[x->apart], at, rows);
+            take_product(p, x, bases, at, rows);
         else if (x->code == PRODUCT) {
             Instruction packed;
             if (x->packed && bases[x->packed]) {
