@@ -11,6 +11,7 @@ Compiled by Cython (see uncompiled.py): each run asks for memory a few times.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
@@ -117,6 +118,20 @@ class Pool:
             return self._bytes
 
 
+def _holders(entry: tuple[torch.UntypedStorage, int]) -> int:
+    """How many hold the object of a storage, which is one for all who ask for it: only the first of these is counted
+    as a user of the memory."""
+    return sys.getrefcount(entry[0])
+
+
+_ALONE = _holders((torch.UntypedStorage(0), 0))
+
+
+def _is_free(entry: tuple[torch.UntypedStorage, int]) -> bool:
+    """Whether nobody else holds a storage, nor a tensor of it."""
+    return _holders(entry) == _ALONE and storage_uses(entry[0]) == 1
+
+
 class GradientMemory:
     """Memory of dense gradients of parameters, used again when the user has let go of it.
 
@@ -147,11 +162,11 @@ class GradientMemory:
         with self._lock:
             kept = self._storages.setdefault((shape, dtype), [])
             self._storages.move_to_end((shape, dtype))
-            for storage, pointer in reversed(kept):  # the last one is warm in the cache
+            for entry in reversed(kept):  # the last one is warm in the cache
                 # Resized, or moved into shared memory, it is the user's alone.
-                if storage_uses(storage) == 1 and storage.data_ptr() == pointer and storage.nbytes() == size:
+                if _is_free(entry) and entry[0].data_ptr() == entry[1] and entry[0].nbytes() == size:
                     self.reused += 1
-                    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]  # takes one
+                    return torch.empty(0, dtype=dtype, device="cpu").set_(entry[0], 0, shape)  # type: ignore[call-overload]  # takes one
             made = torch.empty(shape, dtype=dtype, device="cpu")
             kept.append((made.untyped_storage(), made.data_ptr()))
             if len(kept) > self.KEPT:

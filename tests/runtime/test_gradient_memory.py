@@ -57,7 +57,7 @@ def test_small_and_other_kinds_are_not_mixed() -> None:
     assert memory.reused == 0 and b.shape == (300, 200) and c.dtype == torch.int32
 
 
-@pytest.mark.parametrize("change", ["resize", "share", "numpy"])
+@pytest.mark.parametrize("change", ["resize", "share", "numpy", "storage"])
 def test_what_a_user_did_with_it_is_left_to_them(change: str) -> None:
     memory = GradientMemory()
     given = memory.take(SHAPE, torch.float32)
@@ -68,7 +68,7 @@ def test_what_a_user_did_with_it_is_left_to_them(change: str) -> None:
     elif change == "share":
         given.share_memory_()
     else:
-        held = given.numpy()
+        held = given.numpy() if change == "numpy" else given.untyped_storage()
     del given
     taken = memory.take(SHAPE, torch.float32)
     taken.fill_(1.0)
