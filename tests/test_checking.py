@@ -291,6 +291,24 @@ def test_a_wrong_value_is_an_error_with_instance_operation_and_figures(
     made(xs)
 
 
+def test_a_difference_is_told_with_any_seed_and_with_the_weights_of_functional_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = backward.add_parameter_gradients
+
+    def doubled(*left: Any) -> None:
+        add(*left)
+        left[-1].update({key: 2 * grad for key, grad in left[-1].items() if grad.shape == (4,)})
+
+    monkeypatch.setattr(backward, "add_parameter_gradients", doubled)
+    made = model(lambda self, x: self.a(x), {"a": nn.Linear(4, 4)}, check=1, check_gradients=True)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in made.named_parameters()}
+    torch.manual_seed(1 << 40)  # a process that sets none has one as large
+    for call in (made, lambda xs: torch.func.functional_call(made, weights, (xs,))):
+        with pytest.raises(fxbatch.DifferenceError, match=r"a.bias: error "):
+            call(vectors(4, 4))
+
+
 def test_a_wrong_gradient_is_an_error_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     add = backward.add_parameter_gradients
 
