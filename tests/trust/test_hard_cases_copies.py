@@ -6,8 +6,11 @@ import copy
 import io
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,11 +89,10 @@ def _in_child(made: nn.Module, trees: Any, expected: torch.Tensor, answers: Any)
         answers.put(repr(error))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_processes(method: str) -> None:
+def runs_in_a_child(method: str) -> None:
+    """A model in use gives in a child process what it gives here, and goes on here."""
     made, trees = in_use()
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     answers = context.Queue()
     # plain numbers for the child: shared tensors would need file descriptors of this process
     child = context.Process(target=_in_child, args=(made, trees, made(trees).detach(), answers))
@@ -101,6 +103,17 @@ def test_processes(method: str) -> None:
         child.join(30)
     assert child.exitcode == 0
     check_equal(made, trees)
+
+
+def test_a_spawned_process() -> None:
+    runs_in_a_child("spawn")
+
+
+def test_a_forked_process() -> None:
+    """In an interpreter of its own: torch goes backward in no fork of a process in which a backward pass, of another
+    test perhaps, has begun threads."""
+    code = f"from {__name__} import runs_in_a_child; runs_in_a_child('fork')"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=250)
 
 
 def test_threads_share_a_model() -> None:
