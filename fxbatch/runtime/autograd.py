@@ -132,9 +132,13 @@ def _read_back(run: Run, phases: Sequence[Phase]) -> list[torch.Tensor]:
     return [shared[signature][i] for phase in phases for signature, i in phase.operations.read_back]
 
 
+def _has_hooks(t: torch.Tensor) -> bool:
+    return t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None
+
+
 def _is_heard(t: torch.Tensor) -> bool:
     """Whether somebody may notice that a gradient of this tensor was asked for."""
-    return not t.is_leaf or t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None
+    return not t.is_leaf or _has_hooks(t)
 
 
 def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -160,7 +164,21 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
     if any(map(_is_heard, inputs.values())):
-        inputs = _reached(run, np.concatenate(requests), inputs)
+        reached = [_reached(run, values, inputs) for values in requests]
+        hooked = {key for key, t in inputs.items() if _has_hooks(t)}
+        if any(hooked & found.keys() != hooked & reached[0].keys() for found in reached):
+            run.lasting = True  # each result goes backward by itself: a loss may depend on some of them alone
+            return [
+                _attached(run, [values], found)[0] for values, found in zip(requests, reached, strict=True)
+            ]
+        inputs = {key: t for key, t in inputs.items() if any(key in found for found in reached)}
+    return _attached(run, requests, inputs)
+
+
+def _attached(
+    run: Run, requests: Sequence[np.ndarray], inputs: dict[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors of `take_results`, by one autograd function of these inputs."""
     needs = [any_of(run.value_needs, values) for values in requests] if inputs else []
     if not any(needs):
         if not torch.is_grad_enabled():

@@ -126,6 +126,35 @@ def test_hooks_of_what_no_result_depends_on_are_not_called(backward: str) -> Non
     assert xs.grad is not None
 
 
+@pytest.mark.parametrize("losses", [[0], [1], [0, 1]])
+def test_hooks_of_what_the_loss_does_not_depend_on_are_not_called(losses: list[int]) -> None:
+    """Of several results some may be in no loss: their parameters' gradients are None, and nobody hears of it."""
+
+    def code(m: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shared, first, second = m.children()
+        return first(shared(x)).tanh(), second(shared(x)).tanh()
+
+    found: list[tuple[list[str], list[torch.Tensor | None]]] = []
+    for decorated in (True, False):
+        model, xs = Model(code, nn.Sequential(*[layer() for _ in range(3)]), fuse=False), instances()
+        heard: list[str] = []
+
+        def listen(name: str, p: nn.Parameter, heard: list[str] = heard) -> None:
+            p.register_hook(lambda grad: [heard.append(name), grad * 2][1])
+            p.register_post_accumulate_grad_hook(lambda p: heard.append(f"after {name}"))
+
+        for name, p in model.named_parameters():
+            listen(name, p)
+        with contextlib.nullcontext() if decorated else fxbatch.disabled():
+            results = model.batched(xs)
+        torch.stack([results[i].sum() for i in losses]).sum().backward()
+        found.append((sorted(heard), [xs.grad, *[p.grad for p in model.parameters()]]))
+    (heard, batched), (expected, loop) = found
+    assert heard == expected
+    assert len(heard) == 4 * (1 + len(losses))
+    torch.testing.assert_close(batched, loop)
+
+
 @pytest.mark.parametrize("backward", ["compiled", "autograd"])
 def test_forward_mode(backward: str) -> None:
     model, xs = Model(lambda m, x: m(x).tanh() * 2, layer(), backward=backward), instances().detach()

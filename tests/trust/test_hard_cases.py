@@ -37,7 +37,8 @@ Which test holds which hard case (`test_every_hard_case_has_its_test` looks that
     `torch.autocast`                         test_autocast, test_autocast_inside_the_forward
     `torch.func`                             test_torch_func_works_under_autograd_or_is_a_clear_error
     deepcopy and pickle mid-life             test_deepcopy_in_use, test_pickle_and_state_dict_in_use
-    fork, spawn, threads                     test_processes, test_threads_share_a_model
+    fork, spawn, threads                     test_a_forked_process, test_a_spawned_process,
+                                             test_threads_share_a_model
     faults anywhere                          test_faults_in_a_warm_step, test_faults_in_a_cold_step
 """
 
