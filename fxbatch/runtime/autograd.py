@@ -33,7 +33,7 @@ from fxbatch.errors import GradientError
 from fxbatch.ir import INDEX, VIEW, Modes, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.backward import run_backward
+from fxbatch.runtime.backward import operands_behind, run_backward
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operands import any_of, requiring_grad
@@ -145,11 +145,9 @@ def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> 
     """Those of the inputs that lead to results: hooks of the others, as of a score that was asked for alone, would be
     called with None."""
     reached, reaching = find_wanted([(p.program, p.needs) for p in run.phases], results)
-    found: set[int] = set()
-    for phase, leads in zip(run.phases, reached, strict=True):
+    found = operands_behind(run.phases, run.memory, reached, reaching)
+    for phase in run.phases:
         program = phase.program
-        for s in np.flatnonzero(leads).tolist():
-            found.update(map(id, run.memory.shared.get(program.signatures[s], ())))
         for s, payload in program.constants.items():
             marks = reaching[program.first_value[np.flatnonzero(program.sig == s)]].tolist()
             found.update(id(t) for t, mark in zip(payload, marks, strict=True) if mark)

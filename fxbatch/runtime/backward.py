@@ -236,6 +236,25 @@ def add_parameter_gradients(
             add_gradient(found, shared[position], grad)
 
 
+def operands_behind(
+    phases: Sequence[Phase], memory: Memory, reached: Sequence[np.ndarray], reaching: np.ndarray
+) -> set[int]:
+    """The shared operands, by id, that results are computed from. reached, reaching: what `find_wanted` says."""
+    found: set[int] = set()
+    for phase, leads in zip(phases, reached, strict=True):
+        program = phase.program
+        for s in np.flatnonzero(leads).tolist():
+            shared, compiled = memory.shared.get(program.signatures[s], ()), phase.compiled[s]
+            if compiled is None or not compiled.is_selective:
+                found.update(map(id, shared))
+                continue
+            first = program.first_value[np.flatnonzero(program.sig == s)]
+            for j, places in enumerate(compiled.behind):
+                if reaching[first + j].any():
+                    found.update(id(shared[i]) for i in places)
+    return found
+
+
 def add_gradient(found: Gradients, tensor: torch.Tensor, grad: torch.Tensor) -> None:
     """Note a gradient of a tensor that may have others."""
     before = found.get(id(tensor))
@@ -323,15 +342,15 @@ class Backward:
         self.run, self.memory, self.phases = run, run.memory, run.phases
         structures, memory = run.planner.structures, run.memory
         results = given[0].values if len(given) == 1 else np.concatenate([g.values for g in given])
-        reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
-        for phase, leads in zip(self.phases, reached, strict=True):
+        self.reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
+        for phase, leads in zip(self.phases, self.reached, strict=True):
             if leads.any() and any(t._version != version for t, version in phase.read):
                 raise GradientError(
                     "a parameter or buffer that backward reads has been modified by an inplace operation (as an "
                     "optimizer's step) since the calls of this lazy block ran: go backward before"
                 )
         self.needs = [
-            run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, reached, strict=True)
+            run.planner.backward_needs(p.compiled, r) for p, r in zip(self.phases, self.reached, strict=True)
         ]
         described = [
             PhaseGradients(p.program, p.plan, needs.groups, needs.outputs, memory.types_of(p.program))
@@ -370,7 +389,13 @@ class Backward:
             kernels = self.template.kernels.fill(left, run.workspace(), run.planner.gradient_memory, asked)
         for p in reversed(phases):
             self._walk(p, passed[p], native[p])
+        selective = any(needs.selective for needs in self.needs)
+        before = set(self.found) if selective else set()
         add_parameter_gradients(self.running, kernels, left, run.workspace(), self.found)
+        if selective:  # zeros of what only results without a gradient are computed from: None, as in the loop
+            leading = operands_behind(self.phases, self.memory, self.reached, self.reaching)
+            for key in self.found.keys() - before - leading:
+                del self.found[key]
 
     def release(self) -> None:
         """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
@@ -414,8 +439,9 @@ class Backward:
                 tensor.zero_()
             return
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
-        filled = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
-        self._step(phase, k, compiled, n, filled, written, views)
+        if compiled.unbatched is None:
+            grads = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
+        self._step(phase, k, compiled, n, grads, written, views)
 
     def _step(
         self,
@@ -423,7 +449,7 @@ class Backward:
         k: int,
         compiled: CompiledOperation,
         n: int,
-        filled: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
         group_grads: list[torch.Tensor],
         views: GradientViews,
     ) -> None:
@@ -431,7 +457,7 @@ class Backward:
         sources, outs, (kept, saved) = views.forward[k]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
-            for j, grad in zip(compiled.grad_outputs, filled, strict=True):
+            for j, grad in zip(compiled.grad_outputs, grads, strict=True):
                 given_by_output[j] = grad
             with named_step(compiled.signature.name, n, "backward"):
                 input_grads, shared_grads = compiled.unbatched.backward(
@@ -455,9 +481,7 @@ class Backward:
         ]
         extra = views.extra(compiled, k, n)
         with named_step(compiled.signature.name, n, "backward"):
-            compiled.backward(
-                n, filled, sources, outs, kept, saved, shared, wide, extra, self.run.workspace()
-            )
+            compiled.backward(n, grads, sources, outs, kept, saved, shared, wide, extra, self.run.workspace())
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
         if grad is None:

@@ -13,6 +13,7 @@ that is twice the time of the better choice, as for who rents skis before buying
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -139,9 +140,42 @@ class CompiledOperation:
         """What compiling took: the cold start of this operation."""
         return sum(graph.seconds for graph in self.compiled)
 
+    @functools.cached_property
+    def behind(self) -> tuple[frozenset[int], ...]:
+        """By output: the shared operands whose gradients are made of that output's; call by call, all."""
+        outputs, graphs = range(len(self.signature.outputs)), self.graphs
+        every = frozenset(range(len(self.signature.shared)))
+        if graphs is None or graphs.backward is None or graphs.parameters is None:
+            return tuple(every for _ in outputs)
+        made = _made_of(graphs.backward, [frozenset([j]) for j in graphs.grad_outputs])[
+            len(graphs.grad_groups) :
+        ]
+        none: frozenset[int] = frozenset()
+        read = [made[ref.index] if ref.kind == "extra" else none for ref in graphs.parameter_inputs]
+        of = dict(zip(graphs.grad_shared, _made_of(graphs.parameters, read), strict=True))
+        return tuple(frozenset(i for i, found in of.items() if j in found or not found) for j in outputs)
+
+    @functools.cached_property
+    def is_selective(self) -> bool:
+        """Whether some of its outputs lead to the gradients of other shared operands than others."""
+        return len({self.behind[j] for j in self.grad_outputs}) > 1
+
     @property
     def needs_gradient(self) -> bool:
         return bool(self.grad_groups or self.grad_shared)
+
+
+def _made_of(module: fx.GraphModule, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """What each result of a graph is computed from, given what its first inputs after the number of rows are."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    found.update(zip(places[1:], given, strict=False))
+    for node in module.graph.nodes:
+        if node not in found:
+            found[node] = frozenset().union(*[found[x] for x in node.all_input_nodes])
+    (results,) = module.graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return [found[x] if isinstance(x, fx.Node) else frozenset() for x in results]
 
 
 def compile_operation(

@@ -244,6 +244,7 @@ class BackwardNeeds:
     outputs: tuple[tuple[int, ...], ...]  # outputs whose gradients it takes
     running: tuple[CompiledOperation, ...]  # batched operations that run, the last signature first
     idle: np.ndarray  # int64 a signature, 1: backward has nothing to do for it, whatever other phases want
+    selective: bool  # whether some operation has outputs of different shared operands
 
     @staticmethod
     def of(operations: Sequence[CompiledOperation | None], reached: np.ndarray) -> BackwardNeeds:
@@ -257,6 +258,7 @@ class BackwardNeeds:
             outputs,
             tuple(reversed(batched)),
             np.array(idle, dtype=np.int64),
+            any(c.is_selective for c in batched),
         )
 
 

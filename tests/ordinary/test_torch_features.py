@@ -136,7 +136,7 @@ def test_hooks_of_what_the_loss_does_not_depend_on_are_not_called(losses: list[i
 
     found: list[tuple[list[str], list[torch.Tensor | None]]] = []
     for decorated in (True, False):
-        model, xs = Model(code, nn.Sequential(*[layer() for _ in range(3)]), fuse=False), instances()
+        model, xs = Model(code, nn.Sequential(*[layer() for _ in range(3)])), instances()
         heard: list[str] = []
 
         def listen(name: str, p: nn.Parameter, heard: list[str] = heard) -> None:
@@ -153,6 +153,54 @@ def test_hooks_of_what_the_loss_does_not_depend_on_are_not_called(losses: list[i
     assert heard == expected
     assert len(heard) == 4 * (1 + len(losses))
     torch.testing.assert_close(batched, loop)
+
+
+class TwoHeads(nn.Module):
+    """One operation of two results, each with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = layer(), layer(), nn.Parameter(torch.ones(SIZE).double())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x) * self.both, self.second(x) + self.both.sin()
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Its result is computed without the weight, whose gradient it gives all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, grad * 3
+
+
+class StraightThrough(TwoHeads):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _StraightThrough.apply(x, self.both), self.second(x)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", [TwoHeads, StraightThrough])
+@pytest.mark.parametrize("losses", [[0], [1], [0, 1]])
+def test_parameters_of_a_result_that_is_in_no_loss_have_no_gradient(
+    losses: list[int], kind: type[TwoHeads], native: bool
+) -> None:
+    """None, as in the loop, and not zeros, by which an optimizer with weight decay would move them."""
+    model = Model(lambda m, x: m(x.sin()), kind(), native=native)
+    for _ in range(2):  # call by call, then by graphs
+        found = []
+        for decorated in (True, False):
+            xs = instances()
+            model.zero_grad()
+            with contextlib.nullcontext() if decorated else fxbatch.disabled():
+                results = model.batched(xs)
+            torch.stack([results[i].sum() for i in losses]).sum().backward()
+            found.append([xs.grad, *[p.grad for p in model.parameters()]])
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("backward", ["compiled", "autograd"])
