@@ -538,9 +538,9 @@ class RecordedCalls(Columns):
         if self.lifted:
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
         self._refuse_written_operands(sig)
-        signatures = table.snapshot()
+        signatures, columns = table.snapshot_and_columns()
         program = Program.of(
-            table.columns(),
+            columns,
             signatures=signatures,
             sig=sig,
             inputs=inputs,

@@ -199,8 +199,8 @@ class SignatureTable:
         self.packed: Any = None  # makes entries of calls with sizes of their own (runtime/packed_calls.py)
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
-        self._snapshot: tuple[Signature, ...] = ()
-        self._columns = signature_columns(())
+        # Several threads record with one table: what belongs together is set at once, and given as it was found.
+        self._snapshot: tuple[tuple[Signature, ...], SignatureColumns] = (), signature_columns(())
         self._arity = np.empty(0, dtype=np.int64)
         self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
@@ -214,27 +214,31 @@ class SignatureTable:
 
     def snapshot(self) -> tuple[Signature, ...]:
         """All signatures as a tuple, index = id."""
-        if len(self._snapshot) != len(self.signatures):
-            self._snapshot = tuple(self.signatures)
-            self._columns = signature_columns(self._snapshot)
-        return self._snapshot
+        return self.snapshot_and_columns()[0]
 
-    def columns(self) -> SignatureColumns:
-        """Those of the last snapshot."""
-        return self._columns
+    def snapshot_and_columns(self) -> tuple[tuple[Signature, ...], SignatureColumns]:
+        """All signatures as a tuple, index = id, and their columns."""
+        found = self._snapshot
+        if len(found[0]) != len(self.signatures):
+            signatures = tuple(self.signatures)
+            found = self._snapshot = signatures, signature_columns(signatures)
+        return found
 
     def arity(self) -> np.ndarray:
         """int64 [signatures]: inputs of each."""
-        if len(self._arity) != len(self.signatures):
-            self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
-        return self._arity
+        found = self._arity
+        if len(found) != len(self.signatures):
+            found = self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
+        return found
 
     def output_types(self) -> tuple[np.ndarray, np.ndarray]:
         """int32: type ids of all signatures' outputs, one signature after another; int64 [signatures]: how many."""
-        if len(self._output_types[1]) != len(self.outputs):
-            flat = np.array([t for types in self.outputs for t in types], dtype=np.int32)
-            self._output_types = flat, np.array([len(types) for types in self.outputs], dtype=np.int64)
-        return self._output_types
+        found = self._output_types
+        if len(found[1]) != len(self.outputs):
+            outputs = list(self.outputs)
+            flat = np.array([t for types in outputs for t in types], dtype=np.int32)
+            found = self._output_types = flat, np.array([len(types) for types in outputs], dtype=np.int64)
+        return found
 
     def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
         """Give a new signature its id. The caller holds the lock and has looked its key up."""

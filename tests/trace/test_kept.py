@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxbatch
+from fxbatch import ir
 from fxbatch.trace import module_state
+from fxbatch.trace import table as table_module
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.state import current_recorder
+from fxbatch.trace.table import SignatureTable
 from tests.trace.test_examined import CHANGES, Cell
 
 modules = sys.modules["fxbatch.trace.modules"]
@@ -243,3 +246,22 @@ def test_modes_of_torch_are_told_apart_across_minibatches(recorded_by: str) -> N
                 torch.testing.assert_close(
                     half, model(xs), rtol=2**-5, atol=2**-5
                 )  # of bfloat16: 2**-8 a step
+
+
+def test_columns_are_those_of_the_snapshot_while_another_thread_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a snapshot and its columns another thread may ask for both: it was given older columns."""
+    table, seen = SignatureTable(100), []
+
+    def meanwhile(signatures: tuple[ir.Signature, ...]) -> ir.SignatureColumns:
+        asked.append(None)
+        if len(asked) == 1:
+            seen.append(table.snapshot_and_columns())
+        return ir.signature_columns(signatures)
+
+    asked: list[None] = []
+
+    table.constant(ir.TensorSpec((2,), torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(table_module, "signature_columns", meanwhile)
+    found = table.snapshot_and_columns()
+    for signatures, columns in (found, seen[0]):
+        assert len(signatures) == len(columns.width) == 1
