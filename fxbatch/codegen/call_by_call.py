@@ -19,10 +19,10 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Layout, Signature
 from fxbatch.signature import Body, tensors_of
 from fxbatch.torch_private import any_autocast, run_backward, set_grad_enabled
+from fxbatch.trace.operations import NOT_DIFFERENTIABLE
 
 Tensors = list[torch.Tensor]
 _TENSOR = {torch.Tensor}
-_NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
 class RowTape(NamedTuple):
@@ -70,7 +70,7 @@ class UnbatchedKernel:
             tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
             return self._stack(tape.outputs, outs), tape if grad else None
         except RuntimeError as error:
-            if _NOT_DIFFERENTIABLE not in str(error):
+            if NOT_DIFFERENTIABLE not in str(error):
                 raise
             # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
             takes = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
@@ -85,7 +85,7 @@ class UnbatchedKernel:
         try:
             self._run([x[:1].detach().clone() for x in groups], shared, needs, [False] * len(shared), 1, True)
         except RuntimeError as error:
-            if _NOT_DIFFERENTIABLE not in str(error):
+            if NOT_DIFFERENTIABLE not in str(error):
                 raise
             return False
         return True

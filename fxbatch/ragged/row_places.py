@@ -6,7 +6,7 @@ In: int64 [n], the size of each instance. Out: int64 columns, which tensors shar
     measure(np.array([2, 0, 3]), starts)       # (5, 3, 0): rows in all, the longest, the shortest; starts is [0, 2, 2]
     segments(np.array([2, 0, 3]), 5)           # [0, 0, 2, 2, 2]
 
-Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see passes/uncompiled.py).
+Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
 """
 
 from __future__ import annotations

@@ -162,14 +162,14 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
     if any(map(_is_heard, inputs.values())):
-        reached = [_reached(run, values, inputs) for values in requests]
         hooked = {key for key, t in inputs.items() if _has_hooks(t)}
+        reached = [_reached(run, values, inputs) for values in requests] if hooked else []
         if any(hooked & found.keys() != hooked & reached[0].keys() for found in reached):
             run.lasting = True  # each result goes backward by itself: a loss may depend on some of them alone
             return [
                 _attached(run, [values], found)[0] for values, found in zip(requests, reached, strict=True)
             ]
-        inputs = {key: t for key, t in inputs.items() if any(key in found for found in reached)}
+        inputs = _reached(run, np.concatenate(requests), inputs)
     return _attached(run, requests, inputs)
 
 

@@ -238,7 +238,8 @@ def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-_NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
+# What torch says of an argument that takes no gradients.
+NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 _LOG = logging.getLogger(FakeMode.__mro__[1].__module__)
 
 
@@ -338,7 +339,7 @@ def run_on_fakes(
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
         except RuntimeError as error:
-            if _NOT_DIFFERENTIABLE not in str(error):
+            if NOT_DIFFERENTIABLE not in str(error):
                 raise
         # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
         outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False)
