@@ -162,42 +162,51 @@ class Explanation:
         return table
 
     def _lines(self, *, narrow: bool) -> list[str]:
-        """What stands below the table."""
-        why: dict[str, list[str]] = {}
-        for row in self.operations:
-            why.setdefault(row.rule, []).append(row.operation)
-        lines = [
-            f"steps {self.steps}, lower bound {self.lower_bound} ({self.ratio:.2f}), phases {self.phases}",
-            f"gathers: {self.gathers_elided} read in place, {self.gathers_indexed} copied "
-            f"({self.bytes_gathered / 1e6:.1f} MB; {self.bytes_read / 1e6:.1f} if none were read in place)",
-            f"memory: {self.bytes_held / 1e6:.1f} MB of arenas and kept rows",
-        ]
-        lines += self.packed
-        if self.kept:
-            kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(self.kept.items()))
-            lines += [f"kept for structures that come again: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
+        """The lines below the table."""
+        waits = f"; {self.phases} phases, as instances waited for values" if self.phases > 1 else ""
+        least = "no order needs fewer" if self.ratio == 1 else f"at least {self.lower_bound} in any order"
+        lines = [f"{self.steps} batched launches, {least}{waits}", *self.packed]
         if narrow:
+            why: dict[str, list[str]] = {}
+            for row in self.operations:
+                why.setdefault(row.rule, []).append(row.operation)
             lines += [
                 f"why an operation: {', '.join(dict.fromkeys(names))}: {rule}" for rule, names in why.items()
             ]
-        if self.products:
-            lines += [f"products: {self.products}"]
         if self.deduplicated:
             lines += [
                 f"deduplicated: {self.deduplicated} calls were equal to others, and are not in the table"
             ]
         lines += [
-            f"traced through: {t['name']}: {t['reason']} ({t['location']})" for t in self.traced_through
+            f"recorded by its parts: {t['name']}: {t['reason']} ({t['location']})"
+            for t in self.traced_through
         ]
         if any(row.compiled for row in self.operations):
             seconds = sum(row.compile_seconds for row in self.operations)
             lines.append(f"compiled in {seconds:.1f} s")
             lines += [f"compiled: {row.signature}: {row.compiled}" for row in self.operations if row.compiled]
-        lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
         lines += [f"would help: {line}" for line in self.advice]
         if self.strategy:
             lines += [f"such minibatches run as {self.strategy}"]
-        return lines
+        return [*lines, "the columns and the rules: docs/explain.md"]
+
+    @property
+    def details(self) -> list[str]:
+        """Lines for who wants to know more: copies, memory, what runs in Python, which library multiplies.
+
+        `fxbatch explain --verbose` prints them below the others.
+        """
+        lines = [
+            f"inputs of launches: {self.gathers_elided} read in place, {self.gathers_indexed} copied "
+            f"({self.bytes_gathered / 1e6:.1f} MB; {self.bytes_read / 1e6:.1f} if none were read in place)",
+            f"memory for values: {self.bytes_held / 1e6:.1f} MB at most",
+        ]
+        if self.kept:
+            kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(self.kept.items()))
+            lines += [f"kept for structures that come again: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
+        if self.products:
+            lines += [f"products: {self.products}"]
+        return lines + [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
 
     def __str__(self) -> str:
         console = rich_console.Console(width=140, no_color=True, highlight=False)

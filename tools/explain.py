@@ -1,4 +1,4 @@
-"""Tell what batching did: why what is an operation, what batched, what did not and why, what would help.
+"""Show what batching did: operations, calls and launches, what did not batch and why, what would help.
 
 examples:
   fxbatch explain examples/tree_lstm.py:minibatch
@@ -25,6 +25,7 @@ from .terminal import doing, output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     add_option_argument(parser)
+    parser.add_argument("--verbose", action="store_true", help="memory, copies and matrix products, too")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 
 
@@ -41,4 +42,6 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({**head, **explanation.to_dict()}) + "\n")
     else:
         output().print(explanation)
+        for line in explanation.details if options.verbose else ():
+            output().print(line, markup=False, highlight=False)
     return Status.OK
