@@ -18,7 +18,7 @@ endif
 # A shell's PYTHONPATH or an activated environment must not leak in, nor that each process compiles all sources anew.
 unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-slow package check format bench guard soak conformance pictures constraints clean
+.PHONY: help venv demo test test-slow package check format bench guard soak conformance pictures reference constraints clean
 
 help:
 	@echo "make demo         train the Tree-LSTM on the Stanford Sentiment Treebank (ARGS='--epochs 2')"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench        benchmarks           make soak         random models, for hours"
 	@echo "make guard        refuse what is slower than another checkout (BASE=../other ARGS='--budget 60')"
 	@echo "make conformance  PyTorch's operators  make pictures     the pictures of README and docs"
+	@echo "make reference    docs/api, from the docstrings"
 
 # The stamp is written last: an interrupted install is taken up again, a finished one is not repeated.
 # What is compiled is made anew when its source is newer.
@@ -76,6 +77,9 @@ soak: venv
 
 conformance: venv
 	$(PY) -m tests.conformance $(ARGS)
+
+reference: venv
+	$(PY) -m tools.api_reference $(ARGS)
 
 pictures: venv
 	$(PY) -m tools.pictures $(ARGS)

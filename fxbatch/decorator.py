@@ -580,50 +580,69 @@ def autobatch(
     batch_norm: str = "refuse",
     **unknown: Any,
 ) -> Any:
-    """Make a callable that is written for ONE instance take a minibatch of instances.
+    """Make a function that is written for ONE instance take a minibatch of instances.
 
-    Bare (`@autobatch`) or with options (`@autobatch(schedule="depth")`), on a function, or on the forward or
-    any other method of a class; `model.forward = autobatch(model.forward)` decorates that of one object. Each
-    argument of a call is then a minibatch: a list, tuple or other container with one item an instance, or a
-    tensor whose first dimension is the instances (`fxbatch.instances`). None is None for all instances. The
-    result has the structure of one instance's result.
+    Use it bare (`@fxbatch.autobatch`) or with options (`@fxbatch.autobatch(out="list")`), on the `forward` or any other
+    method of a module, or on a function. `model.forward = fxbatch.autobatch(model.forward)` decorates one object.
 
-    Values and gradients equal those of the undecorated callable, one instance at a time.
+    Each argument of a call is then a minibatch: a list, a tuple or another container with one item per instance, or a
+    tensor whose first dimension is the instances. None stays None for all instances. Values and gradients equal those
+    of the undecorated function, one instance at a time.
 
     What goes in and comes out:
-        shared: names of arguments that are given once for all instances.
-        out: "stack": tensors are stacked on a new first dimension. "list": a list with a result an instance.
-            "nested": jagged nested tensors, where sizes differ.
-        return_exceptions: give the exception of an instance in its place in the results (with out="list")
-            instead of raising it.
+        shared: names of arguments that are given once, for all instances.
+        out: "stack": the result has the structure of one instance's result, its tensors stacked on a new first
+            dimension. "list": a list with one result per instance. "nested": jagged nested tensors, where sizes differ.
+        return_exceptions: put the exception of an instance in its place in the list (with out="list") instead of
+            raising it.
 
-    How it is batched:
-        schedule: the policy that puts calls into steps: "lookahead" (fewest steps), "agenda" (DyNet's),
-            "depth", "fold" (depth, as Fold carries values along), "none" (one call a step).
-        deduplicate: equal calls on equal inputs are one call, across instances. "auto": where a minibatch has
-            many calls and enough of them are equal.
-        fuse: whether calls that always occur together become one operation, where an eighth of all calls would go.
+    How calls are batched:
+        schedule: the order of launches. "lookahead" needs fewest; "agenda" is DyNet's; "depth"; "fold" is TensorFlow
+            Fold's; "none" runs one call per launch.
+        deduplicate: run equal calls on equal inputs once, across instances. "auto": in large minibatches where enough
+            calls are equal.
+        fuse: make one operation of calls that always occur together, when that removes at least 1/8 of all calls.
 
     How it runs:
-        backward: "compiled" (graphs of each operation's gradients, made once), or "autograd" (torch's own:
-            double backward, forward-mode derivatives).
-        mode: "looped" (one module walks the plan of each minibatch), or "unrolled" (an fx.GraphModule for each
-            structure).
-        native: on the CPU, run steps in C where their kernels have native programs.
-        adaptive: where batching would be slower than the plain loop, run the loop: chosen from counts of calls,
-            the same way in every run. False: batch always. Options that say how to batch (schedule, mode, backward,
-            compile, verify) batch always, too.
-        compile: operation graphs through torch.compile: True ("inductor"), the name of a backend, a backend,
-            or "auto" (Inductor, for graphs without a native program).
-        compile_options: passed on to torch.compile: `mode`, `options`, Inductor's settings by name.
-        check: N: the first minibatch, and then one in N, is also run undecorated, on copies, and compared; a difference
-            is an error. check_gradients: compare gradients too.
-        verify: check every form after every rewrite (slow, for debugging).
-        batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, and update
-            their running statistics once a minibatch; "refuse": an error, as instances would be mixed.
+        adaptive: run the plain loop where batching would be slower. False: always batch. Options that say how to batch
+            (schedule, mode, backward, compile, verify) always batch, too.
+        backward: "compiled": gradient code of each operation, built once. "autograd": torch's own, slower, for double
+            backward and forward-mode derivatives.
+        mode: "looped": one module runs any minibatch. "unrolled": an fx.GraphModule for each structure.
+        native: on the CPU, run in C what can be.
+        compile: compile operations by torch.compile: True ("inductor"), the name of a backend, a backend, or "auto"
+            (Inductor, for what can't run in C).
+        compile_options: for torch.compile: `mode`, `options`, Inductor's settings by name.
+        check: N: run the first minibatch, and then one in N, undecorated as well, on copies, and compare. A
+            difference raises DifferenceError.
+        check_gradients: compare gradients as well.
+        verify: check every internal form after every rewrite. Slow; for finding a mistake of fxbatch.
+        batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, once per
+            minibatch. "refuse": an error, since instances would be mixed.
 
-    Raises OptionError, MinibatchError, ResultError, TraceError.
-    Source: Looks et al. 2017 section 2; Neubig et al. 2017 section 3.
+    Errors:
+        OptionError: an unknown option, or a value that an option does not take.
+        MinibatchError: a call's arguments are not minibatches of one length.
+        ResultError: the results can't be stacked or nested.
+        TraceError: the forward does something that can't be batched exactly.
+
+    Example:
+        >>> class Reader(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.cell = nn.Embedding(10, 4), nn.GRUCell(4, 4)
+        ...
+        ...     @fxbatch.autobatch
+        ...     def forward(self, words):  # one sentence: a list of numbers
+        ...         state = torch.zeros(4)
+        ...         for word in words:
+        ...             state = self.cell(self.embed(torch.tensor(word)), state)
+        ...         return state
+        >>> model = Reader()
+        >>> model([[1, 2, 3], [4]]).shape  # a list of sentences
+        torch.Size([2, 4])
+
+    Sources: Looks et al. 2017, section 2; Neubig et al. 2017, section 3.
     """
     options = Options.of(
         schedule=schedule,

@@ -1,4 +1,4 @@
-"""The errors that users meet: one base class, one subclass a kind of mistake.
+"""The errors that users meet: one base class, one subclass per kind of mistake.
 
 Every message names what was expected, what was met and, where there is one, the user's own line:
 `cell: input 1 takes f32[4], got f32[8] (model.py:31)`.
@@ -16,27 +16,27 @@ class OptionError(FxbatchError, ValueError):
 
 
 class MinibatchError(FxbatchError, ValueError):
-    """The arguments of a decorated call are no minibatch: lengths differ, wrong container."""
+    """The arguments of a decorated call are not minibatches of one length, or not what the forward takes."""
 
 
 class ResultError(FxbatchError, ValueError):
-    """The results of the instances can't be put together as `out=` asks."""
+    """The results of the instances can't be stacked, or nested: their shapes or structures differ. See `out="list"`."""
 
 
 class TraceError(FxbatchError):
-    """The per-instance forward did something that can't be recorded correctly."""
+    """The forward did something that can't be batched exactly. The message names your line."""
 
 
 class InPlaceError(TraceError):
-    """A write to a value or a tensor that can't be functionalised with exact semantics."""
+    """A write in place that can't be batched exactly, such as one to a view of a real tensor that is held meanwhile."""
 
 
 class BatchCoupledError(TraceError):
-    """An operation would mix instances or change shared state (BatchNorm in training)."""
+    """An operation would mix instances, or change what they share, such as BatchNorm in training."""
 
 
 class InstanceError(FxbatchError):
-    """The user's forward raised for one instance; `instance` is its index in the minibatch."""
+    """The forward failed for one instance; `instance` is its index in the minibatch."""
 
     def __init__(self, message: str, instance: int | None = None) -> None:
         super().__init__(message)
@@ -44,20 +44,22 @@ class InstanceError(FxbatchError):
 
 
 class StaleTraceError(FxbatchError):
-    """A cached trace does not fit the model as it is now (mode, operations, types)."""
+    """A trace that was made ahead doesn't fit the model as it is now (mode, types), and can't be made again."""
 
 
 class VerifyError(FxbatchError):
-    """A form breaks one of its invariants; the message shows the form and the line."""
+    """A mistake of fxbatch that `verify=True` found: a stage of a minibatch breaks one of its rules."""
 
 
 class GradientError(FxbatchError, RuntimeError):
-    """A gradient that the chosen backward can't give (double backward under `compiled`)."""
+    """A gradient that the chosen backward can't give, such as a double backward with `backward="compiled"`."""
 
 
 class DifferenceError(FxbatchError):
-    """What `autobatch(check=N)` found: batched is not what the undecorated loop gives. `instance` is its index in the
-    minibatch, `operation` the first one that differs, None and "" where that can't be told."""
+    """`autobatch(check=N)` compared a minibatch with the undecorated loop, and they differ.
+
+    `instance` is the index of the instance in the minibatch, or None; `operation` the first one that differs, or "".
+    """
 
     def __init__(self, message: str, instance: int | None = None, operation: str = "") -> None:
         super().__init__(message)
@@ -70,32 +72,32 @@ class DataError(FxbatchError, ValueError):
 
 
 class MissingDataError(DataError):
-    """A data set is in none of the folders that were searched."""
+    """A data set is in none of the folders that were searched; the message names them."""
 
 
 class BlockTypeError(FxbatchError, TypeError):
-    """Two blocks are composed whose types disagree."""
+    """Two blocks of `fxbatch.blocks` are composed whose types disagree."""
 
 
 class BlockValueError(BlockTypeError, ValueError):
-    """Blocks are wired as no composition can be (a cycle, an input read twice), or made with a value out of range."""
+    """Blocks are wired as they can't be (a cycle, an input read twice), or made with a value out of range."""
 
 
 class UnorderedRecordError(BlockTypeError, RuntimeError):
-    """A Record of a plain dict, whose blocks have no order, is given a tuple."""
+    """A `Record` that was made of a dict, whose blocks have no order, is given a tuple."""
 
 
 class CompileWarning(UserWarning):
-    """An operation graph runs uncompiled although `compile=` asked for more; the message says why."""
+    """An operation runs uncompiled although `compile=` asked for more; the message says why."""
 
 
 class InternalWarning(UserWarning):
-    """A mistake inside fxbatch made an operation run call by call: right, but slow; `verify=True` raises it."""
+    """A mistake of fxbatch made an operation run call by call: right, but slow. `verify=True` raises it."""
 
 
 class CheckWarning(UserWarning):
-    """`autobatch(check=N)` could not compare something: it depends on random numbers, or the loop doesn't repeat it."""
+    """`autobatch(check=N)` can't compare something: it depends on random numbers, or the loop doesn't repeat it."""
 
 
 class LoopWarning(UserWarning):
-    """Minibatches run the plain loop, which is estimated to be faster than batching them (`adaptive=True`)."""
+    """Minibatches run the plain loop, one instance at a time (`adaptive=True`); the message says why."""

@@ -18,7 +18,22 @@ NARROW = 110  # columns; below, the table has fewer
 
 @dataclass
 class OperationRow:
-    """One signature: why it is an operation, and how its calls were batched."""
+    """One row of the table of `explain`: an operation with the types that it met.
+
+    Fields:
+        operation: its name.
+        signature: the operation with types and shapes of inputs and outputs, as text.
+        rule: why it is an operation.
+        location: your line that called it first, "model.py:31".
+        calls: how often it was called, over all instances.
+        steps: how many batched steps these calls became.
+        launches: `steps`, or `calls` where it runs call by call.
+        largest: how many calls the largest step has.
+        batched: False where it runs call by call.
+        compiled: what `compile=` made of it, or why nothing; "" without `compile=`.
+        compile_seconds: how long that took.
+        python: what of it runs in Python although `native=True`, and why.
+    """
 
     operation: str
     signature: str
@@ -29,14 +44,21 @@ class OperationRow:
     launches: int = 0
     largest: int = 0
     batched: bool = True
-    compiled: str = ""  # which graphs are compiled, how often again; why not
+    compiled: str = ""
     compile_seconds: float = 0.0
-    python: str = ""  # which kernels run in Python although native=True, and why
+    python: str = ""
 
 
 @dataclass
 class UnbatchedRow:
-    """A signature that runs call by call, and why."""
+    """An operation that runs call by call.
+
+    Fields:
+        signature: the operation with types and shapes of inputs and outputs, as text.
+        reason: why it can't be batched.
+        location: your line that called it first.
+        calls: how often it was called, over all instances.
+    """
 
     signature: str
     reason: str
@@ -81,7 +103,40 @@ def describe_compiled(compiled: CompiledOperation) -> str:
 
 @dataclass
 class Explanation:
-    """What `fxbatch.explain` found. launches_before: calls one by one; launches_after: batched launches."""
+    """What batching made of a minibatch: what `fxbatch.explain` returns. Prints as a table.
+
+    Fields:
+        instances: how many instances the minibatch has.
+        operations: a list with one `OperationRow` per signature.
+        launches_before: how many calls there are, run one by one.
+        launches_after: how many batched launches run instead.
+        steps: how many batched steps; `launches_after` counts those that run call by call as often as they are called.
+        lower_bound: the least number of steps that any order needs.
+        ratio: `steps / lower_bound`.
+        phases: 1, and one more for each time that all unfinished instances waited for a value.
+        advice: a list of what would help.
+        unbatched: a list with one `UnbatchedRow` per operation that runs call by call.
+        traced_through: submodules that were recorded by their parts, each with name, reason and location.
+        deduplicated: how many calls were equal to others, and ran once with them.
+        strategy: whether such minibatches are batched or run the plain loop, and why.
+        packed: lines about forwards or submodules that run on tensors with sizes of their own.
+        gathers_elided: inputs of steps that are read where they lie.
+        gathers_indexed: inputs of steps that are copied together first.
+        bytes_gathered: how many bytes these copies are.
+        bytes_read: how many they would be if nothing were read where it lies.
+        bytes_held: memory for values, at most.
+        kept: how many plans and the like are kept for structures that come again, by kind.
+        kept_bytes: about how many bytes these take.
+        products: which library multiplies matrices, and why.
+        statistics: counts of the phases, and the lines that asked for values.
+        details: further lines for printing, as `fxbatch explain --verbose` does.
+
+    Example:
+        >>> for row in fxbatch.explain(model, sentences).operations:
+        ...     print(row.signature, row.calls, row.launches)
+        embed(i64[]) -> (f32[4]) 4 1
+        cell(f32[4], f32[4]) -> (f32[4]) 4 3
+    """
 
     instances: int
     operations: list[OperationRow]
@@ -92,18 +147,18 @@ class Explanation:
     gathers_indexed: int
     gathers_elided: int
     bytes_gathered: int
-    packed: list[str] = field(default_factory=list)  # about packed rows (packed_explanation.py), a line each
-    bytes_read: int = 0  # what would be gathered if no gather were read in place
-    bytes_held: int = 0  # arenas and kept rows, at the peak
-    kept: dict[str, int] = field(default_factory=dict)  # plans and the like that are kept, by kind
-    kept_bytes: int = 0  # about what they take
-    deduplicated: int = 0  # calls that are one with an equal call
+    packed: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_held: int = 0
+    kept: dict[str, int] = field(default_factory=dict)
+    kept_bytes: int = 0
+    deduplicated: int = 0
     unbatched: list[UnbatchedRow] = field(default_factory=list)
     traced_through: list[dict[str, Any]] = field(default_factory=list)
     phases: int = 1
-    products: str = ""  # which library multiplies matrices in native programs, and who decided
+    products: str = ""
     statistics: Statistics | None = None
-    strategy: str = ""  # whether such minibatches are batched or run the plain loop, and what would change it
+    strategy: str = ""
 
     @property
     def ratio(self) -> float:

@@ -38,11 +38,35 @@ from fxbatch.trace.minibatch import Recording
 
 @dataclasses.dataclass(eq=False)
 class Minibatch:
-    """One minibatch, recorded, planned and emitted; call it to run it again with the parameters of now.
+    """One minibatch with all its stages: what `compile_minibatch` returns.
 
-    program: as recorded (its last phase where instances waited for values); rewritten: after the rewrites;
-    phases: all phases that ran. `code` is the emitted source of the looped module, `graph_module` the
-    unrolled module.
+    Call it to run it again with the parameters as they are now. Where instances waited for values, `program`,
+    `rewritten`, `schedule` and `plan` are those of the last phase.
+
+    Fields:
+        program: the calls as they were recorded; prints as text.
+        rewritten: the calls after the rewrites.
+        schedule: the launches in their order, each with its calls.
+        plan: where in memory each launch reads and writes.
+        phases: all phases that ran.
+        operations: the operations that were built, in order of first use.
+        code: the generated source of all operations.
+        graph_module: an fx.GraphModule of the batched operations of this one structure.
+        batched_graph: a networkx graph whose nodes are batched calls.
+
+    Errors:
+        ValueError: it is called again, and instances waited for values.
+
+    Example:
+        >>> minibatch = fxbatch.compile_minibatch(model, [[1]])
+        >>> print(minibatch.program)
+        program instances=1
+        ...
+          v0 = s0 constant() = 1 @0
+          v1 = s1 embed(v0) @0
+          v2 = s2 constant() @0
+          v3 = s3 cell(v1, v2) @0
+          return v3
     """
 
     engine: Engine
@@ -100,10 +124,23 @@ class Minibatch:
 
 
 def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
-    """Record, rewrite, schedule, plan and run one minibatch, and keep every form for inspection.
+    """Record, rewrite, schedule, plan and run one minibatch, and keep every stage to look at.
 
-    model: a module with a decorated forward (or other method), or a decorated function; args: as for a
-    decorated call. options override those of the decorator.
+    Arguments:
+        model: a module with a decorated method, or a decorated function.
+        args: minibatches, as for a call of it.
+        options: those of `autobatch`, instead of the decorator's.
+
+    Errors:
+        MinibatchError: these are no arguments of the model.
+        TraceError: there is nothing to batch.
+
+    Example:
+        >>> minibatch = fxbatch.compile_minibatch(model, sentences)
+        >>> len(minibatch.operations)
+        2
+        >>> minibatch().shape
+        torch.Size([2, 4])
     """
     return _compiled(model, args, options, live=False)
 
@@ -173,10 +210,25 @@ def _runs_native(phases: Sequence[Phase]) -> bool:
 
 
 def explain(model: Any, *args: Any, **options: Any) -> Explanation:
-    """What batching did to this minibatch, and why: run once, then described. Prints as a table.
+    """Run a minibatch once, and describe what batching made of it and why. Prints as a table.
 
-    It is run with what the model has learnt and built in the minibatches before; with other options than the
-    decorator's, anew.
+    It runs with what was built for the minibatches before; with options that replace the decorator's, from the start.
+
+    Arguments:
+        model: a module with a decorated method, or a decorated function.
+        args: minibatches, as for a call of it.
+        options: those of `autobatch`, instead of the decorator's.
+
+    Errors:
+        MinibatchError: these are no arguments of the model.
+        TraceError: no instance called a module or a function on anything but its own tensors.
+
+    Example:
+        >>> explanation = fxbatch.explain(model, sentences)
+        >>> explanation.launches_before, explanation.launches_after
+        (8, 4)
+        >>> explanation.unbatched
+        []
     """
     whole = None if options else _whole(model, args)
     if whole is not None:

@@ -29,9 +29,16 @@ switch = _Switch()
 
 
 class disabled(ContextDecorator):
-    """Within it decorated callables run one instance at a time, undecorated: the oracle, for comparisons.
+    """Within this block decorated functions run undecorated, one instance at a time, for comparison.
 
-    Applies to the current thread; may be nested.
+    It applies to the current thread, and may be nested. It is a decorator, too.
+
+    Example:
+        >>> batched = model(sentences)
+        >>> with fxbatch.disabled():
+        ...     one_by_one = model(sentences)
+        >>> torch.allclose(batched, one_by_one)
+        True
     """
 
     def __enter__(self) -> None:

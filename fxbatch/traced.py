@@ -29,9 +29,21 @@ from fxbatch.trace.traces import Trace, trace_instance
 
 
 def trace(model: Any, *args: Any) -> Trace:
-    """The trace of ONE instance: picklable, printable, with `.to_fx()` and `.to_networkx()`.
+    """Record ONE instance without running it. A trace prints as text, and can be pickled.
 
-    args: the arguments of one instance, as the undecorated forward takes them.
+    Arguments:
+        model: a module with a decorated method, or a decorated function.
+        args: the arguments of one instance, as the undecorated function takes them.
+
+    Errors:
+        TraceError: the instance asks for a value, so that it can't be recorded ahead.
+
+    Example:
+        >>> trace = fxbatch.trace(model, [1, 2])
+        >>> len(trace.signatures)  # two operations, the words and the zeros
+        4
+        >>> model([trace]).shape
+        torch.Size([1, 4])
     """
     autobatched, owner = find_autobatched(model)
     return _trace(autobatched, owner, args, {})
@@ -47,11 +59,27 @@ def _trace(autobatched: Autobatched, owner: Any, args: Sequence[Any], kwargs: di
 
 
 class TracedDataset(Dataset[TracedInstance]):
-    """A data set whose items are traced instances: made at first use, kept, picklable.
+    """A data set whose items are traced instances: each is traced at first use, and kept.
 
-    data: a sequence with one instance an item; a tuple is taken as the arguments of an instance where the
-    forward takes several per-instance arguments. shared: arguments given once for all. Instances that
-    can't be traced ahead (they branch on values, draw random numbers) are passed on as they are.
+    Your Python then runs once per instance, not once per instance and epoch. Items go to the decorated model in lists.
+    They can be pickled, so that worker processes of a DataLoader may trace. Instances that can't be traced ahead (they
+    branch on values, or draw random numbers) are passed on as they are.
+
+    Arguments:
+        model: a module with a decorated method, or a decorated function.
+        data: a sequence with one instance per item. A tuple is the arguments of one instance where the forward takes
+            several.
+        shared: arguments that are given once for all instances, by name.
+
+    Errors:
+        MinibatchError: `shared` are not those of the decorator.
+
+    Example:
+        >>> data = fxbatch.TracedDataset(model, sentences)
+        >>> len(data)
+        2
+        >>> model([data[0], data[1]]).shape
+        torch.Size([2, 4])
     """
 
     def __init__(self, model: Any, data: Sequence[Any], **shared: Any) -> None:
@@ -89,9 +117,18 @@ class TracedDataset(Dataset[TracedInstance]):
 
 
 def collate(model: Any) -> Callable[[Sequence[TracedInstance]], list[TracedInstance]]:
-    """A `collate_fn` for DataLoader over a TracedDataset: traced instances in a list, checked.
+    """A `collate_fn` for a DataLoader over a TracedDataset: a list of traced instances.
 
-    What it returns goes to the decorated model, or to `prefetch`.
+    The lists go to the decorated model, or to `prefetch`. Without traces `collate_fn=list` is enough.
+
+    Errors:
+        MinibatchError: the items are not those of a TracedDataset.
+
+    Example:
+        >>> data = fxbatch.TracedDataset(model, sentences)
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=fxbatch.collate(model))
+        >>> [tuple(model(batch).shape) for batch in loader]
+        [(2, 4)]
     """
     if isinstance(model, (list, tuple)):
         raise MinibatchError(
@@ -122,9 +159,26 @@ _END = object()
 
 
 def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[ReadyMinibatch]:
-    """Minibatches of traced instances as ready minibatches: merged, scheduled and planned in a thread,
-    `ahead` of the one in use. Call the decorated model with each. Exceptions of `batches` come out here. A loop that is
-    left early doesn't wait for `batches`: what it gives after that is dropped."""
+    """Plan the next minibatches in a thread while this one runs.
+
+    Exceptions of `batches` are raised here. A loop that is left early doesn't wait for `batches`.
+
+    Arguments:
+        model: a module with a decorated method, or a decorated function.
+        batches: lists of traced instances, such as a DataLoader with `collate_fn=fxbatch.collate(model)` gives.
+        ahead: how many minibatches to plan ahead.
+
+    Gives:
+        One object per minibatch: call the model with it. Its `instances` are the traced instances; `args` of one
+        are the arguments that it was traced with.
+
+    Example:
+        >>> data = fxbatch.TracedDataset(model, sentences)
+        >>> for batch in fxbatch.prefetch(model, [[data[0], data[1]], [data[1]]]):
+        ...     print(len(batch.instances), tuple(model(batch).shape))
+        2 (2, 4)
+        1 (1, 4)
+    """
     autobatched, owner = find_autobatched(model)
     engine = autobatched.engine(owner)
     under = modes_now()
@@ -172,14 +226,24 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
 
 @contextlib.contextmanager
 def lazy(model: Any = None, **options: Any) -> Iterator[LazyBatch]:
-    """DyNet's style: per-instance code in a plain Python loop; results are values.
+    """Batch a loop of your own: in this block calls are recorded, and run in batches when a value is read.
 
-        with fxbatch.lazy(model):
-            losses = [model.loss(x) for x in data]
-            sum(losses).backward()                  # everything runs as one batch
+    `.backward()`, `.item()`, or leaving the block runs everything that is pending.
 
-    Reading a value, `.backward()`, or leaving the block runs everything pending in batches.
-    model: a module (or several in a list) whose parameters and submodules take part, or None.
+    Arguments:
+        model: a module, or several in a list, whose parameters and submodules take part; or None.
+        options: those of `autobatch`.
+
+    Errors:
+        OptionError: an unknown option, or `check`, for which there are no instances to run again.
+
+    Example:
+        >>> layer = nn.Linear(3, 1)
+        >>> with fxbatch.lazy(layer):
+        ...     losses = [layer(x).square().sum() for x in torch.ones(5, 3)]
+        ...     sum(losses).backward()  # runs as one batch
+        >>> layer.weight.grad.shape
+        torch.Size([1, 3])
     """
     roots = [] if model is None else list(model) if isinstance(model, (list, tuple)) else [model]
     chosen = Options.of(**options)

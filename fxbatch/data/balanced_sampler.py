@@ -20,16 +20,29 @@ from fxbatch.errors import DataError
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Minibatches whose work is balanced over ranks; the same on every rank for a seed and an epoch.
+    """Minibatches of indices for one process of data-parallel training, with equal work for each process.
 
-    work: one non-negative number an instance, what it costs: calls, not instances, are what a step's time
-    goes by. batch_size: instances a minibatch and rank. The instances of a global minibatch (`ranks *
-    batch_size` of a random permutation) are dealt, largest first, to the rank with the least work so far that
-    has room; this is at most one instance's work from even wherever rooms allow.
-    The last global minibatch may be smaller, and ranks may then differ by one instance (`drop_last` leaves it
-    out); every rank has equally many minibatches unless fewer instances than ranks are left, which are then
-    dealt again so that no rank waits for another.
-    Raises DataError for a rank out of range, no batch size, or negative work.
+    A step's time goes by calls, not by instances. The instances of a global minibatch (`ranks * batch_size` of a random
+    permutation) are given out largest first, each to the process with the least work so far that has room. All
+    processes have equally many minibatches. The last global minibatch may be smaller. For a seed and an epoch it is the
+    same in every process; call `set_epoch` in every process.
+
+    Arguments:
+        work: one number per instance, what it costs: nodes of a tree, words of a sentence.
+        batch_size: how many instances a minibatch of one process has.
+        rank: the number of this process.
+        ranks: how many processes there are.
+        shuffle: another order in each epoch.
+        drop_last: leave out a last minibatch that is smaller.
+        seed: of the order.
+
+    Errors:
+        DataError: a rank out of range, a batch size below 1, or negative work.
+
+    Example:
+        >>> from fxbatch.data.balanced_sampler import BalancedBatchSampler
+        >>> list(BalancedBatchSampler([9, 1, 1, 7], 2, rank=0, ranks=2, shuffle=False))
+        [[0, 2]]
     """
 
     def __init__(

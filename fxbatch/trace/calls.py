@@ -498,11 +498,25 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 def operation(target: Marked) -> Marked:
-    """Batch a function, method or module class as one unit, whatever is inside it.
+    """Batch a function, a method or a module class as one unit, whatever is inside it.
 
-    The body must be a function of its tensor arguments, its plain arguments and (for methods and modules)
-    the module's parameters and buffers. A body that needs values of tensors, or other objects, is traced
-    through instead; `fxbatch.explain` says why.
+    Its result must depend on its arguments (tensors and plain values) alone and, for methods and modules, on parameters
+    and buffers. It must have no side effects. Code that reads values of tensors, or uses other objects, is recorded by
+    its parts instead; `fxbatch.explain` says why. Outside of a decorated call it is the function that it was.
+
+    Errors:
+        TypeError: a class that is not a module, or an object that can't be called.
+
+    Example:
+        >>> @fxbatch.operation
+        ... def similarity(query, key):  # two vectors of one instance
+        ...     return (query * key).sum() / query.shape[-1] ** 0.5
+        >>> @fxbatch.autobatch
+        ... def scores(query, keys):
+        ...     return torch.stack([similarity(query, key) for key in keys])
+        >>> scores(torch.ones(2, 4), torch.ones(2, 3, 4))
+        tensor([[2., 2., 2.],
+                [2., 2., 2.]])
     """
     if isinstance(target, type) and not issubclass(target, torch.nn.Module):
         raise TypeError(f"@operation takes a function, a method or a torch.nn.Module class, got {target!r}")

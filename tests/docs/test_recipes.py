@@ -1,4 +1,4 @@
-"""Each recipe runs as it stands, and the first snippet of the README; the page of options has them all."""
+"""Each recipe runs as it stands; the page of options has them all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ def test_the_recipes_run_in_order() -> None:
     blocks = python_blocks(page)
     assert len(blocks) > 10
     run(page, blocks, {"__name__": "recipes"})
-
-
-def test_the_first_snippet_of_the_readme_runs() -> None:
-    page = ROOT / "README.md"
-    first = python_blocks(page)[:1]
-    assert "import fxbatch" in first[0][1]
-    assert "backward()" in first[0][1]
-    run(page, first, {"__name__": "readme"})
 
 
 def test_the_page_of_options_has_all_with_their_defaults() -> None:
