@@ -106,7 +106,7 @@ def signature(name: str, target: Any) -> str:
 
 def _argument(p: inspect.Parameter) -> str:
     """`name: type = default`."""
-    stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+    stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
     kind = f": {p.annotation}" if p.annotation is not p.empty else ""
     default = repr(p.default).replace("'", '"')
     return f"{stars}{p.name}{kind}" + (f" = {default}" if p.default is not p.empty else "")
