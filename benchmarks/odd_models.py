@@ -379,7 +379,6 @@ def beside(row: Row, rounds: int, *, grad: bool, batch: bool = True) -> dict[str
         "all": sum(ours) / sum(theirs),
         "always": ratio(other) if batch else float("nan"),
         "loops": strategy.looped(grad=grad),
-        "packed": strategy.packed(grad=grad),
         "says": strategy.describe(row.instances, grad=grad),
     }
 
@@ -396,7 +395,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("training", "inference"), help="only this (default: both)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{'':42} loop ms  first median after in all always | loops packed")
+    print(f"{'':42} loop ms  first median after in all always | loops")
     for name, row in ROWS.items():
         if options.names and not any(part in name for part in options.names):
             continue
@@ -406,7 +405,7 @@ def main() -> None:
                 r = beside(row, options.rounds, grad=grad, batch=not options.chosen_only)
                 print(
                     f"{name + ', ' + mode:42} {r['loop']:7.2f} {r['first']:6.1f} {r['median']:6.2f} {r['after']:5.2f}"
-                    f" {r['all']:6.2f} {r['always']:6.2f} | {r['loops']:5} {r['packed']:6}", flush=True
+                    f" {r['all']:6.2f} {r['always']:6.2f} | {r['loops']:5}", flush=True
                 )  # fmt: skip
                 if options.says:
                     print("    " + r["says"])

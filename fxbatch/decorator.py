@@ -24,14 +24,14 @@ from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, 
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
-from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors
-from fxbatch.runtime.costs import Seen
+from fxbatch.runtime.argument_objects import TensorColumns
 from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.strategy import Strategy
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
+from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import (
     dispatch_mode_count,
     eval_frame_off,
@@ -234,8 +234,7 @@ class Autobatched:
         once = not inside_functorch() and not saved_tensors_are_packed()
         if strategy is not None and once:
             return self._chosen(engine, strategy, instances)
-        packed = engine.packed.call(self.fn, instances, self.options.out)
-        return engine.call(self.fn, list(instances), self.options.out) if packed is NOT_PACKED else packed
+        return self._batched(engine, instances, self.options.out)
 
     def by_the_settled_loop(self, args: tuple[Any, ...]) -> Any:
         """What the call gives where its strategy has settled on the loop for minibatches like this one; NOT_SETTLED
@@ -253,55 +252,47 @@ class Autobatched:
         columns = plain_columns(args[1:])
         if not columns or is_traced(columns[0]):
             return NOT_SETTLED
-        packs = not engine.packed.off and holds_tensors(columns[0][0])
-        if not strategy.is_quiet(len(columns[0]), packs, grad=torch.is_grad_enabled()):
+        if not strategy.is_quiet(len(columns[0]), grad=torch.is_grad_enabled()):
             return NOT_SETTLED
         return self._put_together(loop_over(self.fn, owner, columns))
 
+    def _batched(self, engine: Engine, instances: Sequence[Instance], out: str, *, first: int = 0) -> Any:
+        """The results of instances in one batch. first: the number of the first of them in the minibatch."""
+        packed = engine.packed.call(self.fn, instances, out)
+        return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
+
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
-        """A minibatch as the strategy says: batched, packed, by the plain loop, or its first instances by the loop and
-        the others otherwise."""
-        grad, count, packs = torch.is_grad_enabled(), len(instances), engine.packed.may_pack(instances)
-        choice = strategy.choose(count, grad=grad, packs=packs)
-        how, rest, first, out = choice.how, instances, choice.scouts, self.options.out
-        results: list[Any] = []
-        if first:
-            results = self._loop(instances[:first], strategy.watched(grad=grad))
-            how, rest, out = strategy.decide(count, grad=grad, packs=packs), instances[first:], "list"
-        if not rest and first:
-            return self._put_together(results)
-        if how == "packed":
-            try:
-                found = engine.packed.call(self.fn, rest, out)
-            finally:
-                strategy.building = None
-            if found is not NOT_PACKED:
-                strategy.was_packed(count, *engine.packed.by_instance(), grad=grad)
-                return self._put_together(results + found) if first else found
-            how = strategy.not_packed(count, grad=grad, tried=engine.packed.forward is not None)
-        if how == "batched":
-            found = engine.call_counted(self.fn, list(rest), out, first=first)
-            return self._put_together(results + found) if first else found
-        results += self._loop(rest, None, first=first)
-        if text := strategy.warning(grad=grad):
+        """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
+        and the others otherwise."""
+        grad, count, out = torch.is_grad_enabled(), len(instances), self.options.out
+        choice = strategy.choose(count, grad=grad)
+        if choice.batches and not choice.scouts:
+            if choice.timing is None:
+                return self._batched(engine, instances, out)
+            return choice.timing.of(lambda: self._batched(engine, instances, out))
+        results = self._loop(instances[: choice.scouts], choice.timing)
+        rest = instances[choice.scouts :]
+        if choice.batches and rest:
+            results += self._batched(engine, rest, "list", first=choice.scouts)
+        else:
+            results += self._loop(rest, first=choice.scouts)
+        if text := strategy.warning(count, grad=grad):
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=_outside())
         return self._put_together(results)
 
-    def _loop(self, instances: Sequence[Instance], seen: Seen | None, first: int = 0) -> list[Any]:
-        """The result of each instance by the undecorated forward, exactly as the plain loop runs it. seen: where its
-        calls are counted."""
+    def _loop(
+        self, instances: Sequence[Instance], timing: Timing | None = None, *, first: int = 0
+    ) -> list[Any]:
+        """The result of each instance by the undecorated forward, exactly as the plain loop runs it."""
         results: list[Any] = []
+        alone = self._alone if self.options.return_exceptions else self.fn
         with disabled(), shown_modes():
             try:
-                if seen is None:
-                    alone = self._alone if self.options.return_exceptions else self.fn
-                    for args, kwargs in instances:
+                for args, kwargs in instances:
+                    if timing is None:
                         results.append(alone(*args, **kwargs) if kwargs else alone(*args))
-                else:
-                    for args, kwargs in instances:
-                        with seen.watch():
-                            results.append(self._alone(*args, **kwargs))
-                        seen.gave(results[-1])
+                    else:
+                        results.append(timing.of(functools.partial(alone, *args, **kwargs)))
             except BaseException as error:
                 error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
                 raise
@@ -604,8 +595,9 @@ def autobatch(
         fuse: make one operation of calls that always occur together, when that removes at least 1/8 of all calls.
 
     How it runs:
-        adaptive: run the plain loop where batching would be slower. False: always batch. Options that say how to batch
-            (schedule, mode, backward, compile, verify) always batch, too.
+        adaptive: run the plain loop where it is faster, by the clock. False: always batch, as with
+            torch.use_deterministic_algorithms(True). Options that say how to batch (schedule, mode, backward, compile,
+            verify) always batch, too.
         backward: "compiled": gradient code of each operation, built once. "autograd": torch's own, slower, for double
             backward and forward-mode derivatives.
         mode: "looped": one module runs any minibatch. "unrolled": an fx.GraphModule for each structure.

@@ -92,6 +92,23 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def sequence_number(node: Any) -> int:
+    """The number of a node of autograd's graph, counted in each thread as they are made; a backward pass runs ready
+    nodes from the largest number down. Leaves have the largest of all. Checked: 2.11.0, 2.13.0."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def next_sequence_number() -> int:
+    """The number that the next node of this thread gets. Checked: 2.11.0, 2.13.0."""
+    return torch.autograd._get_sequence_nr()
+
+
+def graph_task() -> int:
+    """A number of the backward pass under way. Checked: 2.11.0, 2.13.0."""
+    return torch._C._current_graph_task_id()
+
+
 def compile_symbolic(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
@@ -584,7 +601,7 @@ __all__ = [
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
     "warning_handler", "without_module_trackers", "without_autograd",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
-    "apply_outside_functorch",
+    "apply_outside_functorch", "graph_task", "next_sequence_number", "sequence_number",
 ]  # fmt: skip
 
 

@@ -12,15 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from fxbatch.errors import GradientError, MinibatchError, TraceError
-from fxbatch.ir import CONSTANT_KINDS, Modes, Program
+from fxbatch.ir import Modes, Program
 from fxbatch.runtime.autograd import DifferentiableRun, LazyRun, UnrolledRun, mixes_constants, take_results
-from fxbatch.runtime.costs import Counts
 from fxbatch.runtime.forward import Phase
-from fxbatch.runtime.operation_cache import REASON, CompiledOperation
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
@@ -37,8 +34,6 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
-WRITE = 4  # calls that are recorded in Python besides, which new contents in place take as long as
-_CONSTANT, _NATIVE, _PYTHON, _UNBATCHED, _LATE = range(5)
 
 
 class Engine(Planner):
@@ -48,11 +43,10 @@ class Engine(Planner):
         super().__init__(options)
         self.root = root
         self.table = SignatureTable(verify=options.verify)
-        pays = (lambda *, whole: True) if self.strategy is None else self.strategy.pays_for_packing
-        self.packed = PackedRoute(options, root, lambda: pays(whole=True))
+        self.packed = PackedRoute(options, root)
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.table.packed = PackedCalls(verify=options.verify, may_build=lambda: pays(whole=False))
+            self.table.packed = PackedCalls(verify=options.verify)
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 
@@ -91,31 +85,11 @@ class Engine(Planner):
         run = self.execution()
         return LazyRun(self) if isinstance(run, Run) else run
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> Any:
-        """Record all instances, run what is pending, put the results together."""
+    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str, *, first: int = 0) -> Any:
+        """Record all instances, run what is pending, put the results together. first: the number of the first instance
+        in the minibatch."""
         run = self.execution()
-        return self.finish(run, self.record(fn, instances, run), out)
-
-    def call_counted(
-        self, fn: Callable[..., Any], instances: Sequence[Instance], out: str, *, first: int = 0
-    ) -> Any:
-        """`call`, paid and judged by the strategy. first: the number of the first instance in the minibatch."""
-        strategy, grad = self.strategy, torch.is_grad_enabled()
-        assert strategy is not None
-        known = len(self.table.signatures)
-        packed = 0 if self.table.packed is None else self.table.packed.steps
-        run = self.execution()
-        try:
-            recording = self.record(fn, instances, run, first=first)
-            result = self.finish(run, recording, out)
-        finally:
-            strategy.building = None
-        counts = None
-        if isinstance(run, Run) and strategy.judges(len(instances), grad=grad):
-            packed = 0 if self.table.packed is None else self.table.packed.steps - packed
-            counts = count_run(run, recording, new=max(0, len(self.table.signatures) - known), packed=packed)
-        strategy.ran(counts, len(instances), grad=grad)
-        return result
+        return self.finish(run, self.record(fn, instances, run, first=first), out)
 
     def record(
         self,
@@ -178,47 +152,6 @@ class Engine(Planner):
         finally:
             if left is not None:
                 left.abandon()  # where something was raised first
-
-
-def count_run(run: Run, recording: Recording, *, new: int, packed: int = 0) -> Counts:
-    """What a batched minibatch was made of, once its run has been through all its phases.
-
-    Asked once in a while, so it may look at each phase: about 10 microseconds a phase.
-
-    new: signatures that it met first; packed: steps of packed calls.
-    """
-    steps, calls = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
-    late: set[CompiledOperation] = set()
-    phases = [phase for part in (*run.segments, run) for phase in part.phases]
-    for phase in phases:
-        kinds = np.array([_CONSTANT if c is None else _kind(c) for c in phase.compiled], dtype=np.int64)
-        of_step = kinds[phase.plan.step_signature]
-        steps += np.bincount(of_step, minlength=5)
-        calls += np.bincount(of_step, weights=phase.plan.step_rows, minlength=5).astype(np.int64)
-        late.update(c for c in phase.compiled if c is not None and c.reason == REASON)
-    return Counts(
-        instances=len(recording.results),
-        calls=int(calls.sum()),
-        long_calls=recording.recorder.long_calls + WRITE * len(recording.recorder.rewritten),
-        new=new,
-        steps=int(steps[_NATIVE]),
-        python_steps=int(steps[_PYTHON]) + packed,
-        unbatched=int(calls[_UNBATCHED]),
-        late_steps=int(steps[_LATE]),
-        late=len(late),
-        late_calls=int(calls[_LATE]),
-        phases=len(phases),
-        waits=recording.statistics.suspensions,
-        grad=run.grad,
-    )
-
-
-def _kind(compiled: CompiledOperation) -> int:
-    if compiled.signature.operation.kind in CONSTANT_KINDS:
-        return _CONSTANT
-    if compiled.reason:
-        return _LATE if compiled.reason == REASON else _UNBATCHED
-    return _PYTHON if compiled.native_forward is None else _NATIVE
 
 
 # -- traced instances, and minibatches of them that are ready to run

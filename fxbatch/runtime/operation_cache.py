@@ -32,6 +32,7 @@ from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
+from fxbatch.stopwatch import building
 from fxbatch.torch_fakes import no_collections
 from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.torch_patches import patched, patching
@@ -293,7 +294,7 @@ class OperationCache:
             )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
-        with without_saved_tensor_hooks(), no_collections():
+        with building(), without_saved_tensor_hooks(), no_collections():
             made = compile_operation(signature, needs, shared, **options)
         self._entries[key] = made
         while len(self._entries) > self.size:

@@ -44,8 +44,7 @@ class Options:
     backward pass of each.
     batch_norm: `minibatch`: BatchNorm layers in training go over the rows of all instances, where the whole forward is
     packed (docs/sizes.md); `refuse`: an error.
-    adaptive: minibatches that batching would make slower, by counts of their calls, run the undecorated forward
-    (runtime/strategy.py).
+    adaptive: where the undecorated forward is faster, by the clock, it runs (runtime/strategy.py).
     native: on the CPU, run the steps of operations whose kernels have native programs in C
     (codegen/native_lower.py), all others by the emitted Python kernels.
     """

@@ -15,7 +15,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments,
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_spec
+from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.operations import take_row
 from fxbatch.trace.table import Entry, SignatureTable, static_key
@@ -63,9 +64,8 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool, may_build: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, *, verify: bool) -> None:
         self.verify = verify
-        self.may_build = may_build  # asked before a function is built
         self.families: list[CallFamily] = []
         self.steps = 0
         self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
@@ -87,9 +87,8 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_build():
-                return None
-            self._build(family, types)
+            with building():
+                self._build(family, types)
             if family.function is not None:  # from now on its first members are packed as well
                 for key in family.keys:
                     entries.pop(key, None)

@@ -44,6 +44,7 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
 from fxbatch.signature import TensorSpec, bodies, structural_twin
+from fxbatch.stopwatch import building
 from fxbatch.torch_private import (
     EndOfCheckpoint,
     TreeSpec,
@@ -125,12 +126,9 @@ class PackedFamily:
 class PackedForward:
     """The packed forms of one decorated forward on one module."""
 
-    def __init__(
-        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
         self.options = options
         self.root = root
-        self.may_build = may_build  # asked before a graph is built for what the first one is not for
         self.families: dict[Any, PackedFamily] = {}
         self.examined: Examined | None = None
         self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
@@ -265,9 +263,10 @@ class PackedForward:
             places = np.flatnonzero(left)
             smallest = np.min([s[places] for s in sizes], axis=0)
             first = not family.variants
-            if smallest.max() > 1 and (first or (len(places) > 1 and self.may_build())):
+            if smallest.max() > 1 and (first or len(places) > 1):
                 family.built += 1
-                made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
+                with building():
+                    made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
                 if made is None:
                     return None
                 family.variants.append(made)

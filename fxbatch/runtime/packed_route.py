@@ -12,6 +12,7 @@ import torch
 
 from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors, opened
 from fxbatch.runtime.options import Options
+from fxbatch.stopwatch import building
 from fxbatch.torch_private import tree_leaves
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
@@ -23,25 +24,12 @@ NOT_PACKED = object()
 class PackedRoute:
     """The packed forward of an engine, made when a minibatch has tensors of different sizes."""
 
-    def __init__(
-        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
         self.options = options
         self.root = root
-        self.may_build = may_build
         self.forward: PackedForward | None = None
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
-
-    def may_pack(self, instances: Sequence[Any]) -> bool:
-        """Whether it is worth asking: a look at one instance."""
-        return not self.off and bool(instances) and _tensors_first(instances)
-
-    def by_instance(self) -> tuple[int, int]:
-        """How many operators of the packed forms run instance by instance, and how many instances ran by themselves."""
-        families = [] if self.forward is None else list(self.forward.families.values())
-        alone = [len(v.function.lowered.alone) for family in families for v in list(family.variants)]
-        return max(alone, default=0), sum(family.alone for family in families)
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
         """The results of a minibatch, or NOT_PACKED."""
@@ -50,9 +38,10 @@ class PackedRoute:
         if self.forward is None:
             if not _sizes_differ(instances):
                 return NOT_PACKED
-            from fxbatch.runtime.packed_forward import PackedForward
+            with building():
+                from fxbatch.runtime.packed_forward import PackedForward
 
-            self.forward = PackedForward(self.options, self.root, self.may_build)
+                self.forward = PackedForward(self.options, self.root)
         results = self.forward.call(fn, instances, out)
         return NOT_PACKED if results is None else results[0]
 

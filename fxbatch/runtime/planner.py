@@ -38,6 +38,7 @@ from fxbatch.runtime.structure_cache import (
     PlanKey,
     StructureCache,
 )
+from fxbatch.torch_private import are_deterministic
 
 
 class _PerThread(threading.local):
@@ -120,17 +121,11 @@ class Planner:
     @property
     def strategy(self) -> Strategy | None:
         """What chooses between batching and the plain loop; None where all is batched."""
-        return self._strategy if AdaptiveSwitch.on else None
+        return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
 
     def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
         """Positions of the signatures that run call by call for now, their graphs being built later."""
-        strategy = self.strategy
-        if strategy is not None and strategy.building is not None:
-            return strategy.put_off(signatures, counts)
-        late = self.postponed.choose(signatures, counts)
-        if strategy is not None:
-            strategy.note_built([s for s, n in zip(signatures, counts, strict=True) if n], late)
-        return late
+        return self.postponed.choose(signatures, counts)
 
     def rewrite(self, program: Program) -> tuple[Program, Schedule | None]:
         """The program after the rewrites; and its schedule, where they make that too."""

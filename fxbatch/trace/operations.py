@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fxbatch.ir import Slot, Template, TensorSpec
+from fxbatch.stopwatch import building
 from fxbatch.torch_fakes import FakeMode, no_collections
 from fxbatch.torch_private import (
     DataDependentOutputException,
@@ -335,7 +336,7 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
-    with without_saved_tensor_hooks(), no_collections(), outside_functorch():
+    with building(), without_saved_tensor_hooks(), no_collections(), outside_functorch():
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
         except RuntimeError as error:

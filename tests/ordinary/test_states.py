@@ -14,6 +14,7 @@ import torch
 
 import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
+from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import tree_flatten
 from tests.oracle import compare, compare_in_autocast, run
 from tests.ordinary.states import DEFINED, MAY_REFUSE, PRELUDE, sources
@@ -127,10 +128,9 @@ def test_in_every_way(name: str, way: str) -> None:
 @pytest.mark.parametrize("by", ["loop", "batched"])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_as_the_strategy_runs_them(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two scouts in the loop, counted, and the others by the loop too, or batched: one by one, none knows of it."""
+    """Two scouts in the loop, timed, and the others by the loop too, or batched: one by one, none knows of it."""
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice("loop", 2))
-    monkeypatch.setattr(Strategy, "decide", lambda *_, **__: by)
+    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(by == "batched", 2, Timing(2)))
     names = [name for name in SOURCES if name not in KNOWN]
     found = {name: difference(name, {}) for name in names[:: 3 if by == "loop" else 8]}
     assert not any(found.values()), {name: text for name, text in found.items() if text}

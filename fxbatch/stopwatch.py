@@ -1,0 +1,108 @@
+"""How long things take: a passage of code with the backward pass of what it gives, and what is built once, apart.
+
+    timing = Timing(instances=4)
+    results = timing.of(lambda: [forward(x) for x in instances])
+    sum(results).backward()
+    timing.forward, timing.backward         # seconds; of what was built in `building()`, none
+
+The one place of the package that reads a clock to choose by; tests put another function in place of `now`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from fxbatch.torch_private import graph_task, next_sequence_number, sequence_number, tree_leaves
+
+T = TypeVar("T")
+
+
+def now() -> float:
+    """Seconds, once what was launched on CUDA is done."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class _Building(threading.local):
+    seconds = 0.0
+    depth = 0
+
+
+_building = _Building()
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Around what is made once and used for good: graphs, kernels, packed forms, imports for them."""
+    begun = now()
+    _building.depth += 1
+    try:
+        yield
+    finally:
+        _building.depth -= 1
+        if not _building.depth:
+            _building.seconds += now() - begun
+
+
+def seconds_of_building() -> float:
+    """What this thread has spent in `building()` until now."""
+    return _building.seconds
+
+
+@dataclass
+class Timing:
+    """Seconds that some instances took: forward, and backward as far as it has run."""
+
+    instances: int
+    forward: float = 0.0
+    backward: float = 0.0
+    building: float = 0.0  # besides
+
+    def of(self, run: Callable[[], T]) -> T:
+        """The result of `run`, whose time is added, as will be that of backward passes through the result."""
+        first, building, begun = next_sequence_number(), seconds_of_building(), now()
+        result = run()
+        seconds, building = now() - begun, seconds_of_building() - building
+        self.forward += seconds - building
+        self.building += building
+        if torch.is_grad_enabled():
+            self._await_backward(result, first)
+        return result
+
+    def _await_backward(self, result: Any, first: int) -> None:
+        """Time backward passes from the first node of autograd's graph that `result` stands on to the last of those
+        that are numbered from `first` on: autograd runs those that were made last first, and those of others before or
+        after."""
+        roots = [
+            x.grad_fn for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.grad_fn is not None
+        ]
+        nodes: dict[Any, int] = {}
+        open_nodes: list[Any] = list(roots)
+        while open_nodes:
+            node = open_nodes.pop()
+            if node is not None and node not in nodes and (number := sequence_number(node)) >= first:
+                nodes[node] = number
+                open_nodes += [before for before, _ in node.next_functions]
+        if not nodes:
+            return
+        begun: dict[int, float] = {}  # by backward pass
+
+        def begin(gradients: Any) -> None:
+            begun.setdefault(graph_task(), now())
+
+        def end(inputs: Any, outputs: Any) -> None:
+            since = begun.pop(graph_task(), None)
+            if since is not None:
+                self.backward += now() - since
+
+        for node in dict.fromkeys(root for root in roots if root in nodes):
+            node.register_prehook(begin)
+        min(nodes, key=nodes.__getitem__).register_hook(end)
