@@ -25,18 +25,8 @@ def readme_for_index() -> str:
     return re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{repository}/blob/{tag}/", text)
 
 
-# These files are what one reads, and what runs where they are not compiled.
-TYPED = (
-    *(
-        f"passes/{name}"
-        for name in ("deduplicate", "gradients", "plan", "room", "schedule", "select", "signature_graph")
-    ),
-    "ragged/row_places",
-    "ragged/segment_loops",
-    "runtime/operands",
-    "runtime/pool",
-    "trace/places",
-)
+EXTENSIONS = runpy.run_path(str(ROOT / "fxbatch" / "extensions.py"))
+TYPED = EXTENSIONS["TYPED"]
 
 # Sums may be added up in several places at once; infinities and what is no number stay what they are.
 _FLAGS = {
@@ -92,7 +82,7 @@ class NotingBuild(build_ext):
         self.compiled = {}
         super().run()
         if self.inplace:
-            runpy.run_path(str(ROOT / "fxbatch" / "extensions.py"))["note"](self.compiled)
+            EXTENSIONS["note"](self.compiled)
 
     def build_extension(self, extension):
         super().build_extension(extension)

@@ -1,10 +1,13 @@
-"""Whether the extensions of a checkout were compiled from the sources that lie beside them.
+"""Which extensions there are, and whether those of a checkout were compiled from the sources beside them.
 
 Out of date, they fail anywhere, or run code that is no longer there. setup.py notes what it has compiled; `import
 fxbatch` compares. An installed package has no setup.py beside it, and is as it was built.
 
     note({"trace/_fast": ["fxbatch/trace/_fast.c"]})   # by setup.py
     check()                                            # ImportError: ... run `make venv`
+    missing()                                          # [] where all were compiled
+
+setup.py and `fxbatch --version` run this file by its path, without importing torch.
 """
 
 from __future__ import annotations
@@ -15,9 +18,22 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+# Typed Python: these files are what one reads, and what runs where they are not compiled.
+TYPED = (
+    "passes/deduplicate", "passes/gradients", "passes/plan", "passes/room", "passes/schedule", "passes/select",
+    "passes/signature_graph", "ragged/row_places", "ragged/segment_loops", "runtime/operands", "runtime/pool",
+    "trace/places",
+)  # fmt: skip
+EXTENSIONS = ("codegen/_native", "trace/_fast", *TYPED)
+
 _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT = _PACKAGE.parent
 _NOTES = _PACKAGE / "compiled_from.json"  # by extension: its sources, and the sum of their bytes
+
+
+def missing() -> list[str]:
+    """The extensions that were not compiled when fxbatch was installed."""
+    return [name for name in EXTENSIONS if not (_PACKAGE / (name + EXTENSION_SUFFIXES[0])).exists()]
 
 
 def note(sources: dict[str, list[str]]) -> None:

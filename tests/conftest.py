@@ -73,17 +73,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(gpu)
 
 
-def pytest_sessionstart() -> None:
-    """Tests of a pass whose compiled form is older than its source would test what nobody reads."""
-    folder = Path(__file__).parents[1] / "fxbatch" / "passes"
-    for made in folder.glob("*.so"):
-        source = folder / f"{made.name.partition('.')[0]}.py"
-        if source.exists() and source.stat().st_mtime > made.stat().st_mtime:
-            pytest.exit(
-                f"{source.name} was changed since it was compiled: python setup.py build_ext --inplace", 3
-            )
-
-
 def pytest_collection_finish() -> None:
     """What is imported by now stays (the first step would import proxy_tensor): full collections go without it."""
     _keep_what_is_imported()

@@ -9,11 +9,14 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.text import Text
@@ -125,10 +128,20 @@ def _run(given: Sequence[str]) -> int:
 
 
 def version_text() -> str:
-    """`fxbatch 0.1.0, torch 2.13.0, Python 3.11.9`, without importing torch."""
+    """`fxbatch 0.1.0, torch 2.13.0, Python 3.11.9`, and which extensions there are, without importing torch."""
     torch = importlib.metadata.version("torch")
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"fxbatch {importlib.metadata.version('fxbatch')}, torch {torch}, Python {python}"
+    package = importlib.util.find_spec("fxbatch")
+    (folder,) = (package and package.submodule_search_locations) or ("",)
+    extensions = runpy.run_path(str(Path(folder) / "extensions.py"))
+    every, missing = extensions["EXTENSIONS"], extensions["missing"]()
+    state = f"all {len(every)} compiled"
+    if missing:
+        some = f"{len(every) - len(missing)} of {len(every)} compiled, not {', '.join(missing)}"
+        state = (
+            some if len(missing) < len(every) else "none compiled: all runs in Python (docs/dependencies.md)"
+        )
+    return f"fxbatch {importlib.metadata.version('fxbatch')}, torch {torch}, Python {python}\nextensions: {state}"
 
 
 def _describe(error: Exception) -> tuple[str, str, Status]:

@@ -159,7 +159,9 @@ class KernelTable:
     def fill(
         self, left: Left, workspace: Workspace, memory: GradientMemory, asked: Asked
     ) -> NativeKernels | None:
-        """The kernels with the pointers of now; None where one can't read what it is given."""
+        """The kernels with the pointers of now; None where there is none, or one can't read what it is given."""
+        if not self.kernels:
+            return None
         counts = array("q", left.memory.calls_of([k.operation for k in self.kernels]))
         rows = np.empty((self.rows, 2), dtype=np.int64)
         results = [memory.take(shape, dtype) for shape, dtype in self.results]

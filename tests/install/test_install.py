@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
         if isinstance(tree, tuple):
             return torch.tanh(self.cell(torch.cat([self.encode(child) for child in tree])))
         return tree
-    @fxbatch.autobatch
+    @fxbatch.autobatch(adaptive=False)  # so few trees would run the loop
     def forward(self, tree):
         return self.encode(tree).sum()
 model = Model()
@@ -103,7 +103,9 @@ class Environment:
     def check(self) -> None:
         """The command answers, and a small model trains as its loop does, with the installed package."""
         assert "Write a PyTorch model for one instance" in self.run("fxbatch", "--help")
-        assert self.run("fxbatch", "--version").startswith("fxbatch ")
+        version = self.run("fxbatch", "--version")
+        assert version.startswith("fxbatch ")
+        assert ("all 14 compiled" if self.extensions else "none compiled") in version
         assert str(self.folder) in self.run("python", "-c", SMALL_MODEL)
 
 
@@ -159,4 +161,28 @@ def test_the_source_archive_without_a_compiler(archives: tuple[Path, Path], tmp_
     environment = Environment.make(tmp_path / "bare")
     environment.install(archives[0], CC=str(tmp_path / "no-compiler"))
     assert environment.extensions == []
+    environment.check()
+    for example in ("tree_lstm", "parser", "deep_sets"):  # batched, gradients too, and compared with the loop
+        assert "equal: " in environment.run("fxbatch", "check", f"fxbatch_examples.{example}:minibatch")
+    assert "times as fast" in environment.run("fxbatch", "bench", "fxbatch_examples.tree_lstm:minibatch")
+    environment.run("fxbatch", "demo", "--epochs", "1", "--limit", "32")
+
+
+def test_a_wheel_for_other_machines(tmp_path: Path) -> None:
+    """What `python -m tools.wheels` builds is named for an old glibc, and has every extension."""
+    look = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "auditwheel"]
+    if subprocess.run(look, capture_output=True, check=False).returncode:
+        pytest.skip("no package index here that has auditwheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.wheels", "--to", tmp_path / "dist"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    wheel = Path(done.stdout.strip())
+    assert "manylinux" in wheel.name
+    environment = Environment.make(tmp_path / "manylinux")
+    environment.install(wheel)
+    assert environment.extensions == ["_fast", "_native", *TYPED]
     environment.check()

@@ -21,6 +21,7 @@ def test_version(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert out.startswith("fxbatch ")
     assert "torch 2." in out
+    assert "\nextensions: all 14 compiled\n" in out
 
 
 def test_help_lists_every_command_and_exit_status(capsys: Captured) -> None:
