@@ -22,7 +22,7 @@ from benchmarks.correctness import CorrectnessError, check_outcome
 from benchmarks.machine import describe_machine
 from benchmarks.measure import Clock, measure
 from benchmarks.results import CaseResult, RunResult, TaskResult
-from benchmarks.task import Case, Settings, Skip, Task
+from benchmarks.task import Case, Incomplete, Settings, Skip, Task
 
 
 class Watcher(Protocol):
@@ -178,6 +178,10 @@ def run_case(case: Case, settings: Settings, watcher: Watcher) -> CaseResult:
         watcher.run("counting")
         try:
             numbers = case.numbers()
+        except Incomplete as error:
+            numbers = error.numbers
+            failed |= error.failures
+            watcher.failed(case.name, str(error))
         except Exception as error:  # noqa: BLE001 - the times that were taken must not be lost
             failed["counting"] = describe(error)
             watcher.failed(f"{case.name}: counting", failed["counting"])

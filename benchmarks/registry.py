@@ -13,6 +13,7 @@ from benchmarks.tasks import (
     neubig_table_1,
     never_slower,
     peers,
+    public,
     scale,
     sizes,
 )
@@ -20,6 +21,7 @@ from benchmarks.tasks import (
 TASKS: tuple[Task, ...] = (
     figures.TASK,
     peers.TASK,
+    public.TASK,
     looks_table_1.TASK,
     neubig_figure_2.TASK,
     neubig_table_1.TASK,

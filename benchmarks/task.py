@@ -25,6 +25,14 @@ class Skip(Exception):
     """A task or a competitor can't run here; the message says why."""
 
 
+class Incomplete(Exception):
+    """Some of a case's numbers are there, and something failed: `failures` by what."""
+
+    def __init__(self, numbers: dict[str, float], failures: dict[str, str]) -> None:
+        super().__init__("; ".join(f"{what}: {why}" for what, why in failures.items()))
+        self.numbers, self.failures = numbers, failures
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the user asked for. quick: every task at small size; budget: seconds a case; dynet: its builds."""

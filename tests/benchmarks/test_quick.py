@@ -13,14 +13,16 @@ from benchmarks.contenders import Batches, Inference, Training, decorated, joine
 from benchmarks.driver import run_tasks
 from benchmarks.measure import Clock
 from benchmarks.models import TreeLSTM, random_trees
+from benchmarks.public.sources import VARIABLE
 from benchmarks.registry import TASKS
 from benchmarks.report import to_html, to_markdown
 from benchmarks.results import RunResult
 from benchmarks.side_by_side import show, tree_contenders, update_contenders
 from benchmarks.stages import NAMES, stage_times, staged
 from benchmarks.task import Settings, Task
-from benchmarks.tasks import never_slower
+from benchmarks.tasks import never_slower, public
 from benchmarks.tasks.neubig_figure_2 import phases_of
+from tests.benchmarks import stand_in
 
 # One timed round, none to warm up: that everything works is what is tested here, not its speed.
 SETTINGS = Settings(quick=True, repeats=1, warmup=0, peers=False, compiled=False)
@@ -33,6 +35,8 @@ SOME_ROWS = ("embed, MLP, mean", "CRF forward", "pointer network", "floats that 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_task_runs_and_its_competitors_agree(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(never_slower, "ROWS", {name: never_slower.ROWS[name] for name in SOME_ROWS})
+    monkeypatch.setattr(public, "MODELS", ("tests.benchmarks.stand_in:MODEL",))
+    monkeypatch.setenv(VARIABLE, str(stand_in.FOLDER))
     run = run_tasks([task], SETTINGS, command="test")
     (result,) = run.tasks
     assert run.failures == []
