@@ -1,7 +1,8 @@
-"""Each recipe runs as it stands; the page of options has them all."""
+"""Each recipe runs by itself; the page of options has them all."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import fields
 
@@ -11,11 +12,32 @@ from fxbatch.runtime.options import Options
 from tests.docs.pages import DOCS, ROOT, python_blocks, run
 
 
-def test_the_recipes_run_in_order() -> None:
+def recipes() -> dict[str, list[tuple[int, str]]]:
+    """{heading: its blocks} of the page of recipes; "" has what all begin with."""
     page = DOCS / "recipes.md"
-    blocks = python_blocks(page)
-    assert len(blocks) > 10
-    run(page, blocks, {"__name__": "recipes"})
+    text = page.read_text(encoding="utf-8")
+    headings = [(m.start(), m[1]) for m in re.finditer(r"^## (.*)$", text, re.MULTILINE)]
+    lines = [(0, ""), *((text.count("\n", 0, at) + 1, heading) for at, heading in headings)]
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for line, source in python_blocks(page):
+        parts.setdefault([heading for at, heading in lines if at < line][-1], []).append((line, source))
+    return parts
+
+
+@pytest.mark.parametrize("heading", [heading for heading in recipes() if heading])
+def test_a_recipe_runs_alone(heading: str) -> None:
+    names: dict[str, object] = {"__name__": "recipes"}
+    run(DOCS / "recipes.md", recipes()[""], names)
+    for line, source in recipes()[heading]:
+        for needed in re.findall(r"^from (torch_geometric|beartype)\b", source, re.MULTILINE):
+            if importlib.util.find_spec(needed) is None:
+                break  # a library that the tests do not depend on
+        else:
+            run(DOCS / "recipes.md", [(line, source)], names)
+
+
+def test_there_are_recipes() -> None:
+    assert len(recipes()) > 15
 
 
 def test_the_page_of_options_has_all_with_their_defaults() -> None:
