@@ -31,7 +31,7 @@ def report(lines: Sequence[dict[str, Any]], *, samples: int | None, seconds: flo
         "and for half of the samples another sample's shapes and arguments. Results equal the loop's, and",
         "gradients too where PyTorch defines them (float32, and one integer, bool or complex dtype).",
         "The same with a leading size that differs between instances: `python -m tests.ragged.sized_operators` and",
-        "`python -m tests.ragged.sized_modules`, whose counts are in [sizes](sizes.md): none differs from the loop.",
+        "`python -m tests.ragged.sized_modules`, whose counts are in [sizes](sizes-inside.md): none differs from the loop.",
         f"This run: torch {torch.__version__}, {bound}, at most {seconds:.0f} seconds an entry.",
         "",
         "| verdict | means |",
