@@ -2,7 +2,7 @@
 
 In: a molecule as the bag of its atoms, kinds `[N]`, without bonds. Out: a property of it: `rho(sum of phi(atom))`.
 All atoms of a minibatch are rows of one tensor (docs/sizes.md). ESOL (solubility), or QM9; root mean squared error.
-What the bonds add, `graph_attention.py` shows.
+Without that data it makes 600 small molecules by itself (see `molecules.py`). `graph_attention.py` has the bonds, too.
 
     model, sets = minibatch()
     predictions = model(sets)            # a list of [N] in, [sets, targets] out

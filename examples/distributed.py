@@ -110,9 +110,13 @@ def train(steps: int, batch_size: int = 16, accumulate: int = 2) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="minibatches of each process (default: 20)")
     args = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/distributed.py --steps 20")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         loss = train(args.steps)

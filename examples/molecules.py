@@ -3,7 +3,8 @@
 In: a molecule: features of its atoms, and its bonds. Out: a property of it. In each round every atom adds up
 messages from its neighbours, as many as it has, and a GRU updates it: a gated graph network (Li et al. 2016;
 message passing as in Gilmer et al. 2017). Molecules differ in everything: atoms, bonds, neighbours. ESOL
-(solubility) or a QM9 target; root mean squared error.
+(solubility) or a QM9 target; root mean squared error. Without that data (`graphs_delaney.npz`, columns as in
+fxbatch.data.molecules) it makes 600 small molecules by itself.
 
     model, molecules = minibatch()
     predictions = model(molecules)       # a list of molecules in, [molecules, targets] out
@@ -15,7 +16,6 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from fxbatch_examples.command import in_batches, loop_if, run, train_epoch, trai
 from torch import Tensor, nn
 
 import fxbatch
+from fxbatch.data.generated import generate_molecules
+from fxbatch.data.molecules import Molecule as RawMolecule
 from fxbatch.data.molecules import read_molecules
-from fxbatch.data.paths import find_data
+from fxbatch.data.paths import locate
 from fxbatch.data.vocabulary import Vocabulary
 
 
@@ -173,17 +175,25 @@ def errors(model: nn.Module, data: Sequence[tuple[Any, Tensor]]) -> Tensor:
 
 
 def load_set(args: argparse.Namespace) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:
-    """`load` of the set that was asked for."""
-    return load(find_data("molecules", args.data) / f"graphs_{args.set}.npz", args.limit, args.device)
+    """`prepare` of the set that was asked for, or of generated molecules where no folder has it."""
+    folder = locate("molecules", args.data)
+    if folder is not None:
+        return prepare(read_molecules(folder / f"graphs_{args.set}.npz")[: args.limit], args.device)
+    print(
+        f"no molecules/graphs_{args.set}.npz was found (--data takes the folder): training on 600 generated ones"
+    )
+    return prepare(generate_molecules(600)[: args.limit], args.device)
 
 
-def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:
+def prepare(
+    molecules: Sequence[RawMolecule], device: str
+) -> tuple[list[Molecule], tuple[int, int, int], Tensor]:
     """Molecules with standardised targets; how many atom kinds, bond kinds and targets; what 1.0 stands for.
 
     The kind of an atom is its element, charge, hydrogens and aromaticity. Molecules that lack a target
     are left out.
     """
-    raw = [molecule for molecule in read_molecules(path)[:limit] if not np.isnan(molecule.targets).any()]
+    raw = [molecule for molecule in molecules if not np.isnan(molecule.targets).any()]
     kinds = [
         [f"{z} {a} {c} {h}" for z, a, c, h in zip(m.atoms, m.aromatic, m.charge, m.hydrogens, strict=True)]
         for m in raw
@@ -193,7 +203,7 @@ def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tu
     targets = torch.tensor(np.stack([molecule.targets for molecule in raw]))
     scale = targets.std(0)
     targets = ((targets - targets.mean(0)) / scale).to(device)
-    molecules = [
+    prepared = [
         Molecule(
             atoms.encode(kind),
             [(begin, end) for begin, end in m.bonds.tolist()],
@@ -202,7 +212,7 @@ def load(path: Path, limit: int | None, device: str) -> tuple[list[Molecule], tu
         )
         for m, kind, target in zip(raw, kinds, targets, strict=True)
     ]
-    return molecules, (len(atoms), len(bonds), targets.shape[1]), scale.to(device)
+    return prepared, (len(atoms), len(bonds), targets.shape[1]), scale.to(device)
 
 
 if __name__ == "__main__":
