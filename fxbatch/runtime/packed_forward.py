@@ -144,7 +144,7 @@ class PackedForward:
         """The results of a minibatch, or None."""
         if is_watched() or inside_functorch() or function_modes() or not memory_is_real():
             return None
-        if torch.is_inference_mode_enabled() or current_recorder() is not None:
+        if current_recorder() is not None:
             return None
         with self._lock, without_saved_tensor_hooks():
             columns = self._columns(fn, instances)
@@ -280,8 +280,11 @@ class PackedForward:
         return work
 
     def _build(self, fn: Any, columns: _Columns, example: int, family: PackedFamily) -> Variant | None:
+        grad = torch.is_grad_enabled()
         try:
-            return self._built(fn, columns, example, family.dynamic)
+            # What is built stays, and serves calls outside of inference mode, too.
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                return self._built(fn, columns, example, family.dynamic)
         except (NoPackedForm, BodyError) as error:
             family.reason = str(error)
         except FxbatchError:

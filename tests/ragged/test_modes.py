@@ -41,6 +41,28 @@ def test_autocast(name: str) -> None:
         assert len(variants_of(made)) >= 2
 
 
+@pytest.mark.parametrize("name", IN_AUTOCAST)
+@pytest.mark.parametrize("data_made_within", [True, False])
+def test_inference_mode(name: str, data_made_within: bool) -> None:
+    """Packed as under no_grad; what was built there serves calls under no_grad and in training."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    made = model(case.forward, case.parts(), adaptive=False, out="list")
+    sizes = case.sizes[0]
+    batch = [case.make(t) for t in sizes]
+    with torch.inference_mode():
+        inside = [case.make(t) for t in sizes] if data_made_within else batch
+        ours = made(inside)
+        with fxbatch.disabled():
+            theirs = made(inside)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    (variant,) = variants_of(made)
+    with torch.no_grad():
+        made(batch)
+    assert variant.calls == 2 and variants_of(made) == [variant]
+    check_equal(made, batch)
+
+
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
