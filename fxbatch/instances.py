@@ -44,6 +44,11 @@ def instances_of(value: Any, where: str, name: str) -> Sequence[Any]:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if not value.ndim:
             raise MinibatchError(f"{where} has no dimensions; its first dimension is the instances")
+        if isinstance(value.shape[0], torch.SymInt):
+            raise MinibatchError(
+                f"{where} has a dynamic number of instances (dynamic_shapes): what is exported is the loop over as "
+                "many instances as are given, so leave the first dimension static, or export the undecorated forward"
+            )
         return value.unbind(0) if isinstance(value, torch.Tensor) else list(value)
     if isinstance(value, Mapping):
         return _rows(value, where, name)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import fxbatch
@@ -306,6 +307,19 @@ def test_export_and_tracing_see_the_loop() -> None:
     torch.testing.assert_close(torch.export.export(scorer, (x,)).module()(x), expected)
     rows = list(x)
     torch.testing.assert_close(torch.export.export(scorer, (rows,)).module()(rows), expected)
+
+
+@pytest.mark.parametrize("dynamic", [Dim("batch"), Dim.DYNAMIC, Dim.AUTO], ids=str)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_dynamic_number_of_instances_is_not_fixed_in_silence(dynamic: Any, called_before: bool) -> None:
+    """torch.onnx.export(dynamic_shapes=...) exports by Dim.AUTO, which would take the number given for a constant."""
+    scorer, x = Scorer(), torch.randn(3, SIZE)
+    for _ in range(3 if called_before else 0):
+        scorer(x)
+    with pytest.raises(Exception, match="leave the first dimension static"):
+        torch.export.export(scorer, (x,), dynamic_shapes={"x": {0: dynamic}})
+    with pytest.raises(Exception, match="leave the first dimension static"):
+        torch.export.export(scorer, (), {"x": x}, dynamic_shapes={"x": {0: dynamic}})
 
 
 @pytest.mark.filterwarnings("ignore")
