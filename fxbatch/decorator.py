@@ -58,6 +58,8 @@ class Autobatched:
     Its callables take the owner first: the object that a method is called on, None for a function.
     """
 
+    decorates = True  # False: made to look at a function that is not decorated
+
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -660,6 +662,8 @@ def autobatch(
 
 def find_autobatched(target: Any) -> tuple[Autobatched, Any]:
     """The decorated callable behind a module, a bound method or a function, and its owner."""
+    if isinstance(target, type):
+        raise MinibatchError(f"{target.__name__} is a class: the model comes first, an object of it")
     if isinstance(target, torch.nn.Module):
         own = [x for x in vars(target).values() if isinstance(x, BoundAutobatched)]
         names = ["forward", *dir(type(target))]
@@ -684,4 +688,7 @@ def _undecorated_one(fn: Callable[..., Any], owner: Any) -> Autobatched:
     known: _Engines = getattr(owner, "__dict__", {}).get("_fxbatch_engines", _Engines())
     plain = Options()
     found = next((a for a in list(known) if a.fn is fn and a.options == plain), None)
-    return found or Autobatched(fn, plain)
+    if found is None:
+        found = Autobatched(fn, plain)
+        found.decorates = False
+    return found

@@ -231,9 +231,20 @@ def explain(model: Any, *args: Any, **options: Any) -> Explanation:
         []
     """
     whole = None if options else _whole(model, args)
-    if whole is not None:
-        return whole
-    minibatch = _compiled(model, args, options, live=not options)
+    explanation = whole or _describe(_compiled(model, args, options, live=not options))
+    autobatched, _ = find_autobatched(model)
+    if not autobatched.decorates:
+        return dataclasses.replace(
+            explanation, strategy=f"{autobatched.name} of one instance: {_UNDECORATED}"
+        )
+    return explanation
+
+
+_UNDECORATED = "it is not decorated; with @fxbatch.autobatch on it they run as above"
+
+
+def _describe(minibatch: Minibatch) -> Explanation:
+    """The explanation of a minibatch that has run."""
     steps = before = after = indexed = elided = bytes_copied = bytes_read = 0
     bound = 0
     unbatched: dict[str, UnbatchedRow] = {}

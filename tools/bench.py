@@ -8,9 +8,9 @@ examples:
   fxbatch bench --task looks-table-1 --device cuda
   fxbatch bench --compare bench-results/2026-01-31T120000
 
-Without a TARGET the project's own benchmarks run, and write a report with plots. They are a folder of the
-source repository, not of the installed package: run them from an editable install (`make venv`), or
-`python -m benchmarks` in the repository. docs/benchmarks.md explains the tasks.
+With --quick, --task, --compare, --resume or --report the project's own benchmarks run, and write a report
+with plots. They are a folder of the source repository, not of the installed package: `make bench` there
+runs them all. docs/benchmarks.md explains the tasks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ from .run_target import Runnable
 from .target import add_target_arguments, load_target
 from .terminal import output
 
+CHOSEN = (
+    "quick",
+    "task",
+    "list",
+    "compare",
+    "resume",
+    "report",
+)  # what asks for the project's own benchmarks
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -79,11 +87,8 @@ def run(options: argparse.Namespace) -> int:
     if options.target is not None:
         return run_target(options)
     benchmarks = load_benchmarks()
-    if benchmarks is None:
-        raise CommandError(
-            "the benchmarks are not part of the installed package",
-            hint="clone the repository and run `make bench` there",
-        )
+    if benchmarks is None or not any(getattr(options, name) for name in CHOSEN):
+        raise CommandError("TARGET is missing", hint="for example: fxbatch bench model.py:minibatch")
     try:
         status = benchmarks.run(options, command=shlex.join(["fxbatch", *sys.argv[1:]]))
     except benchmarks.UsageError as error:

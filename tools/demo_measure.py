@@ -32,13 +32,13 @@ TOLERANCE, SLACK = 1e-4, 10.0
 def first_minibatch(model: TreeLSTM, trees: list[Any], console: Console) -> None:
     """Print launches before and after, and the time of forward and backward, batched and one by one."""
     nodes = sum(tree.nodes for tree in trees)
+    first = seconds_of(model, trees)  # before anything has built the graphs
     explained = fxbatch.explain(model, trees)
     console.print(
         f"one minibatch: {len(trees)} trees, {nodes} nodes; "
         f"{explained.launches_before} launches one by one, {explained.launches_after} batched",
         soft_wrap=True,
     )
-    first = seconds_of(model, trees)
     batched = statistics.median(seconds_of(model, trees) for _ in range(REPEATS))
     with fxbatch.disabled():
         single = min(seconds_of(model, trees) for _ in range(2))

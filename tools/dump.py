@@ -61,11 +61,12 @@ from .target import load_target
 from .terminal import output
 
 ALL_STAGES = ("trace", *STAGES, "schedule", "code", "packed", "operation")
+NAMED = ("operation", "packed")  # stages that take a NAME
 FORMATS = ("text", "json", "dot", "svg", "html", "png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_minibatch_arguments(parser)
+    add_minibatch_arguments(parser, optional=True)  # argparse gives --stage all words that follow it
     parser.add_argument(
         "--stage",
         nargs="+",
@@ -83,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.target is None:
+        options.target = _target_after_stage(options.stage)
     stage, name = _stage(options.stage or ["merged"])
     if options.format == "png" and options.output is None and sys.stdout.isatty():
         raise CommandError("a PNG is no text for a terminal", hint="give -o FILE")
@@ -147,16 +150,21 @@ def _dump_packed(options: argparse.Namespace, packed: list[PackedProgram], name:
     return 0
 
 
+def _target_after_stage(words: list[str] | None) -> str:
+    """TARGET where it stands last, behind the words of --stage: taken from them."""
+    if not words or len(words) < 2 or (words[0] in NAMED and ":" not in words[-1]):
+        raise CommandError("TARGET is missing", hint="see `fxbatch dump --help`")
+    return words.pop()
+
+
 def _stage(words: list[str]) -> tuple[str, str]:
     stage, name = words[0], " ".join(words[1:])
     if stage not in ALL_STAGES:
         close = difflib.get_close_matches(stage, ALL_STAGES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the stages are {', '.join(ALL_STAGES)}"
         raise CommandError(f"no stage {stage!r}", hint=hint)
-    if stage not in ("operation", "packed") and name:
-        raise CommandError(
-            f"--stage {stage} takes no name, got {name!r}", hint="TARGET stands before --stage"
-        )
+    if stage not in NAMED and name:
+        raise CommandError(f"--stage {stage} takes no name, got {name!r}")
     return stage, name
 
 

@@ -32,7 +32,7 @@ from fxbatch.viz.report import Report, make_report
 from .errors import CommandError, Status
 from .run_target import model_arguments
 from .target import _failed as describe_failure
-from .target import add_target_arguments
+from .target import add_target_arguments, users_output
 from .terminal import doing, notices
 
 NOT_PACKED = "a forward of tensors whose sizes differ by instance is, where it can be: docs/sizes.md"
@@ -71,9 +71,9 @@ class Forms:
         return carried if name == "pass-through" else insert_cats(insert_gathers(carried))
 
 
-def add_minibatch_arguments(parser: argparse.ArgumentParser) -> None:
-    """TARGET, --arg, --option and --phase."""
-    add_target_arguments(parser)
+def add_minibatch_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """TARGET, --arg, --option and --phase. optional: TARGET may be missing."""
+    add_target_arguments(parser, optional=optional)
     add_option_argument(parser)
     parser.add_argument(
         "--phase",
@@ -135,15 +135,18 @@ def compile_model(
 
 
 class user_errors:
-    """`with user_errors(target):` turns what the user's code raises into a CommandError, status MODEL."""
+    """`with user_errors(target):` around what runs the user's code: what it raises is a CommandError, status MODEL, and
+    what it prints goes to standard error."""
 
     def __init__(self, target: str) -> None:
         self.target = target
+        self.output = users_output()
 
     def __enter__(self) -> None:
-        return None
+        self.output.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.output.__exit__(kind, error, trace)
         if isinstance(error, Exception) and not isinstance(error, (CommandError, FxbatchError)):
             raise describe_failure(error, self.target) from error
 

@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,16 +57,42 @@ def load_target(target: str, arguments: Sequence[str] = ()) -> tuple[Any, Sequen
     """(model, instances) of a target. Runs the user's module and function."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        raise CommandError(
-            f"target {target!r} is no package.module:function or path/to/file.py:function",
-            hint="for example: examples/tree_lstm.py:minibatch",
-        )
-    module = _load_module(place)
-    function = _find_function(module, place, name)
-    keywords = parse_arguments(arguments)
-    _check_keywords(function, target, keywords)
-    result = _call(function, keywords, target)
-    return _checked(result, target)
+        raise _no_target(target)
+    with users_output():
+        module = _load_module(place)
+        function = _find_function(module, place, name)
+        keywords = parse_arguments(arguments)
+        _check_keywords(function, target, keywords)
+        return _checked(_call(function, keywords, target), target)
+
+
+def users_output() -> AbstractContextManager[object]:
+    """Within it, what the user's code prints goes to standard error: standard output is for the command's results."""
+    return redirect_stdout(sys.stderr)
+
+
+def _no_target(target: str) -> CommandError:
+    """The error of a TARGET without a function: what it is instead, and what could be meant."""
+    path, example = Path(target), "for example: examples/tree_lstm.py:minibatch"
+    if path.is_dir():
+        return CommandError(f"{target} is a directory", hint=f"a target is a function of a file, {example}")
+    if path.is_file():
+        names = functions_of(path)
+        hint = f"{target}:{names[0]}?" if names else example
+        return CommandError(f"{target} is a file; a target names a function in it", hint=hint)
+    return CommandError(
+        f"target {target!r} is no package.module:function or path/to/file.py:function", hint=example
+    )
+
+
+def functions_of(path: Path) -> list[str]:
+    """The public functions of a file that could be a target, `minibatch` first, without running it."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    names = [x.name for x in body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")]
+    return sorted(names, key=lambda name: name != "minibatch")
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
@@ -102,6 +129,8 @@ def _load_module(place: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
+    if path.is_dir():
+        raise CommandError(f"{path} is a directory", hint="a file is given as path/to/file.py:function")
     if not path.is_file():
         raise CommandError(f"no file {str(path)!r}")
     name = path.stem if path.stem.isidentifier() else "target"

@@ -33,3 +33,11 @@ def test_text_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int) -> None:
     assert run(capsys, "bench", *arguments)[0] == status
+
+
+def test_without_a_target_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "bench")
+    assert (status, out) == (2, "")
+    assert "TARGET is missing" in err and "fxbatch bench model.py:minibatch" in err
+    status, out, _ = run(capsys, "bench", "--list")
+    assert status == 0 and "figures" in out

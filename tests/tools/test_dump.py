@@ -150,3 +150,12 @@ def test_an_instance_that_there_is_not_or_not_of_a_trace_is_refused(
     status, out, err = run(capsys, "dump", TARGET, "--stage", stage, "--instance", number)
     assert (status, out) == (2, "")
     assert "--instance" in err
+
+
+def test_the_target_may_stand_behind_the_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    for stage in (["plan"], ["operation", "out"], ["merged"]):
+        before = run(capsys, "dump", TARGET, "--stage", *stage)
+        assert before[0] == 0 and run(capsys, "dump", "--stage", *stage, TARGET) == before
+    for arguments in ((), ("--stage", "plan"), ("--stage", "operation", "out")):
+        status, _, err = run(capsys, "dump", *arguments)
+        assert status == 2 and "TARGET is missing" in err

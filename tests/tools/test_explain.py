@@ -97,3 +97,38 @@ def test_verbose_adds_memory_and_products(capsys: pytest.CaptureFixture[str]) ->
     short, long = (run(capsys, "explain", TARGET, *more)[1] for more in ((), ("--verbose",)))
     assert "memory for values" not in short and "memory for values" in long
     assert "inputs of launches" not in short and "inputs of launches" in long
+
+
+UNDECORATED = """
+import torch
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+    def forward(self, x):
+        print("as it goes")
+        return self.linear(x).tanh()
+def minibatch():
+    print("to begin with")
+    return Plain(), list(torch.randn(4, 3))
+"""
+
+
+def test_an_undecorated_model_is_shown_as_it_would_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And what the user's code prints is no part of the results."""
+    (tmp_path / "plain.py").write_text(UNDECORATED)
+    status, out, err = run(capsys, "explain", f"{tmp_path / 'plain.py'}:minibatch", "--format", "json")
+    explanation = json.loads(out)
+    assert status == 0
+    assert (explanation["launches_before"], explanation["launches_after"]) == (8, 2)
+    assert "it is not decorated" in explanation["strategy"]
+    assert err.startswith("to begin with\n") and "as it goes\n" in err
+
+
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(
+        fxbatch.MinibatchError, match="Tree is a class: the model comes first, an object of it"
+    ):
+        fxbatch.explain(target_model.Tree, [1, 2])

@@ -100,6 +100,8 @@ def test_values_are_literals_or_text() -> None:
     ("target", "arguments", "status", "message", "hint"),
     [
         ("my_models", [], Status.USAGE, "is no package.module:function", "examples/tree_lstm.py:minibatch"),
+        (".", [], Status.USAGE, ". is a directory", "examples/tree_lstm.py:minibatch"),
+        ("./:f", [], Status.USAGE, ". is a directory", "path/to/file.py:function"),
         ("my_models:", [], Status.USAGE, "is no package.module:function", ""),
         ("gone.py:f", [], Status.USAGE, "no file 'gone.py'", ""),
         ("gone.mod:f", [], Status.USAGE, "no module 'gone'", "path/to/file.py:function"),
