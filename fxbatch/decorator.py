@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
+from fxbatch import stopwatch
 from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
@@ -29,7 +30,7 @@ from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInsta
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.runtime.strategy import Strategy
+from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import (
@@ -247,7 +248,12 @@ class Autobatched:
             return NOT_SETTLED
         engine = owner.__dict__.get("_fxbatch_engines", _NONE).get(self)
         strategy = None if engine is None else engine.strategy
-        if strategy is None or not strategy.warned or len(args) - 1 not in self._in_columns:
+        if (
+            strategy is None
+            or not strategy.warned
+            or len(engine.queue)
+            or len(args) - 1 not in self._in_columns
+        ):
             return NOT_SETTLED
         if undecorated() or dispatch_mode_count() or inside_functorch() or saved_tensors_are_packed():
             return NOT_SETTLED
@@ -266,16 +272,32 @@ class Autobatched:
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
         and the others otherwise."""
-        grad, count, out = torch.is_grad_enabled(), len(instances), self.options.out
+        grad, count, waiting = torch.is_grad_enabled(), len(instances), len(engine.queue)
         choice = strategy.choose(count, grad=grad)
+        if not waiting:
+            return self._as_chosen(engine, strategy, choice, instances)
+        begun = stopwatch.now()
+        result = self._as_chosen(engine, strategy, choice, instances)
+        loop = strategy.loop_seconds(count, grad=grad)
+        engine.build_waiting(seconds=stopwatch.now() - begun if choice.batches else loop, loop=loop)
+        if not engine.queue:
+            strategy.look_again()
+        return result
+
+    def _as_chosen(
+        self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Instance]
+    ) -> Any:
+        grad, count = torch.is_grad_enabled(), len(instances)
         if choice.batches and not choice.scouts:
-            if choice.timing is None:
-                return self._batched(engine, instances, out)
-            return choice.timing.of(lambda: self._batched(engine, instances, out))
+            with engine.queue.minibatch(grad=grad):
+                if choice.timing is None:
+                    return self._batched(engine, instances, self.options.out)
+                return choice.timing.of(lambda: self._batched(engine, instances, self.options.out))
         results = self._loop(instances[: choice.scouts], choice.timing)
         rest = instances[choice.scouts :]
         if choice.batches and rest:
-            results += self._batched(engine, rest, "list", first=choice.scouts)
+            with engine.queue.minibatch(grad=grad):
+                results += self._batched(engine, rest, "list", first=choice.scouts)
         else:
             results += self._loop(rest, first=choice.scouts)
         if text := strategy.warning(count, grad=grad):

@@ -43,10 +43,10 @@ class Engine(Planner):
         super().__init__(options)
         self.root = root
         self.table = SignatureTable(verify=options.verify)
-        self.packed = PackedRoute(options, root)
+        self.packed = PackedRoute(options, root, self.queue.may_pack)
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.table.packed = PackedCalls(verify=options.verify)
+            self.table.packed = PackedCalls(verify=options.verify, may_build=self.queue.may_pack)
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 
@@ -90,6 +90,12 @@ class Engine(Planner):
         in the minibatch."""
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run, first=first), out)
+
+    def build_waiting(self, *, seconds: float, loop: float) -> None:
+        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long."""
+        self.queue.earn(seconds=seconds, loop=loop)
+        with kernel_modes():
+            self.queue.build()
 
     def record(
         self,

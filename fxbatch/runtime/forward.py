@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxbatch import stopwatch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.step_functions import Kept, Source
@@ -304,6 +305,7 @@ def _run_call_by_call(
     outs: Sequence[torch.Tensor],
 ) -> None:
     assert compiled.unbatched is not None
+    begun = stopwatch.now() if compiled.is_late else 0.0
     n = int(phase.plan.step_rows[step])
     inputs = [source_rows(source, n) for source in sources]
     if compiled.unbatched.keeps_rows(compiled.needs_gradient):
@@ -313,3 +315,5 @@ def _run_call_by_call(
     )
     if compiled.needs_gradient:
         phase.tapes[step] = tape
+    if compiled.is_late:
+        compiled.seconds += stopwatch.now() - begun

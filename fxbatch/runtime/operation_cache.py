@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ MANY_NEW = 64  # new signatures in one program from which on building is put off
 ENOUGH_CALLS = (
     500  # calls that cost about as much as building: 75 ms at 0.15 ms a call, forwards and backwards
 )
-REASON = "met too few times so far for building its graphs to pay"
+REASON = "met too few times so far, or too lately, for its graphs to be built"
 
 
 class Postponed:
@@ -106,6 +106,7 @@ class CompiledOperation:
     native_forward: NativeStep | None = None  # see codegen/native_programs.py
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
+    seconds: float = 0.0  # that its calls have taken, one by one
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
@@ -135,6 +136,11 @@ class CompiledOperation:
             outputs = signature.outputs if self.needs_gradient else ()
             self.grad_outputs = tuple(j for j, t in enumerate(outputs) if t.differentiable)
         self.kept_members = tuple(len(self.layout.groups[g]) for g in self.kept_groups)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it runs call by call because its graphs are not built yet."""
+        return self.reason == REASON
 
     @property
     def compile_seconds(self) -> float:
@@ -278,14 +284,23 @@ class OperationCache:
         self.misses = 0
 
     def get(
-        self, signature: Signature, needs: NeededGradients, shared: Sequence[torch.Tensor], **options: Any
+        self,
+        signature: Signature,
+        needs: NeededGradients,
+        shared: Sequence[torch.Tensor],
+        *,
+        may_build: Callable[[], bool] = lambda: True,
+        late: bool = False,
+        **options: Any,
     ) -> CompiledOperation:
-        """The compiled operation, made now if it is new."""
+        """The compiled operation, made now if it is new; one that runs call by call, for now, if it is `late` or may
+        not be built."""
         state = tuple(
             (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
             for t in shared
         )
-        key = (id(signature), needs, state, tuple(sorted(options.items(), key=lambda x: x[0])))
+        named = tuple(sorted(options.items(), key=lambda x: x[0]))
+        key = (id(signature), needs, state, late, named)
         found = self._entries.get(key)
         if found is not None and found.signature is signature:
             self.hits += 1
@@ -294,8 +309,10 @@ class OperationCache:
             )  # to the end; another thread may have dropped it
             return found
         self.misses += 1
+        if not late and not may_build():
+            return self.get(signature, needs, shared, late=True, **options)
         with building(), without_saved_tensor_hooks(), no_collections():
-            made = compile_operation(signature, needs, shared, **options)
+            made = compile_operation(signature, needs, shared, late=late, **options)
         self._entries[key] = made
         while len(self._entries) > self.size:
             self._entries.popitem(last=False)

@@ -15,7 +15,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,9 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool) -> None:
+    def __init__(self, *, verify: bool, may_build: Callable[[], bool] = lambda: True) -> None:
         self.verify = verify
+        self.may_build = may_build  # asked before a function is built
         self.families: list[CallFamily] = []
         self.steps = 0
         self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
@@ -87,6 +88,8 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
+            if not self.may_build():
+                return None
             with building():
                 self._build(family, types)
             if family.function is not None:  # from now on its first members are packed as well

@@ -126,9 +126,12 @@ class PackedFamily:
 class PackedForward:
     """The packed forms of one decorated forward on one module."""
 
-    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
+    ) -> None:
         self.options = options
         self.root = root
+        self.may_build = may_build  # asked before a graph is built for what the first one is not for
         self.families: dict[Any, PackedFamily] = {}
         self.examined: Examined | None = None
         self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
@@ -263,7 +266,7 @@ class PackedForward:
             places = np.flatnonzero(left)
             smallest = np.min([s[places] for s in sizes], axis=0)
             first = not family.variants
-            if smallest.max() > 1 and (first or len(places) > 1):
+            if smallest.max() > 1 and (first or (len(places) > 1 and self.may_build())):
                 family.built += 1
                 with building():
                     made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)

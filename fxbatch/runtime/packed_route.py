@@ -24,9 +24,12 @@ NOT_PACKED = object()
 class PackedRoute:
     """The packed forward of an engine, made when a minibatch has tensors of different sizes."""
 
-    def __init__(self, options: Options, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
+    ) -> None:
         self.options = options
         self.root = root
+        self.may_build = may_build
         self.forward: PackedForward | None = None
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
@@ -41,7 +44,7 @@ class PackedRoute:
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward
 
-                self.forward = PackedForward(self.options, self.root)
+                self.forward = PackedForward(self.options, self.root, self.may_build)
         results = self.forward.call(fn, instances, out)
         return NOT_PACKED if results is None else results[0]
 

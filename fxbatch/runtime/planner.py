@@ -10,6 +10,7 @@ long as a decorated callable, with its pool of memory.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ from fxbatch.passes.pipeline import Pipeline
 from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
+from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache, Postponed
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.pool import GradientMemory, Pool
@@ -56,6 +58,7 @@ class Planner:
         self.gradient_memory = GradientMemory()
         self.operations = OperationCache()
         self.postponed = Postponed()
+        self.queue = BuildQueue()
         self.structures = StructureCache()
         chosen = [
             "eliminate_dead",
@@ -110,9 +113,14 @@ class Planner:
             verify=self.options.verify,
             native=self.options.native,
             compile=None if unused else self.compile_options,
+            may_build=self.queue.may_build,
             late=late,
         )
-        if made.reason and not late and signature.operation.kind == "graph":
+        if made.is_late:
+            if not late:
+                again = functools.partial(self.compiled, signature, needs, shared, grad)
+                self.queue.put((id(signature), needs), made, again)
+        elif made.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):
                 fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
@@ -124,7 +132,7 @@ class Planner:
         return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
 
     def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
-        """Positions of the signatures that run call by call for now, their graphs being built later."""
+        """Positions of the signatures that run call by call for now, as counted where no clock is read."""
         return self.postponed.choose(signatures, counts)
 
     def rewrite(self, program: Program) -> tuple[Program, Schedule | None]:

@@ -207,16 +207,23 @@ class Run:
             dict.fromkeys(constants, True),
             known_needs=known_needs,
         )
-        late = self.planner.late(program.signatures, survey(program).counts.tolist())
-        family.settled = not late
-        compiled = tuple(
-            self.planner.compiled(
-                signature, (needs.inputs[s], shared_needs[s]), shared[signature], self.grad, late=s in late
-            )
-            if family.present[s]
-            else None
-            for s, signature in enumerate(program.signatures)
-        )
+        counts = survey(program).counts.tolist()
+        late = self.planner.late(program.signatures, counts)
+        operations: list[CompiledOperation | None] = [None] * len(program.signatures)
+        for s in sorted(
+            range(len(operations)), key=lambda s: -counts[s]
+        ):  # those with the most calls are built first
+            if family.present[s]:
+                signature = program.signatures[s]
+                operations[s] = self.planner.compiled(
+                    signature,
+                    (needs.inputs[s], shared_needs[s]),
+                    shared[signature],
+                    self.grad,
+                    late=s in late,
+                )
+        family.settled = not any(x is not None and x.is_late for x in operations)
+        compiled = tuple(operations)
         needs = replace(needs, inputs=tuple(map(_given_back, compiled, needs.inputs)))
         return FamilyTemplate(needs, self.planner.operation_set(program, compiled))
 

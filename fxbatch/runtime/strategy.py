@@ -159,6 +159,20 @@ class Strategy:
         """The loop runs from now on: batching can't give what it gives, for this reason, which a warning says."""
         self.refused = reason
 
+    def loop_seconds(self, instances: int, *, grad: bool) -> float:
+        """About how long the loop takes forward; 0 where it was not timed yet."""
+        with self._lock:
+            case = self._cases.get((grad, instances.bit_length()))
+            times = [t.forward / t.instances for t in ([] if case is None else case.loop) if t.forward]
+            return instances * median_low(times) if times else 0.0
+
+    def look_again(self) -> None:
+        """Begin rounds with the next minibatches: batching has become faster, as all is built."""
+        with self._lock:
+            for case in self._cases.values():
+                if case.loops:
+                    case.next_round = case.minibatches + 1
+
     def looped(self, *, grad: bool) -> int:
         """How many minibatches ran the plain loop."""
         return sum(case.looped for (mode, _), case in self._cases.items() if mode is grad)

@@ -1,0 +1,212 @@
+"""Building is bounded: so many seconds in a mode's first minibatch, later a share of the time, dearest first. The clock
+is the test's own: building an operation takes as long as the test says."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch import stopwatch
+from fxbatch.runtime import build_queue as module
+from fxbatch.runtime import operation_cache
+from fxbatch.runtime.build_queue import FIRST, MOST, SHARE, BuildQueue
+from fxbatch.runtime.engine import Engine
+from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
+from fxbatch.stopwatch import building
+from tests.oracle import check_equal
+
+
+class Clock:
+    """Stands still but where it is moved."""
+
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture(autouse=True)
+def clock(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    monkeypatch.setattr(stopwatch, "now", found)
+    return found
+
+
+@dataclass
+class Late:
+    """An operation whose calls have taken so long."""
+
+    seconds: float
+
+
+def test_what_took_longest_call_by_call_is_built_first_and_only_what_has_come_again(clock: Clock) -> None:
+    queue, built = BuildQueue(), []
+
+    def put(name: str, seconds: float) -> None:
+        def build() -> None:
+            with building():
+                clock.time += 0.5
+            built.append(name)
+
+        queue.put(name, Late(seconds), build)
+
+    for names in ("abc", "abd"):
+        with queue.minibatch(grad=True):
+            for name in names:
+                put(name, {"a": 1.0, "b": 3.0}.get(name, 9.0))
+    assert len(queue) == 2
+    queue.build()
+    assert built == [], "nothing is earned yet"
+    queue.earn(seconds=1.0, loop=1.0)
+    assert queue.earned == pytest.approx(SHARE)
+    queue.build()
+    assert built == ["b"] and queue.earned < 0, "one at least; it is paid back"
+    queue.earn(seconds=5.0, loop=1.0)
+    queue.build()
+    assert built == ["b"], "what takes longer than the loop earns nothing"
+    queue.earn(seconds=1.0, loop=1000.0)
+    assert queue.earned == MOST
+    queue.build()
+    assert built == ["b", "a"] and len(queue) == 0
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAPACITY", 10)
+    queue = BuildQueue()
+    for _ in range(2):
+        with queue.minibatch(grad=False):
+            for k in range(30):
+                queue.put(k, Late(0.0), lambda: None)
+    assert len(queue._once) + len(queue._again) <= 20
+
+
+class Layers(nn.Module):
+    """Eight layers of eight sizes, so that nothing is the same operation, and nothing is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(nn.Linear(3 + i, 4 + i) for i in range(8))
+
+    def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.zeros(3)
+        for word in words:
+            x = x + word
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for word in words:
+            x = x + self.last(word).sum()
+        return x
+
+
+def data(n: int = 6) -> list[list[torch.Tensor]]:
+    return [[torch.randn(3) for _ in range(2 + i)] for i in range(n)]
+
+
+BUILD = 0.3  # seconds of an operation
+
+
+@pytest.fixture
+def builds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was built, each in BUILD seconds."""
+    found: list[str] = []
+    build = operation_cache.build_operation
+
+    def slow(signature: Any, **options: Any) -> Any:
+        clock.time += BUILD
+        found.append(signature.name)
+        return build(signature, **options)
+
+    monkeypatch.setattr(operation_cache, "build_operation", slow)
+    return found
+
+
+def decorated(model: nn.Module, **options: Any) -> Any:
+    return fxbatch.autobatch(**options)(model.forward)
+
+
+def test_the_first_minibatch_of_each_mode_builds_for_so_many_seconds(builds: list[str]) -> None:
+    """What has the most calls comes first, wherever it stands."""
+    f = decorated(Layers())
+    f(data())
+    assert set(builds[:3]) == {"last", "sum", "add"} and len(builds) == int(FIRST / BUILD) + 1
+    f(data())
+    assert len(builds) == int(FIRST / BUILD) + 1, "no time was earned: the clock stands still"
+    with torch.no_grad():
+        f(data())
+    assert len(builds) == 2 * (int(FIRST / BUILD) + 1)
+
+
+def test_the_rest_is_built_over_the_minibatches_that_follow(
+    builds: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
+    model = Layers()
+    f = decorated(model)
+    counts = []
+    for _ in range(200):
+        batch = data()
+        found = f(batch)
+        torch.testing.assert_close(found, torch.stack([Layers.forward(model, x) for x in batch]))
+        found.sum().backward()
+        counts.append(len(builds))
+    every = len(set(builds))
+    engine: Engine = f.__fxbatch__.engine(model)
+    assert not len(engine.queue) and len(builds) == counts[-1] > counts[0] + 4
+    late = [k for k, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
+    assert max(b - a for a, b in itertools.pairwise(counts)) <= int(MOST / BUILD) + 1
+    assert len(late) >= 2 and every > 4
+    assert all(not x.is_late for x in engine.operations._entries.values() if x.unbatched is None)
+
+
+def test_where_the_loop_runs_building_goes_on_and_a_round_follows(
+    builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partly built, batching is slower than the loop; what is left is built beside it, and batching is timed again."""
+    monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
+    model = Layers()
+    f = decorated(model)
+    engine: Engine = f.__fxbatch__.engine(model)
+    for _ in range(2):
+        f(data())
+    assert len(engine.queue)
+    rounds: list[int] = []
+    monkeypatch.setattr(Strategy, "look_again", lambda self: rounds.append(len(builds)))
+    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(False))
+    for _ in range(200):
+        f(data())
+    assert not len(engine.queue) and rounds == [len(builds)]
+
+
+def test_equal_to_the_loop_while_a_part_is_built(builds: list[str]) -> None:
+    class Model(Layers):
+        forward = fxbatch.autobatch(Layers.forward)
+
+    model = Model().double()
+    for _ in range(2):
+        check_equal(model, [[x.double() for x in words] for words in data()])
+
+
+def test_what_always_batches_builds_all_at_once(builds: list[str]) -> None:
+    decorated(Layers(), adaptive=False)(data())
+    assert len(builds) > 8
+    one = len(builds)
+    torch.use_deterministic_algorithms(True)
+    try:
+        decorated(Layers())(data())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(builds) == 2 * one
+    assert not fxbatch.explain(_bound(Layers()), data()).unbatched
+
+
+def _bound(model: nn.Module) -> nn.Module:
+    model.forward = decorated(model)  # type: ignore[method-assign]
+    return model
