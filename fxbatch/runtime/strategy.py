@@ -7,9 +7,10 @@
 
 Batching is what the decorator is for: it is done from the first minibatch on. A few instances, the scouts, run
 undecorated, and are timed; so is the minibatch after them, which is batched whole. Such a pair is a round; each mode
-(gradients or none) and each class of sizes (a power of two of instances) has its own. Where the loop is faster it runs;
-the margin is the smaller the more rounds agree. Rounds come again, ever more rarely, at once where the two are close,
-and later where the loop is much faster, so that a round costs a small part of the time until it.
+(gradients or none) and each class of sizes (a power of two of instances) has its own. Where the loop is faster it runs,
+once a whole minibatch by the loop says so too; the margin is the smaller the more rounds agree. Rounds come again, ever
+more rarely, at once where the two are close, and later where the loop is much faster, so that a round costs a small
+part of the time until it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Literal
 
 from fxbatch.stopwatch import Timing
 
@@ -55,12 +57,65 @@ class _Case:
         self.next_round = 1  # the minibatch that begins one
         self.rounds = 0  # that are over
         self.retimed = 0  # minibatches of this round
+        self.timed: Literal["", "scouts", "batch", "loop"] = ""  # what of the minibatch before was
         self.loop: deque[Timing] = deque(maxlen=WINDOW)
         self.batch: deque[Timing] = deque(maxlen=WINDOW)
         self.seconds = 0.0, 0.0  # of one instance by the loop, and batched, as decided by last
         self.loops = False  # whether the loop runs between rounds
 
-    def medians(self) -> tuple[float, float]:
+    def next(self, instances: int) -> Choice:
+        """How the next minibatch runs."""
+        self.minibatches += 1
+        before, self.timed = self.timed, ""
+        if before == "batch" and self.batch[-1].building and self.retimed < RETIMED:
+            self.batch.pop()
+            self.retimed += 1
+            return self._time_batch(instances)
+        if before == "scouts":
+            if self.loops:
+                self.batch.clear()  # the data may be others by now
+            return self._time_batch(instances)
+        if before and self._decide(before):
+            self.loop.clear()
+            return self._time_loop(instances, "loop")
+        if self.minibatches >= self.next_round:
+            if self.rounds == 1:  # in the first all was new, by either way
+                self.loop.clear()
+                self.batch.clear()
+            self.retimed = 0
+            return self._time_loop(instances, "scouts")
+        return Choice(not self.loops)
+
+    def _time_batch(self, instances: int) -> Choice:
+        self.timed = "batch"
+        self.batch.append(Timing(instances))
+        return Choice(True, 0, self.batch[-1])
+
+    def _time_loop(self, instances: int, timed: Literal["scouts", "loop"]) -> Choice:
+        self.timed = timed
+        scouts = instances if self.loops else min(SCOUTS, (instances + 1) // 2)
+        self.loop.append(Timing(scouts))
+        return Choice(not self.loops, scouts, self.loop[-1])
+
+    def _decide(self, timed: str) -> bool:
+        """Set which way runs from this minibatch on, and when the next round comes. True if the loop has yet to be
+        timed over a whole minibatch: the first instances of each may be the smallest ones."""
+        loop, batch = self._medians()
+        if not loop or not batch:  # one of the two has failed
+            self.next_round = self.minibatches
+            return False
+        self.seconds = loop, batch
+        self.rounds += timed == "batch"
+        ratio, margin, over = batch / loop, 1.0 + 2.0 ** (1 - self.rounds), self.minibatches - 1
+        had_looped, self.loops = self.loops, ratio > margin
+        is_close = 1.0 / margin < ratio <= margin
+        wait = max(1, over // 4 if is_close else over)
+        if self.loops:
+            wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
+        self.next_round = self.minibatches + wait - 1
+        return self.loops and not had_looped
+
+    def _medians(self) -> tuple[float, float]:
         """What one instance takes by the loop, and batched; 0 where that was not timed. Backward passes count where
         both ways have had some."""
         ways = [[t for t in way if t.forward] for way in (self.loop, self.batch)]
@@ -71,39 +126,6 @@ class _Case:
             each = [[t.forward / t.instances for t in way] for way in ways]
         loop, batch = [median_low(way) if way else 0.0 for way in each]
         return loop, batch
-
-    def decide(self) -> None:
-        """Which way runs from this minibatch on, and when the next round comes."""
-        loop, batch = self.medians()
-        self.next_round = self.minibatches
-        if not loop or not batch:  # one of the two has failed
-            return
-        self.seconds = loop, batch
-        self.rounds += 1
-        ratio, margin, over = batch / loop, 1.0 + 2.0 ** (1 - self.rounds), self.minibatches - 1
-        self.loops = ratio > margin
-        is_close = 1.0 / margin < ratio <= margin
-        wait = max(1, over // 4 if is_close else over)
-        if self.loops:
-            wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
-        self.next_round += wait - 1
-        self.retimed = 0
-
-    def end_round(self) -> None:
-        """Decide, or time another minibatch batched."""
-        if self.batch and self.batch[-1].building and self.retimed < RETIMED:
-            self.batch.pop()
-            self.retimed += 1
-            self.next_round += 1
-        else:
-            self.decide()
-
-    def begin_round(self, timing: Timing) -> None:
-        """The scouts of this round."""
-        if self.rounds == 1:  # in the first all was new, by either way
-            self.loop.clear()
-            self.batch.clear()
-        self.loop.append(timing)
 
 
 class Strategy:
@@ -127,29 +149,16 @@ class Strategy:
             if self.refused:
                 case.looped += 1
                 return Choice(False)
-            case.minibatches += 1
-            if case.minibatches == case.next_round + 2:
-                case.end_round()
-            if case.minibatches == case.next_round:
-                timing = Timing(min(SCOUTS, (instances + 1) // 2))
-                case.begin_round(timing)
-                case.looped += case.loops or timing.instances == instances
-                return Choice(not case.loops, timing.instances, timing)
-            if case.minibatches == case.next_round + 1:
-                if case.loops and not case.retimed:
-                    case.batch.clear()  # the data may be others by now
-                timing = Timing(instances)
-                case.batch.append(timing)
-                return Choice(True, 0, timing)
-            case.looped += case.loops
-            return Choice(not case.loops)
+            choice = case.next(instances)
+            case.looped += not choice.batches or choice.scouts == instances
+            return choice
 
     def is_quiet(self, instances: int, *, grad: bool) -> bool:
         """Whether the next minibatch runs the loop and is not timed; it is counted then."""
         case = self._cases.get((grad, instances.bit_length()))
         if self.refused or case is None:
             return bool(self.refused)
-        if not case.loops or case.minibatches + 1 >= case.next_round:
+        if not case.loops or case.timed or case.minibatches + 1 >= case.next_round:
             return False
         case.minibatches += 1
         case.looped += 1

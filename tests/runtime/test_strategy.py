@@ -202,6 +202,19 @@ def test_backward_counts_where_both_ways_had_one() -> None:
     assert not any(loops(Strategy(), 64, never_for_the_scouts, 30, grad=True))
 
 
+def test_sorted_minibatches_whose_first_instances_are_the_smallest_are_batched() -> None:
+    strategy = Strategy()
+    looped = 0
+    for _ in range(200):
+        choice = strategy.choose(64, grad=False)
+        if choice.timing is not None:
+            whole = choice.scouts in (0, 64)
+            each = 0.2 if not whole else 1.0 if choice.scouts else 0.5
+            choice.timing.forward += choice.timing.instances * each
+        looped += not choice.batches
+    assert looped < 12
+
+
 def test_a_minibatch_for_which_something_was_built_is_timed_again_a_few_times() -> None:
     strategy, times = Strategy(), Times(1.0, 50.0)
     times.building = iter([0.5, 0.5])
