@@ -24,6 +24,7 @@ from fxbatch import stopwatch
 from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
+from fxbatch.mistakes import outside
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
 from fxbatch.runtime.argument_objects import TensorColumns
 from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
@@ -284,9 +285,7 @@ class Autobatched:
             strategy.look_again()
         return result
 
-    def _as_chosen(
-        self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Instance]
-    ) -> Any:
+    def _as_chosen(self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any]) -> Any:
         grad, count = torch.is_grad_enabled(), len(instances)
         if choice.batches and not choice.scouts:
             with engine.queue.minibatch(grad=grad):
@@ -301,7 +300,7 @@ class Autobatched:
         else:
             results += self._loop(rest, first=choice.scouts)
         if text := strategy.warning(count, grad=grad):
-            warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=_outside())
+            warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
         return self._put_together(results)
 
     def _loop(
@@ -425,14 +424,6 @@ class Autobatched:
             if not self.options.return_exceptions:
                 raise
             return error
-
-
-def _outside() -> int:
-    """The stack level of the user's line that made the call, for a warning of the one who asks."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("fxbatch", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _defined_in_a_class(fn: Callable[..., Any]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
@@ -71,3 +72,11 @@ def _innermost(traceback: TracebackType | None) -> tuple[str, int] | None:
         place = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
     return place
+
+
+def outside() -> int:
+    """The stack level of the user's line that made the call, for a warning of the one who asks."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("fxbatch", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
