@@ -1,16 +1,18 @@
-"""Measure your own model against its loop, or fxbatch against what a user would do instead.
+"""Measure your own model against its loop, or run the project's benchmarks.
 
 examples:
-  fxbatch bench model.py:minibatch --arg trees=64       your model, batched and one by one in turns
+  fxbatch bench model.py:minibatch --arg trees=64    your model
   fxbatch bench model.py:minibatch --no-backward --option schedule=depth
-  fxbatch bench --quick                      every task at small size, in under three minutes
-  fxbatch bench --task figures --threads 2   one task (--list names them)
+  fxbatch bench --quick                              every task, small
+  fxbatch bench --task figures --threads 2           one task (see --list)
   fxbatch bench --task looks-table-1 --device cuda
   fxbatch bench --compare bench-results/2026-01-31T120000
 
-With --quick, --task, --compare, --resume or --report the project's own benchmarks run, and write a report
-with plots. They are a folder of the source repository, not of the installed package: `make bench` there
-runs them all. docs/benchmarks.md explains the tasks.
+Your model runs batched and one by one, in turns. With --quick, --task,
+--compare, --resume or --report the project's own benchmarks run, and write a
+report with plots. They are a folder of the source repository, not of the
+installed package: `make bench` there runs them all. docs/benchmarks.md explains
+the tasks.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Compare batched values and gradients with the one-by-one loop, on your own model.
+"""Compare batched values and gradients with the loop, on your own model.
 
 examples:
   fxbatch check examples/tree_lstm.py:minibatch --arg trees=8
-  fxbatch check model.py:minibatch --option schedule=depth --option deduplicate=True
+  fxbatch check model.py:minibatch --option schedule=depth
   fxbatch check model.py:minibatch --format json
   fxbatch check model.py:minibatch && echo equal
 
-Batched and loop run twice in a row, each on its own copy of model and instances. The loop in float64 is the
-referee: a batched tensor may be at most 4 times as far from it as the loop's own, which counts up to half of the
-digits of its type, plus 16 units in the last place. What the loop gives otherwise when it runs again from the same
-state can't be compared: that is told, and is not equal. Random operations are compared in eval().
-Exit status 0: equal. 1: different, with the first operation and instance that differ; or not comparable.
+Batched and loop run twice each, on copies of model and instances. The referee
+is the loop in float64: a batched tensor may be 4 times as far from it as the
+loop's own, plus a few units in the last place. If the loop gives something else
+the second time, that can't be compared; the command says so, and the status is
+1. Random operations are compared in eval().
+
+Status 0: equal. Status 1: different, with the first operation and instance that
+differ, or not comparable.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Print a script that completes `fxbatch` in bash, zsh or fish.
 
 examples:
-  source <(fxbatch completion bash)                                   for this shell
+  source <(fxbatch completion bash)                      for this shell
   fxbatch completion bash > ~/.local/share/bash-completion/completions/fxbatch
-  source <(fxbatch completion zsh)                                    after compinit
+  source <(fxbatch completion zsh)                       after compinit
   fxbatch completion fish > ~/.config/fish/completions/fxbatch.fish
 
-The script is complete in itself: pressing Tab starts no Python. Print it again after an update.
+Pressing Tab starts no Python. Print the script again after an update.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Find the data sets of the examples, and download the treebank of the demo.
 
 examples:
-  fxbatch data list                    what is where
-  fxbatch data where sst               the folder alone, for scripts; status 3 where there is none
-  fxbatch data get sst                 download it into the user's cache folder
-  fxbatch data get sst --to data/sst   or into another one
+  fxbatch data list                    where each data set was found
+  fxbatch data where sst               its folder, for scripts (status 3: none)
+  fxbatch data get sst                 download it into your cache folder
+  fxbatch data get sst --to data/sst   or into another folder
 
-The order of search: --data, FXBATCH_DATA, ./data, the user's cache folder.
+Folders are searched in this order: --data, FXBATCH_DATA, ./data, your cache
+folder.
 """
 
 from __future__ import annotations

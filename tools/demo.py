@@ -1,14 +1,15 @@
-"""Train the binary Tree-LSTM of Tai et al. 2015 on the Stanford Sentiment Treebank.
+"""Train the Tree-LSTM of Tai et al. 2015 on the Stanford Sentiment Treebank.
 
 examples:
-  fxbatch demo                                 the whole run, some minutes on 2 cores
-  fxbatch demo --epochs 1 --hidden 64          a quick one
-  fxbatch demo --resume                        go on after Ctrl-C, exactly where it stopped
-  fxbatch demo --epochs 0 --compare 20         20 steps batched and one by one, both loss curves
+  fxbatch demo                           all of it, some minutes on 2 cores
+  fxbatch demo --epochs 1 --hidden 64    a quick one
+  fxbatch demo --resume                  go on after Ctrl-C, where it stopped
+  fxbatch demo --epochs 0 --compare 20   20 steps batched and one by one
   fxbatch demo --schedule depth --device cuda
 
-Without the treebank (see `fxbatch data get sst`) a small generated one with a learnable rule takes its place.
-Ctrl-C ends the run after the current step and leaves a checkpoint; a second one ends it at once.
+Without the treebank (see `fxbatch data get sst`) it trains on small generated
+trees. Ctrl-C ends the run after the current step and writes a checkpoint; a
+second one ends it at once.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="folder of the treebank (default: searched, see fxbatch data)",
+        help="folder of the treebank (default: see `fxbatch data list`)",
     )
     add("--epochs", type=_count, metavar="N", help=f"passes over the training trees (default: {d.epochs})")
     add("--hidden", type=_positive, metavar="N", help=f"size of the states (default: {d.hidden})")
     add("--embedding", type=_positive, metavar="N", help=f"size of the word vectors (default: {d.embedding})")
-    add("--batch-size", type=_positive, metavar="N", help=f"trees a step (default: {d.batch_size})")
-    add("--dropout", type=_share, metavar="P", help=f"before the classifier (default: {d.dropout})")
+    add("--batch-size", type=_positive, metavar="N", help=f"trees per step (default: {d.batch_size})")
+    add("--dropout", type=_share, metavar="P", help=f"of the input of the classifier (default: {d.dropout})")
     add("--schedule", help=f"batching policy (default: {d.schedule})")
     add("--seed", type=int, metavar="N", help=f"of parameters, order and dropout (default: {d.seed})")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")

@@ -1,10 +1,11 @@
-"""Compare two plans of one minibatch, side by side: two schedules, with and without a rewrite.
+"""Compare two plans of one minibatch, side by side.
 
 examples:
-  fxbatch diff examples/tree_lstm.py:minibatch --a schedule=depth --b schedule=agenda
+  fxbatch diff model.py:minibatch --a schedule=depth --b schedule=agenda
   fxbatch diff model.py:minibatch --a deduplicate=False --b deduplicate=True
-  fxbatch diff model.py:minibatch --a schedule=depth --b schedule=agenda --format svg -o diff.svg
-  fxbatch diff model.py:minibatch --a schedule=depth,deduplicate=True --b schedule=agenda --format json
+  fxbatch diff model.py:minibatch --a fuse=True --b fuse=False -o diff.svg
+
+Several options of one side are given with commas: schedule=depth,fuse=False.
 """
 
 from __future__ import annotations

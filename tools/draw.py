@@ -1,14 +1,16 @@
-"""Draw a minibatch: one HTML page with all stages and the schedule, or a picture for a paper.
+"""Draw a minibatch: one HTML page with all stages, or a picture for a paper.
 
 examples:
-  fxbatch draw examples/tree_lstm.py:minibatch --arg trees=8         writes minibatch.html
+  fxbatch draw examples/tree_lstm.py:minibatch --arg trees=8
   fxbatch draw model.py:minibatch -o page.html --option schedule=depth
   fxbatch draw model.py:minibatch --format svg --stage batched -o batched.svg
-  fxbatch draw model.py:minibatch --format png --stage schedule -o schedule.png
+  fxbatch draw model.py:minibatch --format png --stage schedule
   fxbatch draw model.py:minibatch --instances 0,3,5
-  fxbatch draw examples/graph_attention.py:minibatch                 sizes of their own: the packed program
+  fxbatch draw examples/graph_attention.py:minibatch
 
-The page is self-contained: open it from disk, send it by mail. PNG needs: pip install 'fxbatch[bench]'.
+The first writes minibatch.html. The page needs no other file: open it from
+disk, send it by mail. `fxbatch dump --help` lists the stages. PNG needs:
+pip install 'fxbatch[bench]'.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instances", metavar="N,N,...", help="which instances are drawn one by one (default: the first few)"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: <function>.<format>; - is standard output"
+        "-o", "--output", type=Path, metavar="FILE", help="default: FUNCTION.FORMAT; - is standard output"
     )
 
 

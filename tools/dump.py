@@ -1,17 +1,28 @@
-"""Print a stage of a minibatch: a trace, the merged graph, the batched graph, the plan, the code.
+"""Print one stage of a minibatch: recorded calls, schedule, plan, or code.
 
 examples:
   fxbatch dump examples/tree_lstm.py:minibatch --stage trace --instance 2
-  fxbatch dump model.py:minibatch --arg trees=8 --stage batched --format dot -o batched.dot
-  fxbatch dump model.py:minibatch --stage plan --format json | jq '.steps | length'
+  fxbatch dump model.py:minibatch --stage batched --format dot -o batched.dot
+  fxbatch dump model.py:minibatch --stage plan --format json | jq .steps
   fxbatch dump model.py:minibatch --stage code --option schedule=depth
   fxbatch dump model.py:minibatch --stage operation cell
   fxbatch dump examples/graph_attention.py:minibatch --stage packed
 
-The stages are trace (of one instance), merged, deduplicated, fused, pass-through, batched, gathered, plan,
-schedule, code (the emitted source) and operation NAME (body, forward, backward, parameter gradients); packed [NAME]
-is what runs where sizes are the instance's own: types with *, how each is held, what runs instance by instance and why.
-docs/schema.md describes the JSON. PNG needs the extra: pip install 'fxbatch[bench]'.
+stages:
+  trace            the calls of one instance
+  merged           the calls of all instances
+  deduplicated     ... equal calls are one
+  fused            ... calls that always occur together are one
+  schedule         the batched launches in their order
+  plan             where in memory each launch reads and writes
+  batched          the launches as a graph
+  pass-through, gathered    stages of TensorFlow Fold's algorithm
+  code             the generated source of all operations
+  operation NAME   one operation: a call, forward, backward, weight gradients
+  packed [NAME]    what runs on tensors with sizes of their own: types with *,
+                   and what runs instance by instance, and why
+
+docs/schema.md describes the JSON. PNG needs: pip install 'fxbatch[bench]'.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""Show what batching did: operations, calls and launches, what did not batch and why, what would help.
+"""Show what batching did: calls and launches, what did not batch and why.
 
 examples:
   fxbatch explain examples/tree_lstm.py:minibatch
   fxbatch explain model.py:minibatch --arg trees=8 --option schedule=depth
   fxbatch explain model.py:minibatch --format json | jq .advice
+
+One row of the table is one operation with the shapes that it met. Operations
+are (rule 1) modules of torch.nn, (rule 2) your submodules called with tensors
+and plain values, (rule 3) what is marked @fxbatch.operation, and (rule 4) other
+functions of torch. docs/explain.md explains every column and line.
 """
 
 from __future__ import annotations

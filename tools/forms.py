@@ -79,7 +79,7 @@ def add_minibatch_arguments(parser: argparse.ArgumentParser, *, optional: bool =
         "--phase",
         type=int,
         metavar="N",
-        help="which phase, of a model whose instances wait for values (default: the one with most calls)",
+        help="which phase, if instances wait for values (default: the largest)",
     )
 
 
@@ -89,7 +89,7 @@ def add_option_argument(parser: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of @autobatch, instead of the model's own: schedule=depth, deduplicate=True",
+        help="an option of @autobatch instead of the model's: schedule=depth",
     )
 
 
@@ -99,7 +99,9 @@ def parse_options(pairs: Sequence[str], flag: str = "--option") -> dict[str, Any
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.isidentifier():
-            raise CommandError(f"{flag} {pair!r} is no key=value", hint=f"for example: {flag} schedule=depth")
+            raise CommandError(
+                f"{flag} {pair!r} is not key=value", hint=f"for example: {flag} schedule=depth"
+            )
         try:
             found[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

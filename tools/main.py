@@ -29,9 +29,13 @@ LONGEST = 1_000  # characters of an error: half a screen of 80 columns
 
 _EXAMPLES = """\
 examples:
-  fxbatch demo                          train a Tree-LSTM, and see what batching does for it
-  fxbatch data get sst                  download the Stanford Sentiment Treebank
-  fxbatch demo --epochs 2 --hidden 64   a smaller, quicker one
+  fxbatch explain model.py:minibatch    what batching did to your own model
+  fxbatch bench model.py:minibatch      how much it gains here
+  fxbatch check model.py:minibatch      whether values and gradients are right
+  fxbatch demo                          train a Tree-LSTM
+  fxbatch data get sst                  download its treebank first
+
+model.py:minibatch is a function of yours that returns (model, instances).
 """
 
 
@@ -48,7 +52,7 @@ def build_parser(chosen: Sequence[str] | None) -> Parser:
     more = "`fxbatch COMMAND --help` shows a command's options and examples."
     parser = Parser(
         prog="fxbatch",
-        description="Write a PyTorch model for one instance; run it on a minibatch. See what batching did.",
+        description="Write a PyTorch model for one instance, and run it on a minibatch.",
         epilog=f"{_EXAMPLES}\nexit statuses:\n{statuses}\n\n{more}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

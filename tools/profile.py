@@ -1,14 +1,16 @@
-"""Time a minibatch by phase and by operation, as a table and as a trace file for Perfetto.
+"""Time a minibatch by phase and by operation; write a trace for Perfetto.
 
 examples:
   fxbatch profile examples/tree_lstm.py:minibatch
-  fxbatch profile model.py:minibatch --repeat 20 --trace trace.json   open in ui.perfetto.dev or chrome://tracing
+  fxbatch profile model.py:minibatch --repeat 20 --trace trace.json
   fxbatch profile model.py:minibatch --no-backward --option schedule=depth
   fxbatch profile model.py:minibatch --format json | jq .phases
 
-The phases are trace, merge, rewrite, schedule, plan, compile, constants, forward, results, backward and
-parameter gradients; each is its own time, the mean of --repeat minibatches.
-In the trace, steps are named by operation and batch size: `cell x37 forward`.
+The phases are trace, merge, rewrite, schedule, plan, compile, constants,
+forward, results, backward and parameter gradients. Times are means of --repeat
+minibatches, each without the phases inside it. Open the trace at
+ui.perfetto.dev or chrome://tracing; its steps are named by operation and batch
+size: `cell x37 forward`.
 """
 
 from __future__ import annotations

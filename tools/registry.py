@@ -29,16 +29,14 @@ class Command:
 
 
 COMMANDS = (
-    Command("demo", "train the Tree-LSTM of Tai et al. on the Stanford Sentiment Treebank", "demo"),
+    Command("demo", "train a Tree-LSTM on the Stanford Sentiment Treebank", "demo"),
     Command("data", "find and download the data sets of the examples", "data"),
-    Command(
-        "bench", "measure your own model against its loop; or fxbatch against what a user would do", "bench"
-    ),
-    Command("dump", "print a stage of a minibatch: trace, graphs, plan, code", "dump"),
+    Command("bench", "measure your own model against its loop, or run the project's benchmarks", "bench"),
+    Command("dump", "print one stage of a minibatch: calls, schedule, plan, code", "dump"),
     Command("draw", "draw a minibatch: one HTML page with all stages, or SVG and PNG", "draw"),
-    Command("explain", "tell why each thing is an operation, what batched and what would help", "explain"),
-    Command("profile", "time a minibatch by phase and by operation, as table and trace file", "profile"),
+    Command("explain", "show calls and launches, what did not batch and why, what would help", "explain"),
+    Command("profile", "time a minibatch by phase and by operation", "profile"),
     Command("diff", "compare two plans of one minibatch, side by side", "diff"),
-    Command("check", "compare batched values and gradients with the one-by-one loop", "check"),
+    Command("check", "compare batched values and gradients with the loop", "check"),
     Command("completion", "print a script that completes this command in bash, zsh or fish", "completion"),
 )

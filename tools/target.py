@@ -42,14 +42,14 @@ def add_target_arguments(parser: argparse._ActionsContainer, *, optional: bool =
         "target",
         metavar="TARGET",
         nargs="?" if optional else None,
-        help="package.module:function or path/to/file.py:function; the function returns (model, instances)",
+        help="file.py:function or package.module:function, which returns (model, instances)",
     )
     parser.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an argument for the function, a Python literal or else text; may be repeated",
+        help="an argument of the function, as trees=8; may be repeated",
     )
 
 
@@ -80,9 +80,7 @@ def _no_target(target: str) -> CommandError:
         names = functions_of(path)
         hint = f"{target}:{names[0]}?" if names else example
         return CommandError(f"{target} is a file; a target names a function in it", hint=hint)
-    return CommandError(
-        f"target {target!r} is no package.module:function or path/to/file.py:function", hint=example
-    )
+    return CommandError(f"target {target!r} is not file.py:function or package.module:function", hint=example)
 
 
 def functions_of(path: Path) -> list[str]:
@@ -101,7 +99,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not key.isidentifier():
-            raise CommandError(f"--arg {argument!r} is no key=value", hint="for example: --arg hidden=64")
+            raise CommandError(f"--arg {argument!r} is not key=value", hint="for example: --arg hidden=64")
         if key in found:
             raise CommandError(f"--arg {key} is given twice")
         try:
@@ -138,7 +136,7 @@ def _load_file(path: Path) -> ModuleType:
         name = f"_fxbatch_target_{name}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise CommandError(f"{str(path)!r} is no Python file", hint="its name ends in .py")
+        raise CommandError(f"{str(path)!r} is not a Python file", hint="its name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     sys.path.insert(0, str(path.resolve().parent))  # as `python path/to/file.py` does

@@ -99,10 +99,10 @@ def test_values_are_literals_or_text() -> None:
 @pytest.mark.parametrize(
     ("target", "arguments", "status", "message", "hint"),
     [
-        ("my_models", [], Status.USAGE, "is no package.module:function", "examples/tree_lstm.py:minibatch"),
+        ("my_models", [], Status.USAGE, "is not file.py:function", "examples/tree_lstm.py:minibatch"),
         (".", [], Status.USAGE, ". is a directory", "examples/tree_lstm.py:minibatch"),
         ("./:f", [], Status.USAGE, ". is a directory", "path/to/file.py:function"),
-        ("my_models:", [], Status.USAGE, "is no package.module:function", ""),
+        ("my_models:", [], Status.USAGE, "is not file.py:function", ""),
         ("gone.py:f", [], Status.USAGE, "no file 'gone.py'", ""),
         ("gone.mod:f", [], Status.USAGE, "no module 'gone'", "path/to/file.py:function"),
         (
@@ -121,7 +121,7 @@ def test_values_are_literals_or_text() -> None:
             "count: int = 2",
         ),
         ("my_models.py:model", [], Status.USAGE, "missing a required argument: 'x'", "--arg"),
-        ("my_models.py:minibatch", ["count"], Status.USAGE, "--arg 'count' is no key=value", ""),
+        ("my_models.py:minibatch", ["count"], Status.USAGE, "--arg 'count' is not key=value", ""),
         ("my_models.py:minibatch", ["count=1", "count=2"], Status.USAGE, "--arg count is given twice", ""),
         ("my_models.py:nothing", [], Status.MODEL, "returned NoneType, expected (model, instances)", ""),
         ("my_models.py:one_tuple", [], Status.MODEL, "returned tuple, expected (model, instances)", ""),
