@@ -1,6 +1,6 @@
 """Models that nothing was tuned for, as people write them: what the choice of the loop or batching is tried on.
 
-In: `python -m benchmarks.odd_models [--rounds 100] [name...]`. Out: a row a model and mode, CPU time over the plain
+In: `python -m benchmarks.odd_models [--rounds 100] [name...]`. Out: one row per model and mode, CPU time over the plain
 loop's, minibatch by minibatch on new data: as chosen (adaptive=True), and as batching always would be.
 
     python -m benchmarks.odd_models --rounds 40 hypernetwork

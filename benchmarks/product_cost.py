@@ -72,7 +72,7 @@ def speeds(works: dict[str, Work], flops: float, rounds: int = 9) -> dict[str, f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line a size, layout and number of rows."""
+    """Print one line per size, layout and number of rows."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.product_cost", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,6 +1,6 @@
 """BiLSTM part-of-speech tagger, written for ONE sentence as a plain loop over its words.
 
-In: a sentence, as a list of word ids (tensors without dimensions). Out: scores of the tags, a tensor a word.
+In: a sentence, as a list of word ids (tensors without dimensions). Out: scores of the tags, one tensor per word.
 Two layers of 256 a direction over embeddings of 200, as in Neubig et al. 2017, figure 2; trained on the UD
 English Web Treebank (universal part-of-speech tags).
 

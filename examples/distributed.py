@@ -1,4 +1,4 @@
-"""Data-parallel training of a Tree-LSTM with DistributedDataParallel: one process a device.
+"""Data-parallel training of a Tree-LSTM with DistributedDataParallel: one process per device.
 
     torchrun --nproc-per-node 2 examples/distributed.py --steps 20
 

@@ -2,7 +2,7 @@
 
 In: a vector. Out: a prediction. A gate scores the experts and the forward takes the best one with a plain
 `int(...argmax())`; only that expert runs, and inputs of one expert are batched together (Shazeer et al. 2017;
-with one expert an input, Fedus et al. 2021). The task: a function with another rule in each quadrant.
+with one expert per input, Fedus et al. 2021). The task: a function with another rule in each quadrant.
 
     model, points = minibatch()
     predictions = model(points)          # a list of vectors in, [points, 1] out

@@ -4,7 +4,7 @@ Comes in: a Program and its Schedule, by `passes/fold.py`. Goes out: a BatchedGr
 rewrites of `passes/fold.py` take and give, and which prints.
 
     graph = batch_calls(program, schedule)
-    print(graph)                               # a line a node, a line an edge
+    print(graph)                               # one line per node and per edge
     graph.graph.nodes["b3"]["node"].calls
 
 The networkx.DiGraph has the attribute `node` on nodes (a Node) and `reads` on edges (a tuple of Read).
@@ -39,8 +39,8 @@ class Node:
     kind: NodeKind
     depth: int
     types: tuple[TensorSpec, ...]  # of the outputs
-    gives: tuple[np.ndarray, ...]  # int64, a row a value, an array an output
-    wants: tuple[np.ndarray, ...] = ()  # int64, an array an input
+    gives: tuple[np.ndarray, ...]  # int64, one row per value, one array per output
+    wants: tuple[np.ndarray, ...] = ()  # int64, one array per input
     signature: int = -1  # of a batch
     calls: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of a batch
 

@@ -175,7 +175,7 @@ class Autobatched:
         }
         if not lengths:
             raise MinibatchError(
-                f"{self.name} takes a minibatch: at least one argument with an item an instance"
+                f"{self.name} takes a minibatch: at least one argument with one item per instance"
             )
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {n}" for name, n in lengths.items())

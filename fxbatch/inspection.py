@@ -156,9 +156,8 @@ def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live:
     last = run.phases[-1] if run.phases else None
     if last is None:
         raise TraceError(
-            "no instance made a call: there is nothing to compile. Values come from modules, from parameters of the "
-            "model's own, and from vectors that are arguments; what touches only an instance's own tensors runs as it "
-            "is"
+            "there is nothing to batch: no instance called a module, or used a parameter. Arithmetic on input tensors "
+            "alone runs one instance at a time; @fxbatch.operation on a function makes it batch"
         )
     phases = tuple(phase for part in (*run.segments, run) for phase in part.phases)
     return Minibatch(engine, recording, program, rewritten, schedule, last.plan, phases, found, values)

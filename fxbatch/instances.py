@@ -1,6 +1,6 @@
 """What is a minibatch: the containers that an argument may come in, and the items that they hold.
 
-In: an argument of a decorated call. Out: a list with one item an instance, or an error that says what to write.
+In: an argument of a decorated call. Out: a list with one item per instance, or an error that says what to write.
 
     instances_of(deque(trees), "Model.forward: tree", "tree")      # a list of trees
     instances_of({"x": xs, "y": ys}, "Model.forward: row", "row")   # [{"x": xs[0], "y": ys[0]}, ...]
@@ -60,12 +60,12 @@ def instances_of(value: Any, where: str, name: str) -> Sequence[Any]:
 
 
 def _rows(columns: Mapping[str, Any], where: str, name: str) -> list[dict[str, Any]]:
-    """A dictionary of columns, as DataLoader collates dictionaries, as one dictionary an instance."""
+    """A dictionary of columns, as DataLoader collates dictionaries, as one dictionary per instance."""
     found = {}
     for key, column in columns.items():
         if not is_minibatch(column):
             raise MinibatchError(
-                f"{where} is a dictionary, but {key!r} in it is no column with an item an instance "
+                f"{where} is a dictionary, but {key!r} in it is not a column with one item per instance "
                 f"({type(column).__name__}); for a minibatch of one dictionary: [{name}]"
             )
         found[key] = instances_of(column, f"{where}[{key!r}]", f"{name}[{key!r}]")
@@ -79,9 +79,7 @@ def _rows(columns: Mapping[str, Any], where: str, name: str) -> list[dict[str, A
 
 def _what_is_wrong(value: Any, name: str) -> str:
     kind = type(value)
-    what = (
-        f"takes a minibatch, one item an instance (list, tuple, tensor, array, data set), got {kind.__name__}"
-    )
+    what = f"takes a minibatch, one item per instance (list, tuple, tensor, array, data set), got {kind.__name__}"
     if isinstance(value, (set, frozenset)):
         return f"{what}, which has no order: list({name})"
     if isinstance(value, torch.fx.Proxy):

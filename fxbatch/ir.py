@@ -3,7 +3,7 @@
 What there are many of (calls, values) lives in numpy columns; what there are few of (operations,
 signatures, steps) are objects. All forms are immutable.
 
-    program = Program(signatures, sig, inputs, instance)   # one row a call
+    program = Program(signatures, sig, inputs, instance)   # one row per call
     schedule = batch_by_agenda(program)                    # calls in order, cut into steps
     plan = plan_arenas(program, schedule, layouts)         # where each value lives, what each step reads
 """
@@ -107,7 +107,7 @@ def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The calls of a minibatch (or of one phase of it): columns, one row a call, in recorded order.
+    """The calls of a minibatch (or of one phase of it): columns, one row per call, in recorded order.
 
     Values are numbered from 0; the first `known` were computed by earlier phases, with types
     `known_types`; call c makes the values `first_value[c] : first_value[c + 1]`. Inputs come before

@@ -1,6 +1,6 @@
 """The undecorated forward, one instance at a time: where the user asks for it, and as the short way of a call.
 
-In: a forward, its owner and columns of arguments. Out: a list with a result an instance.
+In: a forward, its owner and columns of arguments. Out: a list with one result per instance.
 
     with disabled():                    # decorated callables in this thread are plain loops
         ...

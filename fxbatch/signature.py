@@ -207,7 +207,7 @@ CONSTANT_KINDS: tuple[OperationKind, ...] = ("constant", "number")  # kinds with
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """Code that is batched as a unit. Compared by identity; one object a call site target.
+    """Code that is batched as a unit. Compared by identity; one object per target of a call.
 
     kind: `constant` and `number` have no body (the runtime stacks tensors / Python numbers);
     `module` calls `target` with the shared operands substituted; `function` calls `target`;

@@ -89,7 +89,7 @@ class OperationModule(nn.Module):
 
 
 def program_to_fx(program: Program) -> fx.GraphModule:
-    """The program as one executable fx.GraphModule, a node a call.
+    """The program as one executable fx.GraphModule, one node per call.
 
     Inputs: the values of earlier phases, as placeholders. Result: a tuple, the values of
     `program.outputs`. Constants are `get_attr` nodes, operations `call_module` nodes; each node's meta

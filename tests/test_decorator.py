@@ -203,7 +203,7 @@ def test_a_dictionary_of_columns_is_a_minibatch_of_dictionaries() -> None:
     other_order = [rows[0], dict(reversed(rows[1].items())), rows[2]]
     assert torch.equal(row_sum(other_order), XS + (XS + 1))
     with pytest.raises(
-        fxbatch.MinibatchError, match=r"'y' in it is no column .*for a minibatch of one.*\[row\]"
+        fxbatch.MinibatchError, match=r"'y' in it is not a column .*for a minibatch of one.*\[row\]"
     ):
         row_sum({"x": XS, "y": 1})
     with pytest.raises(fxbatch.MinibatchError, match="columns of different lengths"):

@@ -120,7 +120,7 @@ def pack_model(
 
 
 def packed_report(title: str, programs: Sequence[PackedProgram]) -> Report:
-    """A page with a stage a program."""
+    """A page with one stage per program."""
     stages = {f"packed{f' {i}' if i > 1 else ''}": p.program for i, p in enumerate(programs, 1)}
     report = make_report(short_title(title), stages, programs[0].program, programs[0].schedule)
     return dataclasses.replace(report, counts=programs[0].counts)

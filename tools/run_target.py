@@ -1,7 +1,7 @@
 """Run a target's model as users do, on the batched path and one instance at a time.
 
 target = Runnable.of(model, {"schedule": "depth"})
-results = target.batched(instances)         # a list, an item an instance
+results = target.batched(instances)         # a list, one item per instance
 results = target.one_by_one(instances)      # the same from the undecorated forward
 """
 
@@ -24,7 +24,7 @@ from .terminal import counted
 
 @dataclass(frozen=True, eq=False)
 class Runnable:
-    """A decorated callable with its owner; results come as a list with an item an instance."""
+    """A decorated callable with its owner; results come as a list with one item per instance."""
 
     decorated: Autobatched
     owner: Any

@@ -1,6 +1,6 @@
 """Never slower than the loop: ordinary per-instance models, most of which gain nothing by batching, beside the loop.
 
-In: Settings. Out: a row a model and mode: CPU time of the decorated call over that of the plain loop, minibatch by
+In: Settings. Out: one row per model and mode: CPU time of the decorated call over that of the plain loop, minibatch by
 minibatch on new data, from the first one of a fresh model on; what was built, and how many minibatches ran the loop.
 
     python -m benchmarks --task never-slower

@@ -1,6 +1,6 @@
 """Models of public repositories beside their own loop: others' code, unchanged but for the decorator and today's torch.
 
-In: the folder that FXBATCH_PUBLIC names, with a checkout of each repository. Out: a row a model: training and
+In: the folder that FXBATCH_PUBLIC names, with a checkout of each repository. Out: one row per model: training and
 inference over the loop, the first minibatches, memory, and whether values and gradients are the loop's.
 
     FXBATCH_PUBLIC=~/public python -m benchmarks --task public

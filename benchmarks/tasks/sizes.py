@@ -1,7 +1,7 @@
 """Sizes of their own: per-instance models on sentences and graphs, beside the loop and beside the same work by hand.
 
-In: Settings. Out: a row a model and mode: CPU time of the loop, of the decorated call and by hand, in turns on the same
-minibatch, new data in each; values and gradients are compared first.
+In: Settings. Out: one row per model and mode: CPU time of the loop, of the decorated call and by hand, in turns on the
+same minibatch, new data in each; values and gradients are compared first.
 
     python -m benchmarks --task sizes
 """

@@ -57,7 +57,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         if batch_size < 1 or not 0 <= rank < ranks:
-            raise DataError(f"batch_size={batch_size}, rank={rank} of {ranks}: no such share")
+            raise DataError(
+                f"batch_size={batch_size}, rank={rank}, ranks={ranks}: rank counts from 0 to ranks - 1"
+            )
         if any(w < 0 for w in work):
             raise DataError("work is negative for some instance")
         self.work = list(work)

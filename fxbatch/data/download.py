@@ -51,7 +51,7 @@ def download_sst(
     on a failed connection, a broken archive or a wrong checksum; files with a wrong sum never appear.
     """
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise DataError(f"{url}: no URL; expected one that begins with https:// or http://")
+        raise DataError(f"{url}: not a URL; expected one that begins with https:// or http://")
     if all(_sum_of(folder / name) == total for name, total in expected.items()):
         return
     try:
@@ -98,7 +98,7 @@ def fetch(url: str, part: Path, *, on_progress: OnProgress) -> None:
     except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
         raise DataError(f"{url}: the connection broke off ({error}); run it again to go on") from error
     except ValueError as error:  # such as http://[::1
-        raise DataError(f"{url}: no URL: {error}") from error
+        raise DataError(f"{url}: not a URL: {error}") from error
     if total is not None and part.stat().st_size != total:
         done = part.stat().st_size
         raise DataError(f"{url}: the connection ended after {done} of {total} bytes; run it again to go on")
@@ -143,7 +143,7 @@ def _read_members(archive: Path, expected: Mapping[str, str], source: str) -> di
                 with unzipped.open(members[name]) as stream:
                     contents[name] = stream.read(LARGEST + 1)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise DataError(f"{source}: no readable zip archive: {error}") from error
+        raise DataError(f"{source}: not a readable zip archive: {error}") from error
     for name, content in contents.items():
         found = hashlib.sha256(content).hexdigest()
         if found != expected[name]:

@@ -28,7 +28,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text.rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{number}:{error.start + 1}: no UTF-8: {error.reason}") from error
+        raise DataError(f"{path}:{number}:{error.start + 1}: not UTF-8: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}:{number + 1}: broken gzip file: {error}") from error
     except FileNotFoundError as error:

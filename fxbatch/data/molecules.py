@@ -1,6 +1,6 @@
 """Molecules as graphs without hydrogens, from .npz columns: ESOL (`delaney`) and QM9.
 
-In: `graphs_<name>.npz` with one array a column (`atom_ptr[m] : atom_ptr[m + 1]` are the atoms of molecule m).
+In: `graphs_<name>.npz` with one array per column (`atom_ptr[m] : atom_ptr[m + 1]` are the atoms of molecule m).
 Out: Molecules, numpy views of those columns: nothing is copied.
 
     molecules = read_molecules(find_data("molecules") / "graphs_delaney.npz")
@@ -94,7 +94,7 @@ def read_molecules(path: Path) -> Molecules:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path}: no readable .npz file: {error}") from error
+        raise DataError(f"{path}: not a readable .npz file: {error}") from error
     _check(path, columns)
     return Molecules(columns, tuple(str(name) for name in columns["targets"]))
 
@@ -107,7 +107,7 @@ def _check(path: Path, columns: dict[str, np.ndarray]) -> None:
         ("bond_ptr", bond_ptr, len(columns["bonds"])),
     ):
         if not len(pointers) or pointers[0] != 0 or pointers[-1] != rows or (np.diff(pointers) < 0).any():
-            raise DataError(f"{path}: {name} doesn't ascend from 0 to {rows}")
+            raise DataError(f"{path}: {name} doesn't rise from 0 to {rows}")
     if len(bond_ptr) != len(atom_ptr) or len(columns["y"]) != len(atom_ptr) - 1:
         raise DataError(f"{path}: atom_ptr, bond_ptr and y are of different numbers of molecules")
     if any(len(columns[name]) != len(columns["z"]) for name in ATOM_COLUMNS):
@@ -118,4 +118,4 @@ def _check(path: Path, columns: dict[str, np.ndarray]) -> None:
     outside = np.flatnonzero((columns["bonds"] >= sizes[:, None]).any(axis=1))
     if len(outside):
         molecule = int(np.searchsorted(bond_ptr, outside[0], side="right")) - 1
-        raise DataError(f"{path}: molecule {molecule} has a bond to an atom that it hasn't")
+        raise DataError(f"{path}: molecule {molecule} has a bond to an atom that is not there")

@@ -1,4 +1,4 @@
-r"""PTB-bracket trees, as the Stanford Sentiment Treebank has them: one binary tree a line, a label a node.
+r"""PTB-bracket trees, as the Stanford Sentiment Treebank has them: one binary tree per line, one label per node.
 
 In: text such as `(3 (2 It) (4 works))`. Out: Trees with labels and words as they stand in the file;
 `Vocabulary.encode` (vocabulary.py) makes tensors of both.

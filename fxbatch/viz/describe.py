@@ -56,7 +56,7 @@ def _signatures(signatures: Sequence[Signature]) -> list[dict[str, Any]]:
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """Columns, one entry a call."""
+    """Columns, one entry per call."""
     types = [str(t) for t in program.types]
     known = program.known_types.tolist() if program.known_types is not None else []
     return {

@@ -1,4 +1,4 @@
-"""Draw a batched graph: a box a node, as tall as its batch, in columns by depth; edges carry rows.
+"""Draw a batched graph: one box per node, as tall as its batch, in columns by depth; edges carry rows.
 
 Comes in: a BatchedGraph of any stage. Goes out: a Picture, in which pass-throughs are dashed, gathers dotted.
 

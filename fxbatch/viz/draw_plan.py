@@ -1,4 +1,4 @@
-"""Draw a plan as a map of memory: a row an arena, a block a step's output, where it lies.
+"""Draw a plan as a map of memory: one row per arena, one block per output of a step, where it lies.
 
 Comes in: a Plan and the signatures of its program. Goes out: a Picture; hovering tells what the step reads.
 

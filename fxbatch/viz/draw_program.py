@@ -1,9 +1,9 @@
-"""Draw a program: a box a call, in columns by depth; big ones summarised, a box a depth and signature.
+"""Draw a program: one box per call, in columns by depth; big ones summarised, one box per depth and signature.
 
 Comes in: a Program. Goes out: a Picture.
 
     draw_program(program, key)                       # the merged graph
-    draw_instances(program, key, instances=(0, 1))   # a lane an instance
+    draw_instances(program, key, instances=(0, 1))   # one lane per instance
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def draw_program(
     graph = summarise(whole, limit)
     note = ""
     if graph is not whole:
-        note = f"{len(program):,} calls in {len(graph.call):,} boxes: a box a depth and signature"
+        note = f"{len(program):,} calls in {len(graph.call):,} boxes: one box per depth and signature"
     boxes, arrows = _draw(graph, key, _steps(program, schedule), cluster=True)
     return _picture(title, graph, boxes, arrows, note)
 

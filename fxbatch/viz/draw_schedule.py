@@ -1,4 +1,4 @@
-"""Draw a schedule as a timeline: a row a signature, a box a step, as wide as its batch.
+"""Draw a schedule as a timeline: one row per signature, one box per step, as wide as its batch.
 
 Comes in: a Program and its Schedule (or several, one below the other, to compare). Goes out: a Picture.
 

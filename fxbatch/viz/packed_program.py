@@ -1,7 +1,7 @@
 """A packed forward as a Program, so that what prints and draws programs shows it: `fxbatch dump|draw`.
 
-In: a PackedFunction, or a model and a minibatch. Out: a PackedProgram: a call an operator for ALL instances, types with
-`*` for what is the instance's own, how each is held, and what runs instance by instance, with the reason.
+In: a PackedFunction, or a model and a minibatch. Out: a PackedProgram: one call per operator for ALL instances, types
+with `*` for what is the instance's own, how each is held, and what runs instance by instance, with the reason.
 
     for packed in packed_forward(model, sentences):
         print(packed)                     # v3  aten.embedding  f32[*,64]  packed  embed.weight, v0
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 
 HELD = {
     "whole": "once, the same for all instances",
-    "dense": "a row an instance",
+    "dense": "one row per instance",
     "packed": "rows of all instances, one after another",
     "padded": "padded to the longest",
 }

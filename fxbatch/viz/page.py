@@ -136,7 +136,7 @@ def _legend_row(report: Report, row: Row) -> str:
 
 
 def _colours(report: Report) -> str:
-    """The rules of both themes: surfaces, and one class a signature."""
+    """The rules of both themes: surfaces, and one class per signature."""
     used = sorted({report.key.colour(n) for n in range(len(report.key.signatures))} | {-1})
     rules = [_surface(":root", LIGHT), _surface(":root[data-theme=dark]", DARK)]
     for dark, where in ((False, ""), (True, ":root[data-theme=dark] ")):

@@ -1,4 +1,4 @@
-"""Colours: one hue a signature, of equal lightness, for light and dark surfaces.
+"""Colours: one hue per signature, of equal lightness, for light and dark surfaces.
 
 Comes in: a signature's number in the key. Goes out: hexadecimal colours for fill, stroke and text.
 

@@ -23,7 +23,7 @@ from fxbatch.viz.draw_schedule import draw_schedule
 from fxbatch.viz.picture import Picture, SignatureKey, is_constant
 
 CAPTIONS = {
-    "trace": "Each instance alone, as its forward ran: a box a call, from leaves (left) to results (right).",
+    "trace": "Each instance alone, as its forward ran: one box per call, from leaves (left) to results (right).",
     "merged": "The calls of all instances in one graph. Calls of one colour and depth can run together.",
     "deduplicated": "Equal calls on equal inputs are one call, across instances.",
     "fused": "Calls that always occur together are one operation.",
@@ -31,7 +31,7 @@ CAPTIONS = {
     "batched": "A box a step: all calls that one launch runs. Its height grows with the batch.",
     "gathered": "Gathers collect the rows that a step reads, cats put the outputs of a depth together.",
     "packed": "A box an operator, which runs once for all instances; * is a size of their own.",
-    "plan": "Memory: a row a tensor type, a block a step's output. Contiguous rows are read in place.",
+    "plan": "Memory: one row per tensor type, one block per output of a step. Contiguous rows are read in place.",
 }
 
 

@@ -170,7 +170,7 @@ def test_wrong_sums_leave_nothing(site: Site, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"<html>moved</html>", "no readable zip archive"),
+        (b"<html>moved</html>", "not a readable zip archive"),
         (archive({"train.txt": CONTENT["train.txt"]}), r"the archive has no dev\.txt"),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_server_refuses(site: Site, tmp_path: Path) -> None:
 def test_nobody_answers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no connection"):
         download_sst(tmp_path, url="http://127.0.0.1:9/trees.zip", expected=EXPECTED)
-    with pytest.raises(DataError, match="no URL"):
+    with pytest.raises(DataError, match="not a URL"):
         download_sst(tmp_path, url="trees.zip", expected=EXPECTED)
 
 

@@ -117,14 +117,14 @@ def test_molecules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("atom_ptr", np.array([0, 5, 4]), "atom_ptr doesn't ascend from 0 to 4"),
-        ("bond_ptr", np.array([0, 0, 1]), "bond_ptr doesn't ascend from 0 to 2"),
+        ("atom_ptr", np.array([0, 5, 4]), "atom_ptr doesn't rise from 0 to 4"),
+        ("bond_ptr", np.array([0, 0, 1]), "bond_ptr doesn't rise from 0 to 2"),
         ("bond_ptr", np.array([0, 2]), "different numbers of molecules"),
-        ("bonds", np.array([[0, 1], [1, 3]]), "molecule 1 has a bond to an atom that it hasn't"),
+        ("bonds", np.array([[0, 1], [1, 3]]), "molecule 1 has a bond to an atom that is not there"),
         ("charge", np.zeros(3), "the columns of atoms have different lengths"),
         ("bond_type", np.zeros(3), "bonds and bond_type have different lengths"),
         ("y", None, "no column 'y'"),
-        ("z", np.array([None] * 4), "no readable .npz file"),  # a pickle: refused, never loaded
+        ("z", np.array([None] * 4), "not a readable .npz file"),  # a pickle: refused, never loaded
     ],
 )
 def test_malformed_molecules(tmp_path: Path, name: str, value: np.ndarray | None, message: str) -> None:
@@ -136,7 +136,7 @@ def test_malformed_molecules(tmp_path: Path, name: str, value: np.ndarray | None
 
 def test_no_npz(tmp_path: Path) -> None:
     (tmp_path / "m.npz").write_text("hello")
-    with pytest.raises(DataError, match=r"no readable \.npz file"):
+    with pytest.raises(DataError, match=r"not a readable \.npz file"):
         read_molecules(tmp_path / "m.npz")
 
 

@@ -120,10 +120,10 @@ def test_a_file_names_file_line_and_column(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "no trees"),
-        (b"(0 Bad)\n(0 \xff)\n", ":2:4: no UTF-8"),
+        (b"(0 Bad)\n(0 \xff)\n", ":2:4: not UTF-8"),
         (gzip.compress(b"(0 Bad)\n" * 5000)[:-20], "broken gzip file"),
     ],
-    ids=["empty", "no UTF-8", "broken gzip"],
+    ids=["empty", "not UTF-8", "broken gzip"],
 )
 def test_broken_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "dev.txt"
