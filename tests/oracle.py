@@ -1,4 +1,4 @@
-"""The oracle: the undecorated forward, one instance at a time, with float64 as referee.
+"""The oracle: the undecorated forward, one instance at a time, judged with float64 as referee (`fxbatch.judge`).
 
 check_equal(model, trees)                 # values and gradients, raises AssertionError where they differ
 assert_launches(model, trees, 7)
@@ -7,45 +7,49 @@ assert_launches(model, trees, 7)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import fxbatch
+from fxbatch.judge import DRAWS, FACTOR, Draw, differences, doubled, largest_of, nudged, own_error
 from fxbatch.torch_private import tree_flatten
 
-FACTOR = 4.0  # the batched error may be this many times eager's own error (up to half of the digits) ...
-ULPS = 16.0  # ... plus this many units in the last place of the largest value
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_double(x: Any, memo: dict[int, Any] | None = None) -> Any:
     """A deep copy with float tensors in float64, complex in complex128; one object stays one object."""
-    memo = {} if memo is None else memo
+    return converted(x, doubled, {} if memo is None else memo)
+
+
+def converted(x: Any, convert: Convert, memo: dict[int, Any]) -> Any:
+    """A deep copy with other tensors of floating point; one object stays one object."""
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, torch.nn.Module):
-        made: Any = copy.deepcopy(x).double()
-        for t in (*made.parameters(), *made.buffers()):
-            if t.dtype is torch.complex64:
-                t.data = t.data.to(torch.complex128)
+        result: Any = copy.deepcopy(x)
+        for t in (*result.parameters(), *result.buffers()):
+            if t.dtype.is_floating_point or t.dtype.is_complex:
+                t.data = convert(t.data)
     elif isinstance(x, torch.Tensor):
-        wide = {torch.complex64: torch.complex128}.get(x.dtype, torch.float64)
-        made = x.detach().to(wide) if x.dtype.is_floating_point or x.dtype.is_complex else x
-        made.requires_grad_(x.requires_grad) if made is not x else None
+        result = convert(x) if x.dtype.is_floating_point or x.dtype.is_complex else x
     elif isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        made = type(x)(to_double(item, memo) for item in x)
+        result = type(x)(converted(item, convert, memo) for item in x)
     elif isinstance(x, dict):
-        made = {k: to_double(v, memo) for k, v in x.items()}
+        result = {k: converted(v, convert, memo) for k, v in x.items()}
     elif hasattr(x, "__dict__") and not callable(x):
-        made = copy.copy(x)
-        memo[id(x)] = made
+        result = copy.copy(x)
+        memo[id(x)] = result
         for k, v in vars(x).items():
-            object.__setattr__(made, k, to_double(v, memo))
+            object.__setattr__(result, k, converted(v, convert, memo))
     else:
-        made = x
-    memo[id(x)] = made
-    return made
+        result = x
+    memo[id(x)] = result
+    return result
 
 
 def float_tensors(x: Any, found: dict[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -100,39 +104,30 @@ def compare(
     batched: Sequence[torch.Tensor | None],
     eager: Sequence[torch.Tensor | None],
     exact: Sequence[torch.Tensor | None],
+    drawn: Iterable[Draw] = (),
 ) -> None:
-    """Raise AssertionError where `batched` is further from `exact` than eager's own error allows.
+    """Raise AssertionError where `batched` is further from `exact` than eager's own error allows; drawn: eager and its
+    float64 run on other numbers, since one tensor can be exact by chance.
 
-    Of eager's own error counts what half of the digits of the largest number of all are: one that can't repeat
-    itself, or goes another way in float64, buys nothing.
+    An eager that can't repeat itself, or goes another way in float64, is no oracle.
     """
-    assert len(batched) == len(eager) == len(exact), f"{len(batched)} tensors, eager has {len(eager)}"
-    largest = max((_largest(e) for e in eager if e is not None), default=0.0)
+    largest = max(map(largest_of, eager), default=0.0)
     coarsest = max(_coarsest(e) for e in [*eager, None])
-    for i, (b, e, x) in enumerate(zip(batched, eager, exact, strict=True)):
-        if e is None or b is None:
-            rest = b if e is None else e
-            assert rest is None or not rest.any(), f"tensor {i}: one is None, the other {rest}"
-            continue
-        assert x is not None
-        assert b.shape == e.shape, f"tensor {i}: shape {tuple(b.shape)}, eager {tuple(e.shape)}"
-        assert b.dtype == e.dtype, f"tensor {i}: dtype {b.dtype}, eager {e.dtype}"
-        if not b.numel():
-            continue
-        if not (b.dtype.is_floating_point or b.dtype.is_complex):
-            assert torch.equal(b, e), f"tensor {i} differs: {b} against {e}"
-            continue
-        finite = torch.isfinite(e)
-        assert torch.equal(torch.isfinite(b), finite), f"tensor {i}: infinities or nans differ"
-        own = (e.to(x.dtype) - x)[finite].abs().max().item() if finite.any() else 0.0
-        error = (b.to(x.dtype) - x)[finite].abs().max().item() if finite.any() else 0.0
-        scale = x[finite].abs().max().item() if finite.any() else 0.0
-        cap = max(largest, scale) * max(coarsest, torch.finfo(b.dtype).eps) ** 0.5
+    for i, (e, x) in enumerate(zip(eager, exact, strict=True)):
+        cap = max(coarsest, _coarsest(e)) ** 0.5 * max(largest, largest_of(x))
+        own = own_error(e, x)
         assert own <= cap, f"tensor {i}: eager is {own:.3g} from float64, more than {cap:.3g}: no oracle"
-        allowed = FACTOR * own + ULPS * torch.finfo(b.dtype).eps * max(scale, 1e-30)
-        assert error <= allowed, (
-            f"tensor {i}: error {error:.3g}, allowed {allowed:.3g} (eager's own: {own:.3g})"
-        )
+    drawn = itertools.chain([Draw(eager, exact)], drawn)
+    for i, judged in differences(batched, eager, drawn, coarsest=coarsest).items():
+        raise AssertionError(f"tensor {i}: {judged.message}")
+
+
+def assert_same(batched: Any, eager: Any) -> None:
+    """Raise AssertionError where tensors differ by more than rounding, without a float64 run."""
+    ours, theirs = tree_flatten(batched), tree_flatten(eager)
+    assert ours[1] == theirs[1], f"{ours[1]}, eager has {theirs[1]}"
+    for i, judged in differences(ours[0], theirs[0]).items():
+        raise AssertionError(f"tensor {i}: {judged.message}")
 
 
 def compare_in_autocast(
@@ -151,12 +146,6 @@ def compare_in_autocast(
         assert error <= allowed, f"tensor {i}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def _largest(t: torch.Tensor) -> float:
-    if not t.numel() or not (t.is_floating_point() or t.is_complex()):
-        return 0.0
-    return t[torch.isfinite(t)].abs().max().item() if torch.isfinite(t).any() else 0.0
-
-
 def _coarsest(t: torch.Tensor | None) -> float:
     """The unit in the last place of a tensor's type, or of what autocast computes in."""
     if t is None:
@@ -170,14 +159,7 @@ def check_equal(
     """The decorated call equals the undecorated loop, values and gradients, with float64 as referee. The loop runs
     twice: one that doesn't repeat itself is no oracle."""
     memo: dict[int, Any] = {}
-    if model64 is None:
-        module = getattr(model, "__self__", None)
-        if isinstance(model, torch.nn.Module):
-            model64 = to_double(model, memo)
-        elif isinstance(module, torch.nn.Module):
-            model64 = getattr(to_double(module, memo), model.__name__)
-        else:
-            model64 = model
+    model64 = _converted_model(model, doubled, memo) if model64 is None else model64
     args64 = to_double(list(args), memo)
     with fxbatch.disabled():
         eager = run(model, args, gradients=gradients)
@@ -187,8 +169,33 @@ def check_equal(
         compare(again, eager, exact)
     except AssertionError as error:
         raise AssertionError(f"the loop doesn't repeat itself: {error}") from None
-    compare(run(model, args, gradients=gradients), eager, exact)
-    compare(run(model, args, gradients=gradients), eager, exact)  # and again, with everything cached
+    for _ in range(2):  # the second time with everything cached
+        compare(
+            run(model, args, gradients=gradients), eager, exact, draws_of(model, args, gradients=gradients)
+        )
+
+
+def draws_of(model: Callable[..., Any], args: Sequence[Any], *, gradients: bool = True) -> Iterator[Draw]:
+    """The loop and its float64 run on parameters and instances that differ a little."""
+    for seed in range(1, DRAWS):
+        memo: dict[int, Any] = {}
+        other = _converted_model(model, functools.partial(nudged, seed=seed), memo)
+        inputs = converted(list(args), functools.partial(nudged, seed=seed), memo)
+        memo = {}
+        with fxbatch.disabled():
+            exact = run(_converted_model(other, doubled, memo), to_double(inputs, memo), gradients=gradients)
+            yield Draw(run(other, inputs, gradients=gradients), exact)
+
+
+def _converted_model(model: Callable[..., Any], convert: Convert, memo: dict[int, Any]) -> Any:
+    module = getattr(model, "__self__", None)
+    if isinstance(model, torch.nn.Module):
+        return converted(model, convert, memo)
+    return (
+        getattr(converted(module, convert, memo), model.__name__)
+        if isinstance(module, torch.nn.Module)
+        else model
+    )
 
 
 def assert_launches(model: Callable[..., Any], instances: Any, expected: int) -> None:

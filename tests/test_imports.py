@@ -28,6 +28,7 @@ LAYERS = {
     "fxbatch.torch_private": 0,
     "fxbatch.uncompiled": 0,
     "fxbatch.user_cache": 0,
+    "fxbatch.judge": 0,
     "fxbatch.signature": 1,
     "fxbatch.ir": 1,
     "fxbatch.batched_graph": 2,

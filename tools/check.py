@@ -8,9 +8,9 @@ examples:
 
 Batched and loop run twice each, on copies of model and instances. The referee
 is the loop in float64: a batched tensor may be 4 times as far from it as the
-loop's own, plus a few units in the last place. If the loop gives something else
-the second time, that can't be compared; the command says so, and the status is
-1. Random operations are compared in eval().
+loop's own (the largest of up to four draws), plus a few units in the last place.
+If the loop gives something else the second time, that can't be compared; the
+command says so, and the status is 1. Random operations are compared in eval().
 
 Status 0: equal. Status 1: different, with the first operation and instance that
 differ, or not comparable.
@@ -19,6 +19,7 @@ differ, or not comparable.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -32,13 +33,14 @@ from fxbatch.checking import (
     Outcome,
     RandomState,
     coarsest_of,
-    double_by_default,
     first_difference,
     judge,
+    judge_by_draws,
     name_of,
     outcome_of,
     parameter_users,
 )
+from fxbatch.judge import double_by_default
 from fxbatch.runtime.run import Run
 from fxbatch.viz.describe import SCHEMA_VERSION
 
@@ -132,9 +134,17 @@ def compare(target: Runnable, material: Material, *, seed: int = 0, coarsest: fl
     loop = _run(target, material.copy(), False, seed)
     again = _run(target, material.copy(), False, seed)
     exact: Sequence[Outcome | None] = _exact(target, material, seed, found) or [None] * ROUNDS
+
+    def draw(n: int, number: int) -> tuple[Outcome, Outcome | None]:
+        other = material.copy(seed=number)
+        precise = _exact(target, other, seed, found)
+        return _run(target, other, False, seed)[n], None if precise is None else precise[n]
+
     for n in range(ROUNDS):
         varying = judge(again[n], loop[n], exact[n], coarsest=coarsest).differences
-        judgement = judge(batched[n], loop[n], exact[n], coarsest=coarsest)
+        judgement = judge_by_draws(
+            batched[n], loop[n], exact[n], functools.partial(draw, n), coarsest=coarsest
+        )
         found.worst = max(found.worst, judgement.worst)
         found.unrepeatable += [_line(n, key, d.message) for key, d in varying.items()]
         for key, judged in judgement.differences.items():

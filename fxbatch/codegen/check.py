@@ -17,18 +17,14 @@ from torch import fx
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
 from fxbatch.ir import TensorSpec
+from fxbatch.judge import Draw, Judged, dense, differences, draws, on_common_rows
 from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
 T = TypeVar("T")
 _LARGE = 1 << 16  # elements of a table from which on its gradient is compared on the rows that were looked up
-_PIECE = 1 << 18  # elements that are compared at once
-_TOLERANCE = {
-    torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 5e-4, torch.complex64: 5e-4,
-    torch.float64: 1e-8, torch.complex128: 1e-8,
-}  # fmt: skip
 Rows = list[torch.Tensor]
-Draw = Callable[[TensorSpec, int, torch.Generator], torch.Tensor]
+Numbers = Callable[[TensorSpec, int, torch.Generator], torch.Tensor]
 
 
 class ZeroGradient(NotBatchable):
@@ -149,7 +145,7 @@ class _Check:
     shared_needs: Sequence[bool]
     shared: Sequence[torch.Tensor]
 
-    def draw(self, draw: Draw, n: int, seed: int) -> tuple[Rows, Rows]:
+    def draw(self, draw: Numbers, n: int, seed: int) -> tuple[Rows, Rows]:
         """Numbers for the inputs, and gradients for the outputs."""
         gen, signature = torch.Generator().manual_seed(seed), self.graphs.signature
         inputs = [draw(kind, n, gen) for kind in signature.inputs]
@@ -216,33 +212,30 @@ class _Check:
                 raise NotBatchable(f"it keeps {x.dtype}{list(x.shape[1:])}, {kind} on fake tensors")
         return ValuesAndGradients(results[:width], input_grads, shared_grads)
 
-    def agrees(self, draw: Draw) -> bool:
+    def agrees(self, draw: Numbers) -> bool:
         """Whether these numbers could be compared on. Raises NotBatchable where the graphs differ from eager."""
         for n in (3, 1):
             inputs, given = self.draw(draw, n, n)
             reference = self.eager(inputs, given, n)
             if reference is None:
                 return False
-            results = self.batched(inputs, given, n)
-            try:
-                _compare(results, reference, self.graphs)
-            except NotBatchable:
-                if not self._as_exact(results, reference, inputs, given, n):
-                    raise
+            self.compare(inputs, given, reference)
         return True
 
-    def _as_exact(
-        self, results: ValuesAndGradients, reference: ValuesAndGradients, inputs: Rows, given: Rows, n: int
-    ) -> bool:
-        """Whether the batched results are as exact as eager's, by float64: the numbers are ill-conditioned."""
-        kinds = (torch.float32, torch.int64, torch.bool)
-        if any(t.dtype not in kinds for t in self.graphs.signature.inputs):
-            return False
-        exact = replace(self, shared=_doubled(self.shared)).eager(_doubled(inputs), _doubled(given), n)
-        if exact is None:
-            return False
-        triples = zip(results.all, reference.all, exact.all, strict=True)
-        return all(_no_worse(*triple) for triple in triples)
+    def compare(self, inputs: Rows, given: Rows, reference: ValuesAndGradients) -> None:
+        """Raises NotBatchable where what the graphs give of these numbers differs from eager's."""
+        n = len(reference.outputs[0])
+        drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *given, *self.shared])
+        _compare(self.batched(inputs, given, n), reference, drawn, self.graphs)
+
+    def eager_of(self, tensors: Rows, n: int) -> ValuesAndGradients:
+        """Eager on inputs, gradients of outputs, and shared operands."""
+        inputs, outputs = len(self.graphs.signature.inputs), len(self.graphs.signature.outputs)
+        check = replace(self, shared=tensors[inputs + outputs :])
+        reference = check.eager(tensors[:inputs], tensors[inputs : inputs + outputs], n)
+        if reference is None:
+            raise ValueError("these numbers are not in its domain")
+        return reference
 
     def check_large(self) -> None:
         """Where eager is finite on large numbers, the graphs are too: a branch that a `where` did not take may
@@ -259,7 +252,8 @@ class _Check:
         for a, b in zip(self.batched(inputs, given, 2).all, reference.all, strict=True):
             if a is None or b is None or a.shape != b.shape:
                 continue
-            if any(bool((torch.isfinite(y) & ~torch.isfinite(x)).any()) for x, y in _pieces(a, b)):
+            x, y = on_common_rows(a, b)
+            if bool((torch.isfinite(y) & ~torch.isfinite(x)).any()):
                 raise NotBatchable("large numbers overflow where they don't in eager")
 
     def check_integers(self) -> None:
@@ -278,7 +272,7 @@ class _Check:
             inputs, given = self.draw(integers, 3, high)
             reference = self.eager(inputs, given, 3)
             if reference is not None:
-                _compare(self.batched(inputs, given, 3), reference, self.graphs)
+                self.compare(inputs, given, reference)
 
 
 def check_graphs(
@@ -328,97 +322,64 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     for draw in (_normal, _positive, _definite):
         inputs, given = check.draw(draw, 3, 3)
         reference = check.eager(inputs, given, 3)
-        if reference is None:
-            continue
-        operands = [*(x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)), *weights]
-        outputs = graphs.forward(3, *_grouped(graphs, inputs), *weights)[: len(signature.outputs)]
-        ours = _or_zeros(gradients_of(outputs, given, operands), operands)
-        theirs = _or_zeros([*reference.inputs, *reference.shared], operands)
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            _close(a, b, f"the gradient of operand {i} by autograd", 0.0)
-        return
+        if reference is not None:
+            _compare_by_autograd(check, inputs, given, weights, reference)
+            return
+
+
+def _compare_by_autograd(
+    check: _Check, inputs: Rows, given: Rows, weights: Rows, eager: ValuesAndGradients
+) -> None:
+    operands = [*(x.requires_grad_(need) for x, need in zip(inputs, check.needs, strict=True)), *weights]
+    outputs = check.graphs.forward(3, *_grouped(check.graphs, inputs), *weights)[: len(eager.outputs)]
+    ours = _or_zeros(gradients_of(outputs, given, operands), operands)
+
+    def gradients(reference: ValuesAndGradients) -> Rows:
+        return _or_zeros([*reference.inputs, *reference.shared], operands)
+
+    drawn = draws(lambda tensors: gradients(check.eager_of(tensors, 3)), [*inputs, *given, *check.shared])
+    for i in _differences(ours, gradients(eager), drawn):
+        raise NotBatchable(f"the gradient of operand {i} by autograd differs from eager")
 
 
 def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Rows:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
 
 
-def _compare(got: ValuesAndGradients, reference: ValuesAndGradients, graphs: OperationGraphs) -> None:
-    signature = graphs.signature
-    kinds = [t.dtype for t in (*signature.inputs, *signature.outputs)]
-    kinds += [t for _, t in signature.modes.autocast]
-    lowest = max((_TOLERANCE.get(t, 0.0) for t in kinds), default=0.0)
-    for i, (a, b) in enumerate(zip(got.outputs, reference.outputs, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise NotBatchable(
-                f"batched output {i} is {a.dtype}{list(a.shape)}, eager {b.dtype}{list(b.shape)}"
-            )
-        _close(a, b, f"output {i}", lowest)
-    pairs = (("input", got.inputs, reference.inputs), ("shared operand", got.shared, reference.shared))
-    for what, ours, theirs in pairs:
-        for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-            if y is None and (what == "input" or x is None or not x.any()):
-                continue
+def _compare(
+    ours: ValuesAndGradients, eager: ValuesAndGradients, drawn: Iterator[Draw], graphs: OperationGraphs
+) -> None:
+    """Raises NotBatchable where values or gradients differ; drawn: eager's, as `differences` takes them."""
+    names = [f"output {i}" for i in range(len(eager.outputs))]
+    pairs = (("input", ours.inputs, eager.inputs), ("shared operand", ours.shared, eager.shared))
+    for what, gradients, references in pairs:
+        for i, (x, y) in enumerate(zip(gradients, references, strict=True)):
+            names.append(f"the gradient of {what} {i}")
             if x is None and y is not None and not y.any():
                 raise ZeroGradient(what, i)
-            if x is None or y is None:
-                raise NotBatchable(f"the gradient of {what} {i} is {'missing' if x is None else 'extra'}")
-            _close(x, y, f"the gradient of {what} {i}", lowest)
+    signature = graphs.signature
+    types = {t.dtype for t in (*signature.inputs, *signature.outputs) if t.differentiable}
+    types |= {dtype for _, dtype in signature.modes.autocast}
+    coarsest = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+    for i in _differences(ours.all, eager.all, drawn, coarsest):
+        if eager.all[i] is None and names[i].startswith("the gradient of input"):
+            continue  # nobody reads it
+        raise NotBatchable(f"{names[i]} differs from eager")
 
 
-def _no_worse(a: torch.Tensor | None, b: torch.Tensor | None, true: torch.Tensor | None) -> bool:
-    """Whether a is about as near to the truth as b."""
-    if a is None or b is None or true is None:
-        return b is None and (a is None or not a.any())
-    if true.dtype not in (torch.float64, a.dtype) or a.shape != b.shape:
-        return False
-    a, b, true = _on_common_rows(a, b, true)
-    return _error(a, true) <= 4 * _error(b, true) + 1e-6 * _size(true)
-
-
-def _doubled(tensors: Sequence[torch.Tensor]) -> Rows:
-    return [x.double() if x.is_floating_point() else x for x in tensors]
-
-
-def _error(x: torch.Tensor, true: torch.Tensor) -> float:
-    return _size(x.double() - true.double())
-
-
-def _size(x: torch.Tensor) -> float:
-    return float(x.detach().double().abs().max()) if x.numel() else 0.0
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, what: str, lowest: float) -> None:
-    """`lowest`: the tolerance of the least precise dtype that the operation computes in."""
-    if a.shape != b.shape:
-        raise NotBatchable(f"{what} is batched to {list(a.shape)}, eager has {list(b.shape)}")
-    tolerance = _TOLERANCE.get(b.dtype, 0.0)
-    a, b = _on_common_rows(a, b)
-    if tolerance == 0.0:
-        if not torch.equal(a, b):
-            raise NotBatchable(f"{what} differs from eager")
-        return
-    tolerance = max(tolerance, lowest)
-    wide = torch.complex128 if b.is_complex() else torch.float64
-    scale = 1e-3
-    for _, y in _pieces(a, b):
-        size = y.to(wide).abs()
-        scale = max(scale, float(torch.where(torch.isfinite(size), size, 0).max()) if size.numel() else 0.0)
-    for x, y in _pieces(a, b):
-        if not torch.allclose(x.to(wide), y.to(wide), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-            raise NotBatchable(f"{what} differs from eager")
-
-
-def _on_common_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Dense tensors of the rows that any of them has, where all are sparse (gradients of tables); else all rows."""
-    if not all(x.is_sparse and x.sparse_dim() == 1 for x in tensors):
-        return [x.to_dense() if x.is_sparse else x for x in tensors]
-    parts = [x.coalesce() for x in tensors]
-    rows = torch.cat([x.indices()[0] for x in parts]).unique()
-    return [x.index_select(0, rows).to_dense() for x in parts]
-
-
-def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two tensors of one shape, a piece at a time: what is made to compare them does not grow with them."""
-    a, b = _on_common_rows(a, b)
-    return zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)
+def _differences(
+    ours: Sequence[torch.Tensor | None],
+    eager: Sequence[torch.Tensor | None],
+    drawn: Iterator[Draw],
+    coarsest: float = 0.0,
+) -> dict[int, Judged]:
+    """`differences`; gradients of tables may be sparse in one of the two only."""
+    both = [
+        x is not None and y is not None and x.is_sparse and y.is_sparse
+        for x, y in zip(ours, eager, strict=True)
+    ]
+    one, other = (
+        [x if keep or x is None else dense(x) for x, keep in zip(xs, both, strict=True)]
+        for xs in (ours, eager)
+    )
+    return differences(one, other, drawn, coarsest=coarsest)

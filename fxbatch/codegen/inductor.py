@@ -12,6 +12,7 @@ guards check is in the signature. Any other backend goes through torch.compile i
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch import fx
 from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.operation_graphs import Shape, is_tensor, shape
 from fxbatch.errors import CompileWarning
+from fxbatch.judge import differences, draws
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
 from fxbatch.trace.torch_patches import patching
 
@@ -32,7 +34,6 @@ Backend = str | Callable[..., Any]
 GraphRun = Callable[[list[Any]], Any]  # on (n, *outs, *ins)
 _OURS = ("dynamic", "fullgraph")  # options that are not handed on
 _ROWS = (61, 64, 2, 1)  # numbers of rows at which a compiled graph is compared with the kernel
-_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10, torch.complex128: 1e-10}
 
 
 class NotCompilable(Exception):
@@ -145,14 +146,17 @@ class CompiledGraph:
                 warn_uncompiled(self.name, f"what was compiled is not for {n} rows")
         return found
 
-    def check(self, shared: Sequence[torch.Tensor]) -> None:
-        """Compare with the uncompiled kernel at several numbers of rows. Raises NotCompilable."""
+    def check(self, module: fx.GraphModule, shared: Sequence[torch.Tensor]) -> None:
+        """Compare with the uncompiled graph at several numbers of rows. Raises NotCompilable."""
         nothing = [None] * len(self.outs)
         for n in _ROWS:
             ins = [*(form.filled(n, seed) for seed, form in enumerate(self.ins)), *shared]
+            drawn = draws(functools.partial(_run, module, n), ins)
             wanted = self.kernel(n, ins, nothing, Workspace())
-            for i, (a, b) in enumerate(zip(self(n, ins, nothing, Workspace()), wanted, strict=True)):
-                _compare(a, b, f"result {i} at {n} rows")
+            for i, judged in differences(self(n, ins, nothing, Workspace()), wanted, drawn).items():
+                raise NotCompilable(
+                    f"result {i} at {n} rows differs from the uncompiled graph: {judged.message}"
+                )
 
 
 def compile_graph(
@@ -177,7 +181,7 @@ def compile_graph(
             run, fits = _through_dynamo(writing, options), lambda n: True
         compiled = CompiledGraph(name, kernel, ins, outs, run, fits)
         if not random:
-            compiled.check(shared)  # Dynamo traces when it is called first
+            compiled.check(module, shared)  # Dynamo traces when it is called first
     compiled.seconds = time.perf_counter() - start
     return compiled
 
@@ -236,6 +240,10 @@ def with_ends(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph, "Writing")
 
 
+def _run(module: fx.GraphModule, n: int, ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(module(n, *ins))
+
+
 def warn_uncompiled(name: str, reason: str) -> None:
     """Say that a graph runs uncompiled, and why."""
     warnings.warn(f"{name} runs uncompiled: {reason}", CompileWarning, stacklevel=2)
@@ -246,16 +254,3 @@ def first_line(error: BaseException) -> str:
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _compare(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
-    if b.is_floating_point() or b.is_complex():
-        tolerance, wide = _TOLERANCE.get(b.dtype, 2e-5), torch.promote_types(b.dtype, torch.float64)
-        x, y = a.to(wide), b.to(wide)
-        finite = y.abs()[torch.isfinite(y)]
-        scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
-        same = torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-    else:
-        same = torch.equal(a, b)
-    if not same:
-        raise NotCompilable(f"{what} differs from the uncompiled graph")

@@ -16,6 +16,7 @@ from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_lower import INPUT, OUTPUT, NativeProgram, make_program
 from fxbatch.codegen.operation_graphs import add_call, shape
+from fxbatch.judge import differences, draws
 from tests.oracle import check_equal
 
 aten = torch.ops.aten
@@ -73,17 +74,30 @@ def ran(program: Any, room: Any, n: int, memory: Any) -> bool:
 
 
 def check(module: fx.GraphModule, *makers: Callable[[int], torch.Tensor], shared: Any = ()) -> None:
-    """Native and Python kernel give the same within rounding, at several numbers of rows."""
+    """Native program and Python kernel give what the graph gives in eager, at several numbers of rows."""
     kernel = emit_kernel(module)
     for n in ROWS:
-        ins = [make(n) for make in makers]
-        wanted = results(module, n)
+        ins = [*(make(n) for make in makers), *shared]
+        by_kernel = results(module, n)
         with torch.no_grad():
-            kernel(n, [*ins, *shared], wanted, Workspace())
-        found = run_native(module, n, ins, shared)
-        assert found is not None
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6, equal_nan=True)
+            kernel(n, ins, by_kernel, Workspace())
+        native = run_native(module, n, ins[: len(makers)], shared)
+        assert native is not None
+        for given in (native, by_kernel):
+            compare_with_eager(module, n, ins, given)
+
+
+def compare_with_eager(
+    module: fx.GraphModule, n: int, ins: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> None:
+    """Raise AssertionError where these results of a graph are not those of eager, by float64."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(module(n, *tensors))
+
+    for i, judged in differences(given, run(ins), draws(run, ins)).items():
+        raise AssertionError(f"result {i}: {judged.message}")
 
 
 def normal(*dims: int) -> Callable[[int], torch.Tensor]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 import fxbatch
 from fxbatch.errors import FxbatchError
+from fxbatch.judge import Draw, differences
 from fxbatch.runtime.pool import Piece, Pool
 from fxbatch.torch_private import tree_flatten, tree_map
 from tests.conformance.databases import Call, Entry
-from tests.oracle import compare, run, to_double
+from tests.oracle import draws_of, run, to_double
 
 INSTANCES = 3
 # From the best to the worst; an entry is as good as its worst right sample, or wrong.
@@ -239,37 +240,19 @@ def _differs(
             if (b is None) != (e is None) or (b is not None and (b.shape, b.dtype) != (e.shape, e.dtype)):
                 return "types differ"
         return ""
+    found = differences(batched, eager, _drawn(root, instances, eager, gradients))
+    return "; ".join(f"tensor {i}: {judged.message}" for i, judged in found.items())
+
+
+def _drawn(root: Any, instances: Any, eager: Any, gradients: bool) -> Iterator[Draw]:
+    """The loop and its float64 run, on these instances and on such as differ a little; none where it can't run so."""
+    memo: dict[int, Any] = {}
     try:
-        _close(batched, eager)
-    except AssertionError as error:
-        message = str(error)
-    else:
-        return ""
-    try:
-        memo: dict[int, Any] = {}
-        root64 = to_double(root, memo)
         with fxbatch.disabled():
-            exact = run(root64, [to_double(instances, memo)], gradients=gradients)
-        compare(batched, eager, exact)
-    except AssertionError as error:
-        return _first(error)
-    except Exception:  # noqa: BLE001 - no float64 reference: the plain tolerance has spoken
-        return message
-    return ""
-
-
-def _close(batched: Sequence[Any], eager: Sequence[Any]) -> None:
-    assert len(batched) == len(eager), f"{len(batched)} tensors, the loop gives {len(eager)}"
-    for i, (b, e) in enumerate(zip(batched, eager, strict=True)):
-        if b is None or e is None:
-            rest = b if e is None else e
-            assert rest is None or not rest.any(), f"tensor {i}: one is None"
-            continue
-        assert b.dtype == e.dtype, f"tensor {i}: dtype {b.dtype}, the loop gives {e.dtype}"
-        try:
-            torch.testing.assert_close(b, e, rtol=2e-6, atol=1e-7, equal_nan=True)
-        except AssertionError as error:
-            raise AssertionError(f"tensor {i}: {' '.join(str(error).split())[:200]}") from None
+            yield Draw(eager, run(to_double(root, memo), [to_double(instances, memo)], gradients=gradients))
+        yield from draws_of(root, [instances], gradients=gradients)
+    except Exception:  # noqa: BLE001 - then only rounding is allowed
+        return
 
 
 def _draws(root: Any) -> bool:

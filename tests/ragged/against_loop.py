@@ -1,4 +1,5 @@
-"""The oracle of packed functions: the body itself, one instance at a time; values and gradients, in float64."""
+"""The oracle of packed functions: the body itself, one instance at a time; values and gradients, with float64 as
+referee."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from typing import Any
 
 import torch
 
+from fxbatch.ragged.check import packed_differences
 from fxbatch.ragged.packed_function import PackedFunction
 from fxbatch.torch_private import tree_leaves
 
 Sizes = Sequence[tuple[int, ...]]
+Instances = Sequence[Sequence[torch.Tensor]]
+Results = Sequence[Sequence[torch.Tensor]]
 
 
 def check_packed(
@@ -38,26 +42,36 @@ def check_packed(
     assert function.graph.fitting(found).all(), f"sizes that the graph is not for: {function.graph.guards}"
     outputs, z = function(columns, weights, found, torch.device("cpu"))
     packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-    loop = [flat(*i, *weights) for i in instances]
-    ours, theirs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for k, column in enumerate(packed):
-        for a, b in zip(column, [r[k] for r in loop], strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True)
-            if a.is_floating_point():
-                weight = torch.randn_like(b)
-                ours, theirs = ours + (a * weight).sum(), theirs + (b * weight).sum()
-    leaves = [t for i in instances for t in i if t.requires_grad] + weights
-    leaves = [t for t in leaves if t.requires_grad]
-    if theirs.requires_grad:
-        found_a = torch.autograd.grad(ours, leaves, allow_unused=True, materialize_grads=True)
-        found_b = torch.autograd.grad(theirs, leaves, allow_unused=True, materialize_grads=True)
-        for a, b in zip(found_a, found_b, strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True)
+
+    wrong = difference(packed, instances, lambda rows, shared: [flat(*row, *shared) for row in rows], weights)
+    assert not wrong, wrong
     return function
 
 
+def difference(
+    packed: Results,
+    instances: Instances,
+    run_loop: Callable[[Instances, Sequence[torch.Tensor]], Results],
+    shared: Sequence[torch.Tensor] = (),
+) -> str:
+    """What differs first between results [output][instance] and those of the loop, values and gradients; "" for
+    nothing. run_loop(instances, shared) -> [instance][output]."""
+    ours = list(zip(*packed, strict=True))
+    try:
+        wrong = packed_differences(ours, run_loop(instances, shared), instances, shared, run_loop)
+    except RuntimeError as error:
+        try:
+            packed_differences(*(run_loop(instances, shared) for _ in range(2)), instances, shared, run_loop)
+        except RuntimeError:  # the loop has no derivative either
+            with torch.no_grad():
+                wrong = packed_differences(ours, run_loop(instances, shared), instances, shared, run_loop)
+        else:
+            return f"backward: {error}"
+    return wrong[0] if wrong else ""
+
+
 def _leaf(t: torch.Tensor) -> torch.Tensor:
-    return t.double().detach().requires_grad_() if t.is_floating_point() else t
+    return t.float().detach().requires_grad_() if t.is_floating_point() else t
 
 
 def _own_sizes(instance: Sequence[torch.Tensor], own: tuple[tuple[int, ...], ...]) -> list[int]:

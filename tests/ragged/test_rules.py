@@ -202,7 +202,7 @@ OF_ROWS: dict[str, Case] = {
         ALL, (torch.randn(4), torch.randn(4)),
     ),
     "bag, by running statistics": (
-        lambda x, w, b: F.batch_norm(x, SQUARE[0].double(), SQUARE[1].double().exp(), w, b),
+        lambda x, w, b: F.batch_norm(x, SQUARE[0].to(x.dtype), SQUARE[1].to(x.dtype).exp(), w, b),
         ALL, (torch.randn(6), torch.randn(6)),
     ),
     "bag, each by itself": (lambda x: F.instance_norm(images(x)), ALL, ()),

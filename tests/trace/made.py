@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxbatch
-from tests.oracle import check_equal
+from tests.oracle import assert_same, check_equal
 
 
 def linear() -> nn.Linear:
@@ -61,14 +61,13 @@ def check_state(made: Any, xs: Sequence[Any], *, times: int = 2) -> None:
         with fxbatch.disabled():
             expected = looped(list(xs))
         found = made(list(xs))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert_same(found, expected)
         assert found.requires_grad == expected.requires_grad
         if expected.requires_grad:
             for m, y in ((looped, expected), (made, found)):
                 m.zero_grad()
                 y.sum().backward()
-            for p, q in zip(made.parameters(), looped.parameters(), strict=True):
-                assert (p.grad is None) == (q.grad is None)
-                if p.grad is not None:
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+            ours, theirs = ([p.grad for p in m.parameters()] for m in (made, looped))
+            assert [g is None for g in ours] == [g is None for g in theirs]
+            assert_same(ours, theirs)
         assert state_of(made) == state_of(looped)
