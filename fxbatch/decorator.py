@@ -16,11 +16,23 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Concatenate, Literal, Unpack, overload
 
 import torch
 
 from fxbatch import stopwatch
+from fxbatch.batched_types import (
+    A,
+    Batched,
+    BatchedFunction,
+    Batching,
+    Listed,
+    ListedWithExceptions,
+    P,
+    R,
+    S,
+    Stacked,
+)
 from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
 from fxbatch.instances import instances_of, is_minibatch
@@ -46,8 +58,6 @@ from fxbatch.torch_private import (
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import ThreadModes, modes_now
 from fxbatch.trace.traces import merge
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class InstanceArguments(tuple[Any, ...]):
@@ -540,7 +550,35 @@ def _check_decorated(function: Any) -> None:
 
 
 @overload
-def autobatch(fn: F) -> F: ...
+def autobatch(  # type: ignore[overload-overlap]  # a result that is a number is an object, too
+    fn: Callable[Concatenate[S, A, P], float], /
+) -> Batched[S, A, P, float, torch.Tensor]: ...
+
+
+@overload
+def autobatch(  # type: ignore[overload-overlap]  # see above
+    fn: Callable[Concatenate[A, P], float], /
+) -> BatchedFunction[A, P, float, torch.Tensor]: ...
+
+
+@overload
+def autobatch(fn: Callable[Concatenate[S, A, P], R], /) -> Batched[S, A, P, R, R]: ...
+
+
+@overload
+def autobatch(fn: Callable[Concatenate[A, P], R], /) -> BatchedFunction[A, P, R, R]: ...
+
+
+@overload
+def autobatch(  # type: ignore[overload-overlap]  # the last one lists all options, as the reference shows them
+    *, out: Literal["list"], return_exceptions: Literal[True], **options: Unpack[Batching]
+) -> ListedWithExceptions: ...
+
+
+@overload
+def autobatch(  # type: ignore[overload-overlap]  # see above
+    *, out: Literal["list"], return_exceptions: Literal[False] = False, **options: Unpack[Batching]
+) -> Listed: ...
 
 
 @overload
@@ -562,7 +600,7 @@ def autobatch(
     check_gradients: bool = False,
     adaptive: bool = True,
     batch_norm: Literal["refuse", "minibatch"] = "refuse",
-) -> Callable[[F], F]: ...
+) -> Stacked: ...
 
 
 def autobatch(

@@ -40,6 +40,7 @@ LAYERS = {
     "fxbatch.codegen": 5,
     "fxbatch.ragged": 5,
     "fxbatch.runtime": 6,
+    "fxbatch.batched_types": 7,
     "fxbatch.checking": 7,
     "fxbatch.instances": 7,
     "fxbatch.decorator": 7,
