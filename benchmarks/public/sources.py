@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import os
 import re
 import shutil
@@ -103,7 +104,7 @@ class Source:
 
 def _stub(name: str, attributes: tuple[str, ...]) -> types.ModuleType:
     module = types.ModuleType(name)
-    module.__path__ = []
+    module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(name, None)
     for attribute in attributes:
         setattr(module, attribute, type(attribute, (), {}))
     return module

@@ -29,6 +29,15 @@ MODELS = tuple(
         "neural_turing_machine",
         "alpha_npi",
         "pointer_network",
+        "proof_derivations",
+        "math_word_problems",
+        "actor_critic",
+        "coq_terms",
+        "transducer",
+        "neural_stack",
+        "neurosat",
+        "speech_attention",
+        "signal_lstm",
     )
 )
 LONGEST = 900  # seconds of a row's process
