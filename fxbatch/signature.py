@@ -225,7 +225,7 @@ class Operation:
 
 
 class Readings(Protocol):
-    """What a body reads besides its tensors, as it was (`trace/body_reads.py`)."""
+    """What a body reads besides its tensors, as it was (`trace/plain_body.py`)."""
 
     items: Any  # places, each with what it held; `own`: of the body's own modules
 

@@ -66,7 +66,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 # Checked against 2.11.0 and 2.13.0: what torch.func.functional_call calls (_functional_call), and does around it.
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrize, stateless
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
 # Checked against 2.11.0 and 2.13.0: what torch's Python functions call when they meet a subclass of Tensor.
@@ -582,7 +582,14 @@ module_call = torch.nn.Module._wrapped_call_impl
 # What make_fx writes down for `with torch.autocast(...)`. Checked: 2.13.0.
 enter_autocast, exit_autocast = torch.amp._enter_autocast, torch.amp._exit_autocast
 
+# Checked against 2.11.0 and 2.13.0: where torch.nn.utils.parametrize keeps whether results are cached.
+CACHED_PARAMETRIZATIONS = vars(parametrize), "_cache_enabled"
+
+FAKE_ATTRIBUTES = frozenset(dir(FakeTensor))  # of fake tensors, and so of all tensors
+
 __all__ = [
+    "CACHED_PARAMETRIZATIONS",
+    "FAKE_ATTRIBUTES",
     "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped", "enter_autocast", "exit_autocast",
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxbatch.torch_private import TreeSpec, children_of, register_node
-from fxbatch.trace.body_reads import is_library, is_transparent
+from fxbatch.trace.plain_objects import is_library, is_transparent
 from fxbatch.trace.table import ATOMS
 
 _LISTS, _TENSORS = (list, tuple), {torch.Tensor}

@@ -58,12 +58,13 @@ from fxbatch.torch_private import (
     tree_unflatten,
     without_saved_tensor_hooks,
 )
-from fxbatch.trace.body_reads import BodyRoots, Reads
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.operations import BodyError, run_on_fakes
+from fxbatch.trace.reads import Reads
 from fxbatch.trace.state import Bounds, autocast_state, current_recorder, sizes_of
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
+from fxbatch.trace.things import Roots
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 FEWEST = 8  # one in so many instances the first graph is to be for: four such are for half of them
@@ -156,12 +157,8 @@ class PackedForward:
             family = self._family(fn, columns)
             if family is None or family.reason:
                 return None
-            before = self.examined
             sizes = columns.sizes(family.dynamic)
             work = self._work(fn, family, columns, sizes)
-            if self.examined is not before:  # building it has found more code
-                self.families = {key: f for key, f in self.families.items() if f is not family}
-                self.families[self._key(columns.kind)] = family
         if work is None:
             return None
         try:
@@ -218,7 +215,7 @@ class PackedForward:
             self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
         if self.unlike > MOST_UNLIKE or (look := self._look(fn)) is None:
             return None
-        names = look.reads.attributes()
+        names = look.reads.fields
         columns = _of_objects(instances, names) or _of_containers(
             instances, self.numbers, lambda x: opened(x, names), once=once
         )
@@ -230,7 +227,7 @@ class PackedForward:
         assert self.root is not None
         found = self.examined
         if found is None:
-            roots = BodyRoots(self.root, "forward", fn, (), given=self.classes)
+            roots = Roots(self.root, "forward", fn, self.classes)
             found = self._now(Examined(self.root, Reads(roots)))
         elif not found.unchanged():
             found = self._now(Examined(self.root, found.reads.again()))
@@ -305,26 +302,15 @@ class PackedForward:
         tensors = [*[c[example] for c in columns.tensors], *columns.whole]
         assert self.root is not None and self.examined is not None
         examined = self.examined
-        for _ in range(4):
-            body = _Body(fn, self.root, examined.names, columns.kind, columns.plain, len(tensors))
-            if examined.coupled:
-                body.trackers = trackers(self.root)
-            shared = [s.resolve() for s in examined.shared]
-            types = [TensorSpec.of(t) for t in tensors]
-            with WithoutPlainSizes(), IndexByTensor():
-                outcome, effects = examined.reads.run(
-                    functools.partial(run_on_fakes, body.once, types, shared, grad=torch.is_grad_enabled())
-                )
-            if not effects.unknown:
-                break
-            examined = self._now(Examined(self.root, examined.reads.again(effects.unknown)))
-            if examined.reason:
-                raise BodyError(examined.reason)
-        changed = body.changed() or effects.changed
-        if changed or effects.effect or outcome.written or outcome.written_shared or not outcome.outputs:
-            raise BodyError(
-                f"changes {changed}" if changed else effects.effect or "writes to what it was given"
-            )
+        body = _Body(fn, self.root, examined.names, columns.kind, columns.plain, len(tensors))
+        if examined.coupled:
+            body.trackers = trackers(self.root)
+        shared = [s.resolve() for s in examined.shared]
+        types = [TensorSpec.of(t) for t in tensors]
+        with WithoutPlainSizes(), IndexByTensor():
+            outcome = run_on_fakes(body.once, types, shared, grad=torch.is_grad_enabled())
+        if (changed := body.changed()) or outcome.written or outcome.written_shared or not outcome.outputs:
+            raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)
         operands = example_of([*columns.whole, *shared])
         function = PackedFunction.of(body, example_of(tensors[:first]), dynamic, operands)

@@ -271,17 +271,23 @@ static int modes_as_recorded(PyObject *recorder)
     return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(KNOWN(recorder), at.floats));
 }
 
+/* What a place holds now, borrowed: a dictionary's item, a class's attribute, a cell's content. */
+static PyObject *held_by(PyObject *holder, PyObject *name)
+{
+    if (PyDict_Check(holder))
+        return PyDict_GetItem(holder, name);
+    return PyType_Check(holder) ? _PyType_Lookup((PyTypeObject *)holder, name) : PyCell_Check(holder) ? PyCell_GET(holder) : NULL;
+}
+
 /* Whether what an entry's body reads, and user code may change unseen, is as it was (Entry.guards). */
 static int holds(PyObject *entry)
 {
     PyObject *guards = SLOT(entry, at.guards);
     if (!guards || guards == Py_None)
         return 1;
-    for (Py_ssize_t i = 0; i + 2 < PyTuple_GET_SIZE(guards); i += 3) {
-        PyObject *dict = PyTuple_GET_ITEM(guards, i);
-        if (!PyDict_Check(dict) || PyDict_GetItem(dict, PyTuple_GET_ITEM(guards, i + 1)) != PyTuple_GET_ITEM(guards, i + 2))
+    for (Py_ssize_t i = 0; i + 2 < PyTuple_GET_SIZE(guards); i += 3)
+        if (held_by(PyTuple_GET_ITEM(guards, i), PyTuple_GET_ITEM(guards, i + 1)) != PyTuple_GET_ITEM(guards, i + 2))
             return 0;
-    }
     return 1;
 }
 

@@ -40,7 +40,6 @@ from fxbatch.trace.arguments import (
     without_derived,
 )
 from fxbatch.trace.bare_parameters import BareView
-from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.operations import (
@@ -59,7 +58,9 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
+from fxbatch.trace.plain_objects import why_not_plain
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
+from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
@@ -163,8 +164,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     result = recorder.emit(entry, arguments.ids())
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
-    compared_each_time = type(func) is CustomFunction and func.examined.guards is None
-    if not compared_each_time and not arguments.copied:
+    if not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
 
@@ -269,11 +269,8 @@ def function_entry(
     if examined is not None:
         arguments.recorder.known.places = None  # what is known of the function may be more then
 
-    def run() -> BodyRun:
-        return arguments.outcome(made.target, template)
-
     try:
-        outcome = run() if examined is None else _run_watched(examined, run, as_it_is=made.rule != MARKED)
+        outcome = arguments.outcome(made.target, template)
     except BodyError as error:
         raise TraceError(f"{made.name}: {error}{at_line()}") from None
     except NEEDS_VALUES as error:
@@ -293,30 +290,8 @@ def function_entry(
     entry = arguments.recorder.signed(
         made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen
     )
-    entry.guards = None if examined is None else examined.guards or None
+    entry.guards = None if examined is None else examined.guards
     return entry
-
-
-def _run_watched(examined: ExaminedFunction, run: Callable[[], BodyRun], *, as_it_is: bool) -> BodyRun:
-    """Run the body of a user's function; what that changes is put back. Where it does more than give a result, it runs
-    call by call (as_it_is), or BodyError is raised."""
-    for _ in range(4):
-        try:
-            outcome, effects = examined.reads.run(run)
-        except BodyError as error:
-            if not as_it_is:
-                raise
-            examined.reason = str(error)
-            return examined.reads.restoring(run)
-        if not effects.unknown:
-            break
-        examined.reads = examined.reads.again(effects.unknown)
-        examined.guards = examined.reads.guards()
-    reason = examined.reads.opaque or (f"changes {effects.changed}" if effects.changed else effects.effect)
-    if reason and not as_it_is:
-        raise BodyError(reason)
-    examined.reason = reason or examined.reason
-    return outcome
 
 
 def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
@@ -540,7 +515,7 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
         return call_method(recorder, func, args, kwargs)
     recorder.sync_modes()
     arguments, examined = Arguments(recorder, args, kwargs), examined_function(recorder, func)
-    key, reason = None, examined.reason
+    key, reason = None, examined.reason or why_not_plain(args, kwargs)
     if not reason:
         try:
             key = ("marked", func, examined.state, *arguments.key())

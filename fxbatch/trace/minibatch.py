@@ -33,13 +33,14 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
-from fxbatch.trace.body_reads import is_library, names_of
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.left_behind import LeftBehind
 from fxbatch.trace.places import IN_CELL, found_in, holds_now, values_kept
+from fxbatch.trace.plain_objects import is_library
 from fxbatch.trace.record import Recorder
+from fxbatch.trace.source import names_of
 from fxbatch.trace.state import ThreadModes, quicken, state, take_worker, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import attributes_read, patched
@@ -223,8 +224,8 @@ def _asks_which_object(function: Any, owner: Any) -> bool:
         if not isinstance(f, FunctionType) or f in seen or is_library(f.__globals__.get("__name__")):
             continue
         seen.add(f)
-        names = names_of(f.__code__)
-        if names.identity:
+        names = names_of(f)
+        if names is None or names.identity:
             return True
         held = [f.__globals__[x] for x in names.globals if x in f.__globals__]
         modules = [vars(x) for x in held if isinstance(x, ModuleType) and not is_library(x.__name__)]

@@ -2,7 +2,7 @@
 
 In: modules. Out: what one operation of a module depends on (`Examined`); whose parameters are (`ModulesMet`); what a
 trace of a model depends on (`KnownModel`). Each lasts while the places where modules keep their state (`places`) hold
-what they held, and what code reads besides (`body_reads`) too.
+what they held, and what code reads besides (`plain_body`) too.
 
     found = Examined(module)
     found.key                    # equal for equal modes, types of tensors and contents of what is read
@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from fxbatch.ir import SharedOperand, TensorSpec
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
-from fxbatch.trace.body_reads import Reads
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
+from fxbatch.trace.reads import Reads
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import Value
 

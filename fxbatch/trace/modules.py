@@ -25,9 +25,10 @@ from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.body_reads import Reads, is_own
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
+from fxbatch.trace.plain_objects import is_own, why_not_plain
+from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
@@ -124,19 +125,21 @@ def _recorded(call: ModuleCall) -> Any:
     except OpaqueArgumentError as error:
         call.note(str(error))
         return call.through()
+    if _rule(module, call.method) is not TORCH_MODULE and (reason := why_not_plain(call.args, call.kwargs)):
+        call.note(reason)
+        return call.through()
     if not arguments.values:
         copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
         return call.through() if copies is None else call_module(recorder, module, copies, {})
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()
-    guards = recorder.known.examined[id(record)].guards
-    entry.guards = guards or None
+    entry.guards = recorder.known.examined[id(record)].guards or None
     result = recorder.emit(entry, arguments.ids())
     if entry.aliases:
         whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
         link_views(entry, result, arguments.values, whole, functools.partial(_recorded, call))
-    elif call.marked is None and guards is not None and module is record.module:  # others: compared each time
+    elif call.marked is None and module is record.module:
         recorder.remember(module, call.args, call.kwargs, entry)
     return result
 
@@ -159,9 +162,7 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: An
             return _from_now_on(recorder, record, keeps_changing(record.changed))
         entries = examined.entries[recorder.known.mode_key] = alike.setdefault(examined.reads.key, {})
     entry: Entry | str | None = entries.get(key)
-    if entry is None:
-        entry = _new_entry(record, examined, entries, key, arguments)
-    return _entry(call, record, arguments, key) if entry is None else entry
+    return _new_entry(record, examined, entries, key, arguments) if entry is None else entry
 
 
 def _from_now_on(recorder: RecordedCalls, record: ModuleRecord, reason: str) -> str:
@@ -315,9 +316,8 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 def _new_entry(
     record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: Any, arguments: Arguments
-) -> Entry | str | None:
-    """The entry of a call that was not met before, or why it is no operation; None where the body ran code that had not
-    been found before: what is known of the module now has it."""
+) -> Entry | str:
+    """The entry of a call that was not met before, or why it is no operation."""
     recorder, module, method = arguments.recorder, record.module, record.method
     recorder.known.places = None  # what is known of the module may be more then
     arguments.first_shared = len(examined.names)
@@ -337,8 +337,6 @@ def _new_entry(
             return _from_now_on(recorder, record, many)
         try:
             entry = _signature(record, examined, rule, arguments)
-            if entry is None:
-                return None
         except FxbatchError:
             raise
         except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
@@ -377,7 +375,7 @@ def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examine
     return len({key for entries in alike for key, entry in entries.items() if type(entry) is Entry})
 
 
-def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry | None:
+def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry:
     recorder, module, method = arguments.recorder, record.module, record.method
     names, template = tuple(examined.names), arguments.template()
     inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
@@ -400,17 +398,9 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
             raise BodyError(f"changes its attribute {changed[0]!r}")
         return result
 
-    outcome, effects = examined.reads.run(
-        lambda: run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad)
-    )
-    if effects.unknown:  # code that runs and was not found: look at what it reads, and try again
-        record.examined = recorder.known.examined[id(record)] = Examined(
-            module, examined.reads.again(effects.unknown)
-        )
-        return None
-    changed = changed_attribute(twins) or effects.changed
-    if changed or effects.effect:
-        raise BodyError(f"changes {changed}" if changed else effects.effect)
+    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad)
+    if changed := changed_attribute(twins):
+        raise BodyError(f"changes {changed}")
     if outcome.written_shared:
         if is_parametrized(module):
             raise BodyError(

@@ -7,20 +7,16 @@ In: dictionaries, classes, cells, slots, containers, modules. Out: Items, which 
     put(places[0], places[0].value)  # as it was
 
 One list says how modules are (class, names and types of attributes, mode, whether there are hooks, submodules,
-parameters and buffers, their types), another what a body's code reads (`body_reads`); both are compared here.
+parameters and buffers, their types), another what a body's code reads (`plain_body`); both are compared here.
 
 Compiled by Cython (see uncompiled.py).
 """
 
 from __future__ import annotations
 
-import collections
-import operator
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -37,9 +33,9 @@ Owner = TypeVar("Owner")
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
-# What a place is. The first five are put back where a run has changed them, the others say how a module is.
-IN_DICT, IN_TYPE, IN_CELL, IN_SLOT, CONTENT = range(5)
-TYPES, MEMBERS, FILLED, TENSORS = range(5, 9)
+# What a place is. The first four are put back where a run has changed them, the others say how a module is.
+IN_DICT, IN_TYPE, IN_CELL, IN_SLOT = range(4)
+TYPES, MEMBERS, FILLED, TENSORS = range(4, 8)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -50,9 +46,9 @@ class Item(NamedTuple):
     """One place, and what it held."""
 
     kind: int
-    holder: Any  # a dict, a class, a cell, an object with slots, a container; for TENSORS a tuple of them
+    holder: Any  # a dict, a class, a cell, an object with slots; for TENSORS a tuple of them
     name: Any
-    value: Any  # of CONTENT: a copy of what the container held; of MEMBERS and TYPES: names, and objects or types
+    value: Any  # of MEMBERS and TYPES: names, and objects or types
     path: str = ""
     own: bool = True  # an attribute of a module of the body's own tree: seen when it is set
     far: bool = False  # data that the user's code may change between two calls, unseen
@@ -72,18 +68,16 @@ def as_it_was(kind: cython.int, holder: object, name: object, before: object) ->
     if kind == 0:  # IN_DICT, by far the most
         now = cython.cast(dict, holder).get(name, MISSING)
         return now is before or same(now, before)
-    if kind == 4:  # CONTENT
-        return same_content(copy_of(holder), before)
     if kind < 4:
         if kind == 3 and name == "__class__":  # of a module
             return type(holder) is before
         now = holds_now(kind, holder, name)
         return now is before or same(now, before)
-    if kind == 7:  # FILLED
+    if kind == 6:  # FILLED
         return bool(_filled(holder, name) == before)
-    if kind == 8:  # TENSORS
+    if kind == 7:  # TENSORS
         return tensors_are(holder, before)
-    return members_are(holder if kind == 5 else holder.get(name), before, kind == 5)
+    return members_are(holder if kind == 4 else holder.get(name), before, kind == 4)
 
 
 @cython.cfunc
@@ -135,7 +129,7 @@ def holds_now(kind: int, holder: Any, name: Any) -> Any:
         return tuple(holder[name]), tuple(holder[name].values())
     if kind == FILLED:
         return _filled(holder, name)
-    return tuple((t.shape, t.dtype, t.device) for t in holder) if kind == TENSORS else copy_of(holder)
+    return tuple((t.shape, t.dtype, t.device) for t in holder)
 
 
 def found_in(kind: Any, name: str) -> tuple[type | None, Any]:
@@ -151,15 +145,6 @@ def _filled(holder: Any, names: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple([bool(holder.get(name)) for name in names])
 
 
-def copy_of(container: Any) -> tuple[Any, ...]:
-    """What a container holds."""
-    if isinstance(container, np.ndarray):
-        return container.dtype, container.shape, container.tobytes()
-    if isinstance(container, (dict, MappingProxyType)):
-        return (*container.keys(), *container.values())
-    return tuple(container)
-
-
 def _type_of(x: Any) -> Any:
     """The type of an attribute. Tensors among them are not held: they may be results, with all behind them."""
     plain = isinstance(x, torch.Tensor) and type(x) is not Value
@@ -169,11 +154,6 @@ def _type_of(x: Any) -> Any:
 def same(a: Any, b: Any) -> bool:
     """Whether what is in a place is what was there: the same object, or equal plain data."""
     return a is b or (type(a) is type(b) and type(a) in ATOMS and static_key(a) == static_key(b))
-
-
-def same_content(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """The same of copies of containers."""
-    return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(same, a, b)))
 
 
 def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
@@ -243,7 +223,7 @@ def _is_plain_value(v: object, recorder: object) -> cython.bint:
 
 
 def put(item: Item, value: Any) -> None:
-    """Let a place hold this: a value, or of a container the copy of its content."""
+    """Let a place hold this."""
     kind, holder, name = item.kind, item.holder, item.name
     if kind == IN_DICT:
         if value is MISSING:
@@ -260,18 +240,6 @@ def put(item: Item, value: Any) -> None:
             del holder.cell_contents
         else:
             holder.cell_contents = value
-    elif isinstance(holder, np.ndarray):
-        holder[...] = np.frombuffer(value[2], dtype=value[0]).reshape(value[1])
-    elif isinstance(holder, dict):
-        half = len(value) // 2
-        holder.clear()
-        for k, v in zip(value[:half], value[half:], strict=True):
-            holder[k] = v
-    elif isinstance(holder, (set, collections.deque)):
-        holder.clear()
-        (holder.update if isinstance(holder, set) else holder.extend)(value)
-    elif isinstance(holder, (list, bytearray)):
-        holder[:] = value
 
 
 def places_of_modules(modules: Sequence[torch.nn.Module]) -> list[Item] | None:

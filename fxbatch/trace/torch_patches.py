@@ -145,7 +145,7 @@ def _while_recording(plain: Any, traced: Replacement) -> Any:
 @stands_for(stateless, "_functional_call")
 def _functional_call(
     recorder: RecordedCalls,
-    _: Any,
+    plain: Any,
     module: torch.nn.Module,
     parameters_and_buffers: dict[str, torch.Tensor],
     args: Any = None,
@@ -154,13 +154,16 @@ def _functional_call(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    """Recorded as one function of all of the module's tensors: those that are given, and its own."""
+    """Recorded as one function of all of the module's tensors: those that are given, and its own; by its parts where
+    its body is not plain."""
     parts = list(module.modules())
     if any(m._forward_hooks or m._forward_pre_hooks for m in parts):
         raise TraceError(f"functional_call of a {type(module).__name__} with hooks{at_line()}")
     args = () if args is None else args if isinstance(args, tuple) else (args,)
-    tensors = _all_tensors(module, parameters_and_buffers, tie_weights and not strict)
     examined = examined_function(recorder, module)
+    if examined.reason:
+        return plain(module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict)
+    tensors = _all_tensors(module, parameters_and_buffers, tie_weights and not strict)
     function = Functional(module, tuple(m.training for m in parts), tie_weights, examined.state, examined)
     return recorder.call(function, (tensors, args, kwargs or {}), {})
 

@@ -41,7 +41,7 @@ from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
 from fxbatch.trace.modules import call_method, call_module
 from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.operations import MARKED
-from fxbatch.trace.places import MISSING
+from fxbatch.trace.places import MISSING, put
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import entered_modes, modes_now, still_hold, tracing
 from fxbatch.trace.table import SignatureTable
@@ -309,9 +309,10 @@ def trace_instance(
         )
     finally:
         changed = reads.changes()
-        reads.restore(changed)
+        for item, _ in reversed(changed):
+            put(item, item.value)
     recorder = recording.recorder
-    reason = reads.opaque
+    reason = ""
     if recording.left is not None:
         recording.left.abandon()
         reason = "the forward writes to a tensor that outlives it"

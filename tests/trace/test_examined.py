@@ -20,6 +20,9 @@ class Cell(nn.Module):
         self.table = torch.zeros(2, 3)
         self.count = 1
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale + self.table.sum()
+
 
 def _replace_numbers(m: Cell) -> None:
     m.scale.data = torch.ones(5)

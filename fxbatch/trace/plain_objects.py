@@ -1,0 +1,215 @@
+"""Which objects the code of a plain body may name and call, and which arguments it may be given.
+
+In: a function, a class, a module of Python's, a call's arguments. Out: whether it gives a result and does nothing else.
+
+    only_computes(torch.tanh)                        # True
+    only_computes(print)                             # False
+    why_not_plain(({"h": value},), {})                # "takes a dict, which it may change"
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import math
+import operator
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fxbatch.trace.table import ATOMS
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__", "test", "this"} | {
+    "torch", "numpy", "greenlet", "networkx", "fxbatch",
+    "torch_geometric",  # its `Data` objects are arguments, its layers are modules
+}  # fmt: skip
+_OWN = frozenset(torch.nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_all_weights"}
+
+# Numbers and the like, which never change: what holds them is compared.
+CONSTANTS = (*ATOMS, range, slice, np.generic, np.dtype, torch.finfo, torch.iinfo)
+
+CODE = (FunctionType, type, ModuleType, property, staticmethod, classmethod, types.BuiltinFunctionType)
+
+_COMPUTING = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, np.ufunc, torch.jit.ScriptFunction)
+_IN_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+
+BUILTINS = frozenset({
+    abs, all, any, bool, bytes, complex, dict, divmod, enumerate, filter, float, frozenset, int, isinstance, iter, len,
+    list, map, max, min, next, pow, range, reversed, round, set, slice, sorted, str, sum, tuple, zip,
+})  # fmt: skip
+# Those of them that call what they are given; the others look into it.
+CALLING = frozenset({map, filter, functools.reduce})
+TYPES = frozenset(x for x in vars(builtins).values() if isinstance(x, type)) | {torch.Tensor}
+
+# Where torch's functions come from that do nothing but compute; others are refused.
+_TORCH_HOMES = (
+    "torch.functional", "torch.nn.functional", "torch._C", "torch._VF", "torch.linalg", "torch.fft", "torch.special",
+    "torch.nn.utils.rnn", "torch.nn.attention", "torch.func", "torch._functorch", "torch.utils.checkpoint",
+    "torch.nn.init", "torch._ops", "torch._higher_order_ops", "torch._jit_internal", "torch.distributions",
+)  # fmt: skip
+_TORCH_STATE = (
+    "set_", "get_rng", "manual_seed", "seed", "initial_seed", "save", "load", "use_", "init_", "compile", "fork",
+    "wait", "from_file", "import_ir", "get_default_device", "parse_", "clear_", "autocast_", "get_num", "export",
+)  # fmt: skip
+_TORCH_CLASSES = (
+    torch.Size, torch.device, torch.Tensor, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast,
+    torch.finfo, torch.iinfo, torch.cuda.amp.autocast, torch.cpu.amp.autocast,
+)  # fmt: skip
+_FUNCTIONS = (
+    functools.reduce, torch.autograd.grad, torch.cuda.is_available, np.prod, np.sum, np.cumsum, np.arange, np.array,
+)  # fmt: skip
+# Modules without parameters, which a body may make: of these files of torch.nn.modules.
+_STATELESS = frozenset(
+    {"activation", "distance", "dropout", "flatten", "fold", "loss", "padding", "pooling", "pixelshuffle"}
+)
+
+# What a tensor says of itself, as fake ones say it. Its methods are those below; what else it has is refused, and what
+# it has not is a field of a named tuple.
+OF_TENSORS = frozenset({
+    "H", "T", "device", "dtype", "imag", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse", "is_sparse_csr",
+    "is_nested", "itemsize", "layout", "mH", "mT", "nbytes", "ndim", "real", "shape",
+})  # fmt: skip
+REFUSED_METHODS = frozenset({
+    "apply_", "map_", "map2_", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "requires_grad_", "module_load", "share_memory_", "record_stream", "reinforce", "numpy", "storage",
+    "untyped_storage", "storage_type", "is_shared", "is_pinned", "is_inference", "is_set_to",
+})  # fmt: skip
+METHODS_OF_MODULES = frozenset({
+    "forward", "items", "keys", "values", "children", "named_children", "modules", "named_modules", "parameters",
+    "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer",
+})  # fmt: skip
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+# Methods of a module that no body calls.
+NEVER_CALLED = frozenset({
+    "__init__", "__call__", "__repr__", "__str__", "__setstate__", "__getstate__", "__reduce__", "__deepcopy__",
+    "__copy__", "__setattr__", "__delattr__", "__del__", "__dir__", "__init_subclass__", "extra_repr",
+    "reset_parameters",
+})  # fmt: skip
+
+
+def is_library(module_name: Any) -> bool:
+    """Whether a Python module is Python's own or one of those that bodies may rely on."""
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def is_own(name: str) -> bool:
+    """Whether an attribute of a module is the user's, not the bookkeeping of torch or fxbatch."""
+    return name not in _OWN and not name.startswith("_fxbatch")
+
+
+_PLAIN_BASES = (object, types.SimpleNamespace)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_in_python(module_name: str) -> bool:
+    module = sys.modules.get(module_name)
+    if module is None or module_name == "__main__":
+        return True
+    return str(getattr(module, "__file__", "")).endswith((".py", ".pyc"))
+
+
+def is_transparent(kind: type) -> bool:
+    """Whether all state of a class's objects is in their attributes: no base is written in C."""
+    for c in kind.__mro__:
+        if c in _PLAIN_BASES or c.__module__ == "typing":
+            continue
+        if not c.__flags__ & (1 << 9) or not _made_in_python(c.__module__):
+            return False
+    return not issubclass(kind, Iterator)
+
+
+def is_users(f: Any) -> bool:
+    return isinstance(f, FunctionType) and not is_library(f.__globals__.get("__name__"))
+
+
+def unwrapped(f: Any) -> Any:
+    """The user's function in one that a decorator of a library made."""
+    while (
+        isinstance(f, FunctionType)
+        and not is_users(f)
+        and isinstance(f.__dict__.get("__wrapped__"), FunctionType)
+    ):
+        f = f.__dict__["__wrapped__"]
+    return f
+
+
+def is_in(x: Any, among: frozenset[Any]) -> bool:
+    try:
+        return x in among
+    except TypeError:
+        return False
+
+
+def is_torchs_or_pythons(x: Any) -> bool:
+    """Whether something that can be called, or holds functions, is written in C or belongs to torch."""
+    if isinstance(x, _COMPUTING):
+        return True
+    if isinstance(x, _IN_C):
+        owner = getattr(x, "__self__", None)
+        return owner is None or isinstance(owner, (ModuleType, type))
+    return callable(x) and is_library(type(x).__module__) and type(x).__module__.startswith("torch")
+
+
+def only_computes(f: Any) -> bool:
+    """Whether a function or class of a library gives a result and does nothing else."""
+    if is_in(f, BUILTINS) or isinstance(f, _COMPUTING):
+        return True
+    name = str(getattr(f, "__name__", ""))
+    home = str(
+        getattr(f, "__module__", None) or getattr(getattr(f, "__objclass__", None), "__module__", None) or ""
+    )
+    if isinstance(f, type):
+        if f in _TORCH_CLASSES or issubclass(f, (BaseException, np.generic)):
+            return True
+        if issubclass(f, torch.nn.Module):
+            stateless = f.__module__.rpartition(".")[2] in _STATELESS and f.__module__.startswith(
+                "torch.nn.modules."
+            )
+            return stateless and name not in ("PReLU", "MultiheadAttention")
+        return home.startswith(("torch.distributions", "torch_geometric")) or home in (
+            "collections",
+            "itertools",
+        )
+    if home.partition(".")[0] == "torch_geometric" or home in ("math", "cmath", "_operator", "itertools"):
+        return True
+    if f in _FUNCTIONS or getattr(math, name, None) is f or getattr(operator, name, None) is f:
+        return True
+    if getattr(torch.Tensor, name, None) is f:
+        return name not in REFUSED_METHODS and not name.startswith("_")
+    if getattr(torch, name, None) is f:
+        return not name.startswith(_TORCH_STATE)
+    return home.startswith(_TORCH_HOMES) or getattr(F, name, None) is f
+
+
+def is_plain_tuple(cls: type) -> bool:
+    """Whether a class is that of a named tuple, without methods of its own."""
+    if cls.__bases__ != (tuple,) or not hasattr(cls, "_fields"):
+        return False
+    members = {n: getattr(v, "__func__", v) for n, v in vars(cls).items()}
+    return all(n.startswith("_") for n, v in members.items() if isinstance(v, (FunctionType, property)))
+
+
+def why_not_plain(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a call with these arguments is none of a plain body, "" where it is one: lists, dictionaries and objects may
+    be changed by it, and keep what they are given."""
+    todo = [*args, *kwargs.values()]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, (torch.Tensor, slice, np.generic, enum.Enum)) or type(x) in ATOMS:
+            continue
+        if isinstance(x, tuple) and (
+            type(x) is tuple or is_plain_tuple(type(x)) or is_library(type(x).__module__)
+        ):
+            todo += x
+        elif is_users(x) or not (isinstance(x, type) or is_torchs_or_pythons(x)) or not only_computes(x):
+            return f"takes a {type(x).__name__}, which it may change"
+    return ""

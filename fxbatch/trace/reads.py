@@ -1,0 +1,170 @@
+"""What a body reads besides its tensors, and why it is no operation where its code is not plain (`plain_body`).
+
+In: a module, a function. Out: its Reads: a key that is equal exactly where the body does the same, and the places whose
+numbers, functions and classes it reads.
+
+    reads = Reads.of_module(module)
+    reads.opaque                     # "calls print() (model.py:12)"; "" for a plain body
+    reads.key                        # part of the key of the operation
+    reads.unchanged()                # whether every place holds what it held
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+
+from fxbatch.trace.places import Item, first_changed, put, same
+from fxbatch.trace.plain_body import Walk
+from fxbatch.trace.plain_objects import CONSTANTS
+from fxbatch.trace.source import digest
+from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
+from fxbatch.trace.things import NotPlain, Roots
+
+Guards = tuple[Any, ...]  # dictionary, class or cell, key, object it held; and again
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in ATOMS or (type(x) is tuple and all(map(_is_number, x)))
+
+
+def _token(x: Any) -> Any:
+    """What a place holds, as a key: equal for what is equal to a body."""
+    if isinstance(x, tuple) and type(x) is not torch.Size:
+        return (type(x), *map(_token, x))
+    if isinstance(x, MethodType):
+        return ByIdentity(x.__func__), ByIdentity(x.__self__)
+    if isinstance(x, enum.Enum):
+        return ByIdentity(x)
+    if type(x) is range:
+        return range, x.start, x.stop, x.step
+    try:
+        return static_key(x)
+    except OpaqueArgumentError:
+        return ByIdentity(x)
+
+
+class Reads:
+    """What a body reads besides its tensors, as it was when this was made; and why it is not plain."""
+
+    __slots__ = ("fields", "functions", "items", "key", "names", "opaque", "roots")
+
+    def __init__(self, roots: Roots) -> None:
+        self.roots = roots
+        walk = Walk(roots)
+        self.opaque = ""
+        try:
+            walk.start()
+        except NotPlain as error:
+            self.opaque = str(error)
+        self.items = list(walk.items.values())
+        self.names = frozenset(walk.names)  # of attributes that it reads of modules
+        self.fields = frozenset(walk.fields)  # and of what it is given
+        self.functions = tuple(walk.functions.values())
+        self.key: Any = self._key()
+
+    def _key(self) -> Any:
+        module = self.roots.module
+        tree = () if module is None else tuple(
+            (ByIdentity(type(m)), ByIdentity(m) if _holds_tensors(m) else None)
+            for m in module.modules()
+        )  # fmt: skip
+        return tree, tuple(_token(x.value) for x in self.items)
+
+    @staticmethod
+    def of_module(module: torch.nn.Module, method: str | None = None) -> Reads:
+        """Of a module's forward, or another method of it."""
+        return Reads(Roots(module, method or "forward", None))
+
+    @staticmethod
+    def of_function(function: Any) -> Reads:
+        """Of a function, a class, or a module's forward."""
+        if isinstance(function, torch.nn.Module):
+            return Reads.of_module(function)
+        return Reads(Roots(None, "forward", function))
+
+    @staticmethod
+    def of_forward(function: Any, module: torch.nn.Module | None) -> Reads:
+        """Of a forward that is traced through: what can be compared of all that it reads."""
+        return Reads(Roots(module, "forward", function, loose=True))
+
+    def again(self) -> Reads:
+        """The same body looked at again, as things are now."""
+        changed = [x for x in self.items if not x.holds()]
+        if changed and all(_is_number(x.value) and _is_number(x.now()) for x in changed):
+            return self._with_numbers()
+        return Reads(self.roots)
+
+    def _with_numbers(self) -> Reads:
+        """The same with the numbers that are in its places now: they don't decide what is read."""
+        reads = object.__new__(Reads)
+        for name in Reads.__slots__:
+            setattr(reads, name, getattr(self, name))
+        reads.items = [x if x.holds() else x._replace(value=x.now()) for x in self.items]
+        reads.key = reads._key()
+        return reads
+
+    def unchanged(self) -> bool:
+        """Whether every place still holds what it held."""
+        return first_changed(self.items) is None
+
+    def guards(self) -> Guards:
+        """What C compares at each call: places that user code may change between two calls without being seen."""
+        far = [x for x in self.items if x.far]
+        return tuple([part for x in far for part in (x.holder, x.name, x.now())])
+
+    def near(self) -> bool:
+        """Whether those places hold what they held."""
+        return all(x.holds() for x in self.items if x.far)
+
+    def differs_from(self, other: Reads) -> str:
+        """The name of the first place where another look found something else, "" if there is none."""
+        before = {x.path: x for x in self.items}
+        for item in other.items:
+            was = before.get(item.path)
+            if was is None or was.kind != item.kind or not same(was.value, item.value):
+                return item.path
+        return ""
+
+    def changes(self) -> list[tuple[Item, Any]]:
+        """The places that hold something else than they held, with what they hold now."""
+        return [(x, x.now()) for x in self.items if not x.holds()]
+
+    @contextlib.contextmanager
+    def reinstated(self) -> Iterator[None]:
+        """Everything that the body reads outside its own modules as it was when this was made."""
+        differing = [(x, now) for x, now in self.changes() if not x.own]
+        try:
+            for item, _ in reversed(differing):
+                put(item, item.value)
+            yield
+        finally:
+            for item, now in differing:
+                put(item, now)
+
+    def lines(self) -> tuple[str, ...]:
+        """The same as text that does not depend on the process: for traces that are kept."""
+        places = {f"{x.path}: {_text(x.value)}" for x in self.items}
+        return tuple(sorted(places | {f"{name} {digest(node)}" for name, node in self.functions}))
+
+
+def _holds_tensors(m: torch.nn.Module) -> bool:
+    tensors = itertools.chain(m._parameters.values(), m._buffers.values(), m.__dict__.values())
+    return any(isinstance(t, torch.Tensor) for t in tensors)
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, (*CONSTANTS, enum.Enum)):
+        return repr(x)
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_text, x))})"
+    x = getattr(x, "__func__", x)
+    return str(
+        getattr(x, "__qualname__", None) or getattr(x, "__name__", None) or f"a {type(x).__qualname__}"
+    )

@@ -1,0 +1,124 @@
+"""The source of users' functions, as syntax trees.
+
+In: a function. Out: its tree, the names in it.
+
+    syntax_of(function)              # an ast.FunctionDef or ast.Lambda; None where the source can't be had
+    names_of(function).attributes    # frozenset({"shape"})
+
+The file is taken to be the one that was imported, as torch.jit.script takes it to be.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+
+@functools.lru_cache(maxsize=64)
+def _functions_in(source: str) -> dict[tuple[int, str], list[Any]]:
+    """The functions of a file, by first line and name."""
+    functions: dict[tuple[int, str], list[Any]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            functions.setdefault((first, node.name), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            functions.setdefault((node.lineno, "<lambda>"), []).append(node)
+    return functions
+
+
+def names_of_arguments(a: ast.arguments) -> list[str]:
+    rest = [x for x in (a.vararg, a.kwarg) if x is not None]
+    return [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, *rest)]
+
+
+def syntax_of(function: FunctionType) -> Any:
+    """The syntax tree of a function; None where its source can't be had, or several functions of its line fit."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    try:
+        fitting = _functions_in("".join(lines)).get((code.co_firstlineno, code.co_name), [])
+    except SyntaxError:
+        return None
+    arguments = inspect.getargs(code)
+    names = [*arguments.args, *(x for x in (arguments.varargs, arguments.varkw) if x is not None)]
+    fitting = [node for node in fitting if names_of_arguments(node.args) == names]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The local variables of a function, and those that it declares to be others'."""
+    stored, others = set(names_of_arguments(node.args)), set[str]()
+    todo: list[Any] = list(node.body) if isinstance(node.body, list) else [node.body]
+    while todo:
+        n = todo.pop()
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
+            stored.add(n.name)
+            continue
+        if isinstance(n, ast.Lambda):
+            continue
+        if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load):
+            stored.add(n.id)
+        elif isinstance(n, (ast.Global, ast.Nonlocal)):
+            others.update(n.names)
+        elif isinstance(n, ast.alias):
+            stored.add((n.asname or n.name).partition(".")[0])
+        elif isinstance(n, ast.ExceptHandler) and n.name:
+            stored.add(n.name)
+        todo += ast.iter_child_nodes(n)
+    return frozenset(stored - others), frozenset(others)
+
+
+class Names(NamedTuple):
+    """What a function's source names."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    identity: bool  # whether it may ask which object something is: `x is y`, `x in seen`, `id(x)`
+
+
+_IDENTITY = frozenset({"id", "hash", "type", "set", "frozenset", "__class__", "__dict__", "get", "index"})
+
+
+def names_of(function: FunctionType) -> Names | None:
+    """What a function names; None where its source can't be had."""
+    node = syntax_of(function)
+    return None if node is None else _names_in(node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(node: Any) -> Names:
+    nodes = list(ast.walk(node))
+    names = frozenset(n.id for n in nodes if isinstance(n, ast.Name))
+    attributes = frozenset(n.attr for n in nodes if isinstance(n, ast.Attribute))
+    asks = any(
+        isinstance(op, (ast.In, ast.NotIn))
+        or (isinstance(op, (ast.Is, ast.IsNot)) and not isinstance(side, ast.Constant))
+        for n in nodes
+        if isinstance(n, ast.Compare)
+        for op, side in zip(n.ops, n.comparators, strict=True)
+    ) or any(isinstance(n, (ast.Set, ast.SetComp)) for n in nodes)
+    return Names(names, attributes, asks or not _IDENTITY.isdisjoint(names | attributes))
+
+
+def yields(statement: Any) -> bool:
+    todo = [statement]
+    while todo:
+        n = todo.pop()
+        if isinstance(n, (ast.Yield, ast.YieldFrom, ast.Await)):
+            return True
+        if not isinstance(n, (ast.FunctionDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(n)
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def digest(node: Any) -> str:
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]
