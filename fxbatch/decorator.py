@@ -280,6 +280,15 @@ class Autobatched:
         packed = engine.packed.call(self.fn, instances, out)
         return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
 
+    def _batched_with_reasons(
+        self, engine: Engine, instances: Sequence[Instance]
+    ) -> tuple[Any, Callable[[], list[str]]]:
+        """`_batched`, and what gives the reasons why it took as long as it did."""
+        packed = engine.packed.call(self.fn, instances, self.options.out)
+        if packed is not NOT_PACKED:
+            return packed, list
+        return engine.call_with_reasons(self.fn, list(instances), self.options.out)
+
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
         and the others otherwise."""
@@ -301,7 +310,9 @@ class Autobatched:
             with engine.queue.minibatch(grad=grad):
                 if choice.timing is None:
                     return self._batched(engine, instances, self.options.out)
-                return choice.timing.of(lambda: self._batched(engine, instances, self.options.out))
+                result, reasons = choice.timing.of(lambda: self._batched_with_reasons(engine, instances))
+            strategy.reasons = "; ".join(reasons())
+            return result
         results = self._loop(instances[: choice.scouts], choice.timing)
         rest = instances[choice.scouts :]
         if choice.batches and rest:

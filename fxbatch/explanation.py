@@ -11,6 +11,7 @@ from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
+from fxbatch.runtime.reasons import MANY_SIGNATURES
 from fxbatch.trace.minibatch import Statistics
 
 NARROW = 110  # columns; below, the table has fewer
@@ -95,6 +96,29 @@ def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
     return list(rows.values())
 
 
+def _folded(rows: Sequence[OperationRow]) -> list[OperationRow]:
+    """One row for all signatures of an operation on one line, where there are many, in place of the first."""
+    groups: dict[tuple[str, str], list[OperationRow]] = {}
+    for row in rows:
+        groups.setdefault((row.operation, row.location), []).append(row)
+    folded: list[OperationRow] = []
+    for group in groups.values():
+        if len(group) < MANY_SIGNATURES:
+            folded += group
+        else:
+            calls, steps, launches = (
+                sum(getattr(x, name) for x in group) for name in ("calls", "steps", "launches")
+            )
+            largest = max(x.largest for x in group)
+            text = f"{len(group)} signatures, the first of them {group[0].signature}"
+            folded.append(
+                dataclasses.replace(
+                    group[0], signature=text, calls=calls, steps=steps, launches=launches, largest=largest
+                )
+            )
+    return folded
+
+
 def describe_compiled(compiled: CompiledOperation) -> str:
     """What `compile=` made of an operation: "forward, backward", why not, or ""."""
     names = ", ".join(graph.name.rpartition(": ")[2] for graph in compiled.compiled)
@@ -114,6 +138,7 @@ class Explanation:
         lower_bound: the least number of steps that any order needs.
         ratio: `steps / lower_bound`.
         phases: 1, and one more for each time that all unfinished instances waited for a value.
+        reasons: a list of why batching gains little here, if it does: phases, signatures, recording.
         advice: a list of what would help.
         unbatched: a list with one `UnbatchedRow` per operation that runs call by call.
         traced_through: submodules that were recorded by their parts, each with name, reason and location.
@@ -159,6 +184,7 @@ class Explanation:
     products: str = ""
     statistics: Statistics | None = None
     strategy: str = ""
+    reasons: list[str] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -178,10 +204,10 @@ class Explanation:
         found += [
             f"{name} has {count} signatures: different shapes or static arguments don't batch"
             for name, count in by_operation.items()
-            if count > 4
+            if count > 4 and not any(f" signatures are of {name}: " in line for line in self.reasons)
         ]
         hint = self.statistics.hint() if self.statistics is not None else ""
-        return found + ([hint] if hint else [])
+        return found + ([hint] if hint and not any(hint in line for line in self.reasons) else [])
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain data."""
@@ -195,6 +221,8 @@ class Explanation:
     def __rich_console__(
         self, console: rich_console.Console, options: rich_console.ConsoleOptions
     ) -> rich_console.RenderResult:
+        if self.reasons:
+            yield rich_text.Text("\n".join(self.reasons))
         yield self._table(narrow=options.max_width < NARROW)
         yield rich_text.Text("\n".join(self._lines(narrow=options.max_width < NARROW)))
 
@@ -208,7 +236,7 @@ class Explanation:
             table.add_column(name, justify="right", no_wrap=True)
         for name in () if narrow else ("why an operation", "line"):
             table.add_column(name, overflow="fold")
-        for row in self.operations:
+        for row in _folded(self.operations):
             name, rest = row.operation, [row.rule, row.location]
             if narrow:
                 name, rest = f"{name}\n{row.location}", []

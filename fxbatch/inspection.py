@@ -31,8 +31,10 @@ from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import after_packed_calls
+from fxbatch.runtime.reasons import reasons, recording_share
 from fxbatch.runtime.results import Results, stack
 from fxbatch.runtime.run import Run, renumbering
+from fxbatch.stopwatch import Timing
 from fxbatch.trace.minibatch import Recording
 
 
@@ -53,6 +55,7 @@ class Minibatch:
         code: the generated source of all operations.
         graph_module: an fx.GraphModule of the batched operations of this one structure.
         batched_graph: a networkx graph whose nodes are batched calls.
+        seconds: what recording took, and all of it; 0 where something was built, which says little of later steps.
 
     Errors:
         ValueError: it is called again, and instances waited for values.
@@ -78,6 +81,7 @@ class Minibatch:
     phases: tuple[Phase, ...]
     results: Results
     values: np.ndarray
+    seconds: tuple[float, float]
 
     @property
     def operations(self) -> list[CompiledOperation]:
@@ -147,12 +151,13 @@ def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
 
 def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool) -> Minibatch:
     """live: with what the model has learnt and built until now, and not anew."""
-    engine, recording, run, program, found = _record(model, args, options, live=live)
+    recorded, running = Timing(1), Timing(1)
+    engine, recording, run, program, found = _record(model, args, options, recorded, live=live)
     values = found.values
     rewritten, schedule = program, engine.schedule(program)
     if len(program):
-        rewritten, schedule = engine.prepare(program)
-        run.execute(rewritten, schedule)
+        rewritten, schedule = running.forward_of(lambda: engine.prepare(program))
+        running.forward_of(lambda: run.execute(rewritten, schedule))
     last = run.phases[-1] if run.phases else None
     if last is None:
         raise TraceError(
@@ -160,7 +165,13 @@ def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live:
             "alone runs one instance at a time; @fxbatch.operation on a function makes it batch"
         )
     phases = tuple(phase for part in (*run.segments, run) for phase in part.phases)
-    return Minibatch(engine, recording, program, rewritten, schedule, last.plan, phases, found, values)
+    between = 0.0 if run.phases_timed is None else run.phases_timed.forward
+    seconds = recorded.forward - between, recorded.forward + running.forward
+    if recorded.building or running.building:
+        seconds = 0.0, 0.0  # all was new, which says little of the steps that follow
+    return Minibatch(
+        engine, recording, program, rewritten, schedule, last.plan, phases, found, values, seconds
+    )
 
 
 def minibatch_of(
@@ -177,7 +188,7 @@ def minibatch_of(
 
 
 def _record(
-    model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool
+    model: Any, args: Sequence[Any], options: dict[str, Any], timing: Timing, *, live: bool
 ) -> tuple[Engine, Recording, Run, Program, Results]:
     autobatched, owner, chosen, instances = minibatch_of(model, args, options)
     if live:
@@ -185,7 +196,8 @@ def _record(
     else:
         engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
     run = Run(engine, grad=torch.is_grad_enabled())
-    recording = engine.record(autobatched.fn, instances, run)
+    run.phases_timed = Timing(1)
+    recording = timing.forward_of(lambda: engine.record(autobatched.fn, instances, run))
     found = Results(recording.results)
     if recording.left is not None:
         recording.left.abandon()
@@ -294,11 +306,20 @@ def _describe(minibatch: Minibatch) -> Explanation:
         ),
         unbatched=list(unbatched.values()),
         traced_through=[dataclasses.asdict(t) for t in table.traced_through.values()],
+        reasons=_reasons(minibatch),
         phases=len(minibatch.phases),
         products=products.described() if _runs_native(minibatch.phases) else "",
         statistics=minibatch.recording.statistics,
         strategy=_strategy(minibatch),
     )
+
+
+def _reasons(minibatch: Minibatch) -> list[str]:
+    """Why batching gains little, if it does."""
+    recording, step = minibatch.seconds
+    share = recording_share(recording=recording, step=step)
+    found = reasons(minibatch.phases, minibatch.recording.statistics, minibatch.engine.table.forward)
+    return [*found, *([share] if share else [])]
 
 
 def _strategy(minibatch: Minibatch) -> str:

@@ -68,13 +68,19 @@ class Timing:
 
     def of(self, run: Callable[[], T]) -> T:
         """The result of `run`, whose time is added, as will be that of backward passes through the result."""
-        first, building, begun = next_sequence_number(), seconds_of_building(), now()
+        first = next_sequence_number()
+        result = self.forward_of(run)
+        if torch.is_grad_enabled():
+            self._await_backward(result, first)
+        return result
+
+    def forward_of(self, run: Callable[[], T]) -> T:
+        """The result of `run`, whose time is added."""
+        building, begun = seconds_of_building(), now()
         result = run()
         seconds, building = now() - begun, seconds_of_building() - building
         self.forward += seconds - building
         self.building += building
-        if torch.is_grad_enabled():
-            self._await_backward(result, first)
         return result
 
     def _await_backward(self, result: Any, first: int) -> None:

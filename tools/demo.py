@@ -37,7 +37,7 @@ from fxbatch.data.sst import SPLITS, Tree, read_sst
 from fxbatch.data.vocabulary import Vocabulary
 from fxbatch.runtime.options import Options
 
-from .demo_measure import compare_losses, first_minibatch
+from .demo_measure import always_batched, compare_losses, first_minibatch
 from .errors import CommandError, Status
 from .terminal import notices, output
 
@@ -113,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        return _run(options)
+        with always_batched():
+            return _run(options)
     finally:
         torch.set_num_threads(before)
 

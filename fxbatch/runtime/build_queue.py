@@ -8,8 +8,9 @@
     queue.build()                               # what waits, as far as was earned
 
 What is new is built at once until that has taken FIRST seconds, for each mode. After that it runs call by call, and is
-built after minibatches that follow, batched or by the loop, within a tenth of the loop's time and all that batching
-saves. What one minibatch alone has met, as where each instance has shapes of its own, is not built.
+built after minibatches that follow, batched or by the loop: MOST seconds after each, until all of it has taken as long
+as AHEAD minibatches of the loop; then within a tenth of the loop's time and all that batching saves. What one minibatch
+alone has met, as where each instance has shapes of its own, is not built.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fxbatch.stopwatch import seconds_of_building
 
 FIRST = 1.0  # seconds; the last operation may go beyond
 MOST = 1.0  # after one minibatch
+AHEAD = 10.0  # minibatches of the loop whose time may be spent ahead, of the largest so far
 SHARE = 0.1  # of the loop's time
 CAPACITY = 4096
 
@@ -47,6 +49,7 @@ class BuildQueue:
 
     def __init__(self) -> None:
         self.earned = 0.0
+        self._largest = 0.0  # the loop's time of a minibatch
         self._left = {True: FIRST, False: FIRST}  # by mode: seconds for what is new
         self._first: set[bool] = {True, False}  # modes that have had no minibatch
         self._mode: bool | None = None  # of the minibatch that runs, None where nothing is bounded
@@ -97,11 +100,13 @@ class BuildQueue:
 
     def earn(self, *, seconds: float, loop: float) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long."""
-        self.earned = min(MOST, self.earned + max(0.0, (1.0 + SHARE) * loop - seconds))
+        self.earned += AHEAD * max(0.0, loop - self._largest) + max(0.0, (1.0 + SHARE) * loop - seconds)
+        self._largest = max(self._largest, loop)
 
     def build(self) -> None:
         """Build what has come again, that whose calls have taken longest first, as long as was earned."""
-        while self.earned > 0.0 and self._again:
+        before = self.earned
+        while self.earned > max(0.0, before - MOST) and self._again:
             with self._lock:
                 dearest = max(self._again, key=lambda key: self._again[key].operation.seconds)
                 waiting = self._again.pop(dearest)

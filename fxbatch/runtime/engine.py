@@ -22,8 +22,10 @@ from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
+from fxbatch.runtime.reasons import reasons, recording_share
 from fxbatch.runtime.results import Results, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
+from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.left_behind import handing_over
@@ -90,6 +92,26 @@ class Engine(Planner):
         in the minibatch."""
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run, first=first), out)
+
+    def call_with_reasons(
+        self, fn: Callable[..., Any], instances: Sequence[Instance], out: str
+    ) -> tuple[Any, Callable[[], list[str]]]:
+        """`call`, and what gives the reasons why it took as long as it did."""
+        run, recording, finishing = self.execution(), Timing(1), Timing(1)
+        if not isinstance(run, Run):
+            return self.finish(run, self.record(fn, instances, run), out), list
+        run.phases_timed = Timing(1)
+        recorded = recording.forward_of(lambda: self.record(fn, instances, run))
+        result = finishing.forward_of(lambda: self.finish(run, recorded, out))
+        phases = [phase for part in (*run.segments, run) for phase in part.phases]
+        executed = run.phases_timed.forward
+        step = recording.forward + finishing.forward
+
+        def found() -> list[str]:
+            share = recording_share(recording=recording.forward - executed, step=step)
+            return [*reasons(phases, recorded.statistics, fn), *([share] if share else [])]
+
+        return result, found
 
     def build_waiting(self, *, seconds: float, loop: float) -> None:
         """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long."""

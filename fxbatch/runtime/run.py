@@ -32,6 +32,7 @@ from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
 from fxbatch.runtime.watchers import is_watched, shown_modes
+from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
@@ -63,6 +64,7 @@ class Run:
     value_row = value_type = np.zeros(0, dtype=np.int64)  # of each value
     value_needs = np.zeros(0, dtype=bool)
     launches = 0
+    phases_timed: Timing | None = None  # of phases that run while others are recorded
     lasting = False  # whether more may be run after a backward pass (lazy use)
 
     def __init__(self, planner: Planner, *, grad: bool) -> None:
@@ -102,7 +104,9 @@ class Run:
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
         program = self.resolved(program)
-        if len(program):
+        if len(program) and self.phases_timed is not None:
+            self.phases_timed.forward_of(lambda: self.execute(program, last=False))
+        elif len(program):
             self.execute(program, last=False)
 
     def resolved(self, program: Program) -> Program:

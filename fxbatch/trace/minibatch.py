@@ -84,6 +84,11 @@ class Statistics:
             counts[line] = counts.get(line, 0) + count
         return counts
 
+    @property
+    def asked_most(self) -> UserPlace:
+        """Where the user's code asked most often."""
+        return max(self._places.values(), key=lambda x: x[1], default=(None, 0))[0]
+
     def phase(self, calls: int, suspended: Sequence[int]) -> None:
         """A phase ran `calls` calls for these instances."""
         self.phases.append(PhaseStatistics(calls, len(suspended)))

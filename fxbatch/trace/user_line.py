@@ -8,6 +8,8 @@ error or a suspension, never once a call.
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import sys
 from types import CodeType, FrameType
@@ -76,6 +78,18 @@ def line_of(place: UserPlace) -> str:
     code, instruction = place
     lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line is not None]
     return f"{os.path.basename(code.co_filename)}:{lines[0] if lines else code.co_firstlineno}"
+
+
+def source_of(place: UserPlace) -> str:
+    """The text of what is called there, "float(best)"; "" where the file can't be read."""
+    if place is None:
+        return ""
+    code, instruction = place
+    first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    if first is None or first != last:
+        return "" if first is None else linecache.getline(code.co_filename, first).strip()
+    text = linecache.getline(code.co_filename, first).encode()[begin:end]  # columns count bytes
+    return text.decode(errors="replace").strip()
 
 
 def at_line() -> str:

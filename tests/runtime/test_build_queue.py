@@ -15,7 +15,7 @@ import fxbatch
 from fxbatch import stopwatch
 from fxbatch.runtime import build_queue as module
 from fxbatch.runtime import operation_cache
-from fxbatch.runtime.build_queue import FIRST, MOST, SHARE, BuildQueue
+from fxbatch.runtime.build_queue import AHEAD, FIRST, MOST, SHARE, BuildQueue
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
 from fxbatch.stopwatch import building
@@ -64,17 +64,38 @@ def test_what_took_longest_call_by_call_is_built_first_and_only_what_has_come_ag
     assert len(queue) == 2
     queue.build()
     assert built == [], "nothing is earned yet"
-    queue.earn(seconds=1.0, loop=1.0)
-    assert queue.earned == pytest.approx(SHARE)
+    queue.earn(seconds=0.01, loop=0.01)
+    assert queue.earned == pytest.approx((AHEAD + SHARE) * 0.01)
     queue.build()
     assert built == ["b"] and queue.earned < 0, "one at least; it is paid back"
-    queue.earn(seconds=5.0, loop=1.0)
+    queue.earn(seconds=5.0, loop=0.01)
     queue.build()
     assert built == ["b"], "what takes longer than the loop earns nothing"
-    queue.earn(seconds=1.0, loop=1000.0)
-    assert queue.earned == MOST
+    for _ in range(1000):
+        queue.earn(seconds=0.01, loop=0.01)
     queue.build()
     assert built == ["b", "a"] and len(queue) == 0
+
+
+def test_so_many_minibatches_of_the_loop_are_spent_ahead_and_not_all_at_once(clock: Clock) -> None:
+    queue, built = BuildQueue(), []
+
+    def build() -> None:
+        with building():
+            clock.time += MOST / 2
+        built.append(clock.time)
+
+    for _ in range(2):
+        with queue.minibatch(grad=True):
+            for k in range(100):
+                queue.put(k, Late(1.0), build)
+    counts = []
+    for _ in range(10):
+        queue.earn(seconds=9.0, loop=1.0)
+        queue.build()
+        counts.append(len(built))
+    assert counts[0] == 2, "MOST after one minibatch"
+    assert counts[-1] == AHEAD / (MOST / 2), "once"
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
