@@ -46,6 +46,7 @@ from fxbatch.runtime.autograd import DifferentiableRun
 from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch
 from fxbatch.runtime.results import Results
 from fxbatch.runtime.run import Run, kernel_modes
+from fxbatch.shared_state import SharedState
 from fxbatch.signature import Signature
 from fxbatch.torch_private import tree_flatten
 from fxbatch.trace.minibatch import Execution
@@ -368,7 +369,11 @@ def first_difference(run: Run | DifferentiableRun, prepared: Prepared) -> Place 
     exact: list[torch.Tensor] = []
     for program, schedule in prepared:
         # All values are results here: their rows are not used again by later steps.
-        run.execute(dataclasses.replace(program, outputs=np.arange(program.values)), schedule)
+        whole = dataclasses.replace(program, outputs=np.arange(program.values))
+        if isinstance(run, Run):
+            run.execute(whole, schedule, last=len(prepared) == 1)
+        else:
+            run.execute(whole, schedule)
         with torch.no_grad(), kernel_modes():
             found = _walk(program, run, alone, exact)
         if found is not None:
@@ -418,6 +423,7 @@ class CheckedCall:
     """A call of a decorated callable that is compared with its loop."""
 
     engine: Engine
+    forward: Callable[..., Any]  # for one instance
     name: str
     owner: Any
     instances: Sequence[Instance]
@@ -428,9 +434,10 @@ class CheckedCall:
 def checked(call: CheckedCall) -> Any:
     """The result of a call, compared with the loop on copies of module and instances.
 
-    Raises DifferenceError, with the instance, the operation and the figures. Random numbers are the same for both,
-    and go on afterwards as after the call alone; where the two draw them in another order, what depends on them is
-    compared by shape and type only, with a CheckWarning, as is what the loop itself doesn't repeat.
+    Raises DifferenceError, with the instance, the operation and the figures. Random numbers, globals and all else that
+    instances share are the same for both, and go on afterwards as after the call alone. Where the two draw random
+    numbers in another order, what depends on them is compared by shape and type only, with a CheckWarning, as is what
+    the loop itself doesn't repeat.
     """
     material = Material.of(call.owner, call.instances)
     try:
@@ -440,13 +447,20 @@ def checked(call: CheckedCall) -> Any:
             f"check: module and instances of {call.name} can't be copied ({type(error).__name__}: {error}): give "
             "what can't be copied a __deepcopy__, or leave check out"
         ) from error
-    start = RandomState.now()
+    forward = call.forward
+    start, shared = RandomState.now(), SharedState.of(forward, call.owner)
     result, programs = call.batched()
-    after = RandomState.now()
+    after, left = RandomState.now(), SharedState.of(forward, call.owner)
+
+    def begin() -> None:
+        start.restore()
+        shared.restore()
+
     try:
-        _compare_with_loop(call, material, kept, result, programs, start)
+        _compare_with_loop(call, material, kept, result, programs, begin)
     finally:
         after.restore()
+        left.restore(anew=False)
     return result
 
 
@@ -456,7 +470,7 @@ def _compare_with_loop(
     kept: Material,
     result: Any,
     programs: Callable[[], Prepared],
-    start: RandomState,
+    begin: Callable[[], None],
 ) -> None:
     options = call.engine.options
 
@@ -466,7 +480,7 @@ def _compare_with_loop(
 
     def run_loop(*, double: bool = False, nudge: int = 0, seed: int | None = None) -> Outcome:
         own = kept.copy(double=double, seed=nudge)
-        start.restore()
+        begin()
         if seed is not None:
             RandomState.seed(seed)
         return outcome(own, call.undecorated(own.instances))

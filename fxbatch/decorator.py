@@ -34,7 +34,7 @@ from fxbatch.batched_types import (
     Stacked,
 )
 from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
-from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError
+from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError, TraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.mistakes import outside
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
@@ -42,6 +42,7 @@ from fxbatch.runtime.argument_objects import TensorColumns
 from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import NOT_PACKED
+from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
@@ -55,6 +56,7 @@ from fxbatch.torch_private import (
     memory_is_real,
     saved_tensors_are_packed,
 )
+from fxbatch.trace.module_changes import ModuleState
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import ThreadModes, modes_now
 from fxbatch.trace.traces import merge
@@ -239,14 +241,26 @@ class Autobatched:
         instances = self.split(owner, args, kwargs)
         if alone:
             return self.one_by_one(instances)
+        if self.options.adaptive == "loop":
+            return self._put_together(self._loop(instances))
         engine = self.engine(owner)
+        if not engine.may_loop:
+            if mode := unheard_mode():
+                raise TraceError(f"{self.name} can't be batched here: {mode}")
+        elif reason := surroundings() or engine.refusals.reason(training=engine.training):
+            self._say_loop_runs(engine, reason)
+            return self._put_together(self._loop(instances))
         if self._is_checked(engine):
             listed = list(instances)
-            return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
+            try:
+                return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
+            except TraceError as error:
+                self._refuse(engine, error)
+                return self._put_together(self._loop(instances))
         strategy = engine.strategy
-        # A checkpoint runs it twice, and compares.
-        once = not inside_functorch() and not saved_tensors_are_packed()
-        if strategy is not None and once:
+        if (
+            strategy is not None and not saved_tensors_are_packed()
+        ):  # a checkpoint runs it twice, and compares
             return self._chosen(engine, strategy, instances)
         return self._batched(engine, instances, self.options.out)
 
@@ -276,18 +290,46 @@ class Autobatched:
         return self._put_together(loop_over(self.fn, owner, columns))
 
     def _batched(self, engine: Engine, instances: Sequence[Instance], out: str, *, first: int = 0) -> Any:
-        """The results of instances in one batch. first: the number of the first of them in the minibatch."""
-        packed = engine.packed.call(self.fn, instances, out)
-        return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
+        """The results of instances in one batch; by the loop where they can't be recorded. first: the number of the
+        first of them in the minibatch."""
+        try:
+            packed = engine.packed.call(self.fn, instances, out)
+            return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
+        except TraceError as error:
+            self._refuse(engine, error)
+        results = self._loop(instances, first=first)
+        return results if out == "list" else self._put_together(results)
+
+    def _refuse(self, engine: Engine, error: TraceError) -> None:
+        """A minibatch can't be recorded: the loop runs it, and those like it. The error, where all are to be batched or
+        modules are not what they were."""
+        if not engine.may_loop:
+            raise error
+        reason = str(error)
+        engine.refuse(reason)
+        if not error.again:
+            raise error
+        begun = f"; {error.begun} of its instances had begun, and begin anew" if error.begun else ""
+        self._say_loop_runs(engine, reason, begun)
+
+    def _say_loop_runs(self, engine: Engine, reason: str, besides: str = "") -> None:
+        """Warn once of the reason."""
+        if engine.refusals.is_new(reason):
+            text = f"{self.name}: its minibatches run the plain loop: {reason}{besides}"
+            warnings.warn(text, LoopWarning, stacklevel=outside())
 
     def _batched_with_reasons(
         self, engine: Engine, instances: Sequence[Instance]
     ) -> tuple[Any, Callable[[], list[str]]]:
         """`_batched`, and what gives the reasons why it took as long as it did."""
-        packed = engine.packed.call(self.fn, instances, self.options.out)
-        if packed is not NOT_PACKED:
-            return packed, list
-        return engine.call_with_reasons(self.fn, list(instances), self.options.out)
+        try:
+            packed = engine.packed.call(self.fn, instances, self.options.out)
+            if packed is not NOT_PACKED:
+                return packed, list
+            return engine.call_with_reasons(self.fn, list(instances), self.options.out)
+        except TraceError as error:
+            self._refuse(engine, error)
+        return self._put_together(self._loop(instances)), list
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
@@ -313,7 +355,12 @@ class Autobatched:
                 result, reasons = choice.timing.of(lambda: self._batched_with_reasons(engine, instances))
             strategy.reasons = "; ".join(reasons())
             return result
+        unchanged = None
+        if choice.scouts and not engine.changes and engine.root is not None:
+            unchanged = ModuleState(engine.root.modules())
         results = self._loop(instances[: choice.scouts], choice.timing)
+        if unchanged is not None:
+            engine.changes = unchanged.first_change()
         rest = instances[choice.scouts :]
         if choice.batches and rest:
             with engine.queue.minibatch(grad=grad):
@@ -400,7 +447,7 @@ class Autobatched:
             with disabled():
                 return self.one_by_one(instances)
 
-        return checked(CheckedCall(engine, self.name, owner, instances, batched, undecorated))
+        return checked(CheckedCall(engine, self.fn, self.name, owner, instances, batched, undecorated))
 
     def ready(self, engine: Engine, owner: Any, batch: Any, *, ahead: bool = False) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""
@@ -609,7 +656,7 @@ def autobatch(
     native: bool = True,
     check: int = 0,
     check_gradients: bool = False,
-    adaptive: bool = True,
+    adaptive: bool | Literal["loop"] = True,
     batch_norm: Literal["refuse", "minibatch"] = "refuse",
 ) -> Stacked: ...
 
@@ -631,7 +678,7 @@ def autobatch(
     native: bool = True,
     check: int = 0,
     check_gradients: bool = False,
-    adaptive: bool = True,
+    adaptive: bool | str = True,
     batch_norm: str = "refuse",
     **unknown: Any,
 ) -> Any:

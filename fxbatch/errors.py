@@ -26,6 +26,9 @@ class ResultError(FxbatchError, ValueError):
 class TraceError(FxbatchError):
     """The forward did something that can't be batched exactly. The message names your line."""
 
+    again = False  # whether the minibatch can be run by the loop instead: modules are what they were before
+    begun = 0  # instances that had begun
+
 
 class InPlaceError(TraceError):
     """A write in place that can't be batched exactly, such as one to a view of a real tensor that is held meanwhile."""

@@ -324,6 +324,9 @@ def _reasons(minibatch: Minibatch) -> list[str]:
 
 def _strategy(minibatch: Minibatch) -> str:
     """What is chosen for minibatches like this one; "" where all are batched."""
-    chosen = minibatch.engine.strategy
+    engine = minibatch.engine
+    chosen = engine.strategy
+    if reason := engine.refusals.reason(training=engine.training):
+        return f"the plain loop: {reason}"
     count = len(minibatch.recording.results)
     return "" if chosen is None else chosen.describe(count, grad=torch.is_grad_enabled())

@@ -348,7 +348,7 @@ def test_a_loop_that_raises_where_batched_does_not() -> None:
             raise ValueError("more than two instances")
         return self.a(x)
 
-    calls = itertools.count()
+    calls = (n for n in itertools.count())  # a generator, which goes on where it was
     with pytest.raises(fxbatch.DifferenceError, match=r"loop of .*forward raises ValueError: more than two"):
         model(forward, two(), check=1)(vectors(4, 4))
 
@@ -360,7 +360,7 @@ def test_what_the_loop_does_not_repeat_is_told_once() -> None:
     def forward(self: Any, x: Any) -> Any:
         return self.a(x) * next(calls), self.b(x)
 
-    calls = itertools.count(1)
+    calls = (n for n in itertools.count(1))  # a generator, which goes on where it was
     made = model(forward, two(), check=1)
     with pytest.warns(
         fxbatch.CheckWarning, match=r"2 results .*the loop gives something else .*instance 0, tensor 0"

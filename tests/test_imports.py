@@ -22,6 +22,7 @@ LAYERS = {
     "fxbatch.extensions": 0,
     "fxbatch.mistakes": 0,
     "fxbatch.on_demand": 0,
+    "fxbatch.shared_state": 0,
     "fxbatch.stopwatch": 0,
     "fxbatch.torch_fakes": 0,
     "fxbatch.tensor_memory": 0,

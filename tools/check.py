@@ -6,9 +6,10 @@ examples:
   fxbatch check model.py:minibatch --format json
   fxbatch check model.py:minibatch && echo equal
 
-Batched and loop run twice each, on copies of model and instances. The referee
-is the loop in float64: a batched tensor may be 4 times as far from it as the
-loop's own (the largest of up to four draws), plus a few units in the last place.
+Batched and loop run twice each, on copies of model and instances, from the same
+globals and whatever else instances share. The referee is the loop in float64: a
+batched tensor may be 4 times as far from it as the loop's own (the largest of up
+to four draws), plus a few units in the last place.
 If the loop gives something else the second time, that can't be compared; the
 command says so, and the status is 1. Random operations are compared in eval().
 
@@ -42,6 +43,7 @@ from fxbatch.checking import (
 )
 from fxbatch.judge import double_by_default
 from fxbatch.runtime.run import Run
+from fxbatch.shared_state import SharedState
 from fxbatch.viz.describe import SCHEMA_VERSION
 
 from .errors import CommandError, Status
@@ -88,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     target = Runnable.of(model, overrides)
     with user_errors(options.target):
         material = _copied(target, instances)
+    shared = SharedState.of(target.decorated.fn, target.owner)
     minibatch = compile_model(options.target, model, instances, overrides)
     if target.module is not None and _is_random(minibatch):
         names = list(
@@ -105,8 +108,8 @@ def run(options: argparse.Namespace) -> int:
             )
     with user_errors(options.target):
         coarsest = coarsest_of([o.signature for o in minibatch.operations])
-        found = compare(target, material, seed=options.seed, coarsest=coarsest)
-        place = _first(target, material, minibatch, found, options) if found.differences else ""
+        found = compare(target, material, shared, seed=options.seed, coarsest=coarsest)
+        place = _first(target, material, shared, minibatch, found, options) if found.differences else ""
     _report(options, found, place, len(instances))
     return Status.OK if found.equal else Status.DIFFERENCE
 
@@ -127,18 +130,20 @@ def _is_random(minibatch: fxbatch.Minibatch) -> bool:
     return any(o.signature.operation.random for o in minibatch.operations)
 
 
-def compare(target: Runnable, material: Material, *, seed: int = 0, coarsest: float = 0.0) -> Comparison:
-    """Values and gradients of the minibatch, against the loop."""
+def compare(
+    target: Runnable, material: Material, shared: SharedState, *, seed: int = 0, coarsest: float = 0.0
+) -> Comparison:
+    """Values and gradients of the minibatch, against the loop. shared: what instances share, as both find it."""
     found = Comparison()
-    batched = _run(target, material.copy(), True, seed)
-    loop = _run(target, material.copy(), False, seed)
-    again = _run(target, material.copy(), False, seed)
-    exact: Sequence[Outcome | None] = _exact(target, material, seed, found) or [None] * ROUNDS
+    batched = _run(target, material.copy(), shared, True, seed)
+    loop = _run(target, material.copy(), shared, False, seed)
+    again = _run(target, material.copy(), shared, False, seed)
+    exact: Sequence[Outcome | None] = _exact(target, material, shared, seed, found) or [None] * ROUNDS
 
     def draw(n: int, number: int) -> tuple[Outcome, Outcome | None]:
         other = material.copy(seed=number)
-        precise = _exact(target, other, seed, found)
-        return _run(target, other, False, seed)[n], None if precise is None else precise[n]
+        precise = _exact(target, other, shared, seed, found)
+        return _run(target, other, shared, False, seed)[n], None if precise is None else precise[n]
 
     for n in range(ROUNDS):
         varying = judge(again[n], loop[n], exact[n], coarsest=coarsest).differences
@@ -171,8 +176,11 @@ def _note_place(found: Comparison, key: Key) -> None:
         found.instances.append(key[0])
 
 
-def _run(target: Runnable, material: Material, batched: bool, seed: int) -> list[Outcome]:
+def _run(
+    target: Runnable, material: Material, shared: SharedState, batched: bool, seed: int
+) -> list[Outcome]:
     """What the minibatch gives, run ROUNDS times in a row from here."""
+    shared.restore()
     runnable, count = Runnable(target.decorated, material.owner), len(material.instances)
     outcomes = []
     for n in range(ROUNDS):
@@ -182,14 +190,16 @@ def _run(target: Runnable, material: Material, batched: bool, seed: int) -> list
     return outcomes
 
 
-def _exact(target: Runnable, material: Material, seed: int, found: Comparison) -> list[Outcome] | None:
+def _exact(
+    target: Runnable, material: Material, shared: SharedState, seed: int, found: Comparison
+) -> list[Outcome] | None:
     """The loop in float64; None, with the reason in `found.referee`, where it can't run so."""
     if target.owner is None:
         found.referee = "the loop itself: the model is a function, whose tensors have no float64 copy"
         return None
     try:
         with double_by_default():
-            return _run(target, material.copy(double=True), False, seed)
+            return _run(target, material.copy(double=True), shared, False, seed)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         line = " ".join(str(error).split())
         found.referee = f"the loop itself: no float64 run ({type(error).__name__}: {line[:120]})"
@@ -199,6 +209,7 @@ def _exact(target: Runnable, material: Material, seed: int, found: Comparison) -
 def _first(
     target: Runnable,
     material: Material,
+    shared: SharedState,
     minibatch: fxbatch.Minibatch,
     found: Comparison,
     options: argparse.Namespace,
@@ -217,7 +228,7 @@ def _first(
     culprit = f"; {found.parameters[0]} is read by {', '.join(users)}" if users else ""
     for i, instance in enumerate(material.instances):
         alone = Material.of(material.owner, [instance])
-        if compare(target, alone, seed=options.seed).differences:
+        if compare(target, alone, shared, seed=options.seed).differences:
             return f"instance {i} alone differs too, in gradients{culprit}"
     return f"in gradients of the whole minibatch only: each instance alone agrees{culprit}"
 

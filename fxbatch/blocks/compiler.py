@@ -81,8 +81,6 @@ class CompiledBlock(nn.Module):
         with collecting_metrics() as found:
             return self._run(instance), found
 
-    run_instance.reads_instances = True  # type: ignore[attr-defined]  # they stay what they are: vectors are no values
-
     def _run(self, instance: Any) -> Any:
         recorder = current_recorder()
         if recorder is None or not recorder.known.roots or recorder.known.roots[0] is not self:

@@ -74,12 +74,14 @@ class MinibatchFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
         if torch.is_grad_enabled():
-            raise GradientError(
+            reason = (
                 'backward="compiled" gives first derivatives only; create_graph=True (double backward) needs '
                 '@fxbatch.autobatch(backward="autograd")'
             )
-        run: Run = ctx.run
+            run.planner.refuse(reason)
+            raise GradientError(reason)
         _ = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
         found = run_backward(run, ctx.requests, grads)
         if not backward_keeps_graph() and not run.lasting:

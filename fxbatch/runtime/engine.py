@@ -42,13 +42,13 @@ class Engine(Planner):
     """The state of one decorated callable of one module."""
 
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
-        super().__init__(options)
-        self.root = root
+        super().__init__(options, root)
         self.table = SignatureTable(verify=options.verify)
         self.packed = PackedRoute(options, root, self.queue.may_pack)
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
             self.table.packed = PackedCalls(verify=options.verify, may_build=self.queue.may_pack)
+        self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
 
@@ -132,11 +132,11 @@ class Engine(Planner):
 
         ahead: the last phase runs later, with parameters that may be others by then.
         """
-        table = self.table_for_recording()
+        table, may_loop = self.table_for_recording(), self.may_loop
         if isinstance(run, Run) and not run.lasting and not ahead:
             run.table = table
         with without_saved_tensor_hooks():  # of the user's graph the results are a part
-            return record_minibatch(
+            recording = record_minibatch(
                 fn,
                 instances,
                 table,
@@ -146,10 +146,22 @@ class Engine(Planner):
                 runs_now=True,
                 ahead=ahead,
                 first=first,
+                changes=self.changes if may_loop else None,
             )
+        self.changes = self.changes or recording.recorder.changes.first_set()
+        if recording.changed and may_loop:
+            self.refuse(f"{recording.changed}, and an instance {recording.recorder.changes.waited}")
+        return recording
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
+        try:
+            return self._finish(run, recording, out)
+        except TraceError as error:
+            recording.recorder.take_back_changes(error)
+            raise
+
+    def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         found = Results(recording.results, recording.left)
         values = found.values
         program = recording.recorder.final_program(values)

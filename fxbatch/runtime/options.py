@@ -44,7 +44,8 @@ class Options:
     backward pass of each.
     batch_norm: `minibatch`: BatchNorm layers in training go over the rows of all instances, where the whole forward is
     packed (docs/sizes.md); `refuse`: an error.
-    adaptive: where the undecorated forward is faster, by the clock, it runs (runtime/strategy.py).
+    adaptive: True: where the undecorated forward is faster, by the clock, it runs (runtime/strategy.py), and where a
+    minibatch can't be recorded (runtime/refusals.py). False: all are batched, or an error. "loop": none is.
     native: on the CPU, run the steps of operations whose kernels have native programs in C
     (codegen/native_lower.py), all others by the emitted Python kernels.
     """
@@ -63,7 +64,7 @@ class Options:
     native: bool = True
     check: int = 0
     check_gradients: bool = False
-    adaptive: bool = True
+    adaptive: bool | str = True
     batch_norm: str = "refuse"
 
     @property
@@ -71,7 +72,7 @@ class Options:
         """Whether the plain loop is one of the strategies: not where options say how batching is to be done."""
         usual = self.mode == "looped" and self.backward == "compiled" and self.schedule == "lookahead"
         own = self.compile is False and not self.verify and self.batch_norm == "refuse"
-        return self.adaptive and usual and own
+        return self.adaptive is True and usual and own
 
     @staticmethod
     def of(**given: Any) -> Options:
@@ -94,9 +95,12 @@ class Options:
         when = given.get("deduplicate", "auto")
         if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
             raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients", "adaptive"):
+        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
+        adaptive = given.get("adaptive", True)
+        if not isinstance(adaptive, bool) and not (isinstance(adaptive, str) and adaptive == "loop"):
+            raise OptionError(f"adaptive={adaptive!r}: takes True, False or 'loop'")
         if "compile" in given:
             check_backend(given["compile"])
         every = given.get("check", 0)

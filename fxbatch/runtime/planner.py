@@ -30,6 +30,7 @@ from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache, Postponed
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.pool import GradientMemory, Pool
+from fxbatch.runtime.refusals import Refusals
 from fxbatch.runtime.strategy import AdaptiveSwitch, Strategy
 from fxbatch.runtime.structure_cache import (
     HELD,
@@ -51,8 +52,9 @@ class _PerThread(threading.local):
 class Planner:
     """What the runs of one decorated callable of one module share."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         self.options = options
+        self.root = root
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         self.pool = Pool()
         self.gradient_memory = GradientMemory()
@@ -78,6 +80,7 @@ class Planner:
         self._sticky: dict[Signature, tuple[bool, ...]] = {}
         self._local = _PerThread()
         self._strategy = Strategy() if options.chooses else None
+        self.refusals = Refusals()
 
     def workspace(self) -> Workspace:
         """The kernels' workspace of this thread."""
@@ -130,6 +133,20 @@ class Planner:
     def strategy(self) -> Strategy | None:
         """What chooses between batching and the plain loop; None where all is batched."""
         return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
+
+    @property
+    def may_loop(self) -> bool:
+        """Whether the plain loop may run what can't be recorded."""
+        return self._strategy is not None and AdaptiveSwitch.on
+
+    def refuse(self, reason: str) -> None:
+        """Minibatches like this one run the loop from here on."""
+        self.refusals.add(reason, training=self.training)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.root is None or self.root.training
 
     def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
         """Positions of the signatures that run call by call for now, as counted where no clock is read."""

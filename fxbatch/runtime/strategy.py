@@ -135,7 +135,6 @@ class Strategy:
         self._cases: dict[tuple[bool, int], _Case] = {}
         self._lock = threading.Lock()
         self.warned = False
-        self.refused = ""  # why the loop runs whatever it takes
         self.reasons = ""  # why the last minibatch that was batched and timed took as long as it did
 
     # -- choices ------------------------------------------------------------------------------------
@@ -145,10 +144,7 @@ class Strategy:
         with self._lock:
             case = self._cases.setdefault((grad, instances.bit_length()), _Case())
             if not instances:
-                return Choice(not self.refused)
-            if self.refused:
-                case.looped += 1
-                return Choice(False)
+                return Choice(True)
             choice = case.next(instances)
             case.looped += not choice.batches or choice.scouts == instances
             return choice
@@ -156,17 +152,11 @@ class Strategy:
     def is_quiet(self, instances: int, *, grad: bool) -> bool:
         """Whether the next minibatch runs the loop and is not timed; it is counted then."""
         case = self._cases.get((grad, instances.bit_length()))
-        if self.refused or case is None:
-            return bool(self.refused)
-        if not case.loops or case.timed or case.minibatches + 1 >= case.next_round:
+        if case is None or not case.loops or case.timed or case.minibatches + 1 >= case.next_round:
             return False
         case.minibatches += 1
         case.looped += 1
         return True
-
-    def refuse(self, reason: str) -> None:
-        """The loop runs from now on: batching can't give what it gives, for this reason, which a warning says."""
-        self.refused = reason
 
     def loop_seconds(self, instances: int, *, grad: bool) -> float:
         """About how long the loop takes forward; 0 where it was not timed yet."""
@@ -192,9 +182,6 @@ class Strategy:
         """What to warn of once, else ""."""
         if self.warned:
             return ""
-        if self.refused:
-            self.warned = True
-            return f"its minibatches run the plain loop: {self.refused}"
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
             if case is None or not case.loops or case.looped < WARN:
@@ -209,8 +196,6 @@ class Strategy:
     def describe(self, instances: int, *, grad: bool) -> str:
         """What is chosen for minibatches of this size, and what would change it."""
         with self._lock:
-            if self.refused:
-                return f"the plain loop: {self.refused}"
             case = self._cases.get((grad, instances.bit_length()))
             if case is None or not case.rounds:
                 return "a batch; the loop is timed beside the first of them, and runs where it is faster"

@@ -42,6 +42,11 @@ def is_watched() -> bool:
     return bool(_hidden.modes) or dispatch_mode_count() > 0
 
 
+def hidden_modes_now() -> list[Any]:
+    """This thread's dispatch modes that are hidden, innermost first."""
+    return _hidden.modes
+
+
 @contextlib.contextmanager
 def hidden_modes() -> Iterator[None]:
     """Without this thread's dispatch modes."""

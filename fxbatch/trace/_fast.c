@@ -457,38 +457,6 @@ static PyObject *at_bottom(PyObject *Py_UNUSED(module), PyObject *work)
     return found;
 }
 
-/* waiting_frame(known): the innermost frame of the user's code, where no frame of it holds what others may share; None
-   where Python must look. known: by id of a code (it, whether it is the user's, whether it may hold something). */
-static PyObject *waiting_frame(PyObject *Py_UNUSED(module), PyObject *known)
-{
-    PyFrameObject *frame = PyEval_GetFrame(), *found = NULL;
-    if (!PyDict_Check(known))
-        Py_RETURN_NONE;
-    Py_XINCREF(frame);
-    while (frame) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        PyObject *key = PyLong_FromVoidPtr(code), *row = key ? PyDict_GetItemWithError(known, key) : NULL;
-        Py_XDECREF(key);
-        Py_DECREF(code);
-        int good = row && PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 3 && PyTuple_GET_ITEM(row, 2) == Py_False;
-        if (!good) {
-            Py_DECREF(frame);
-            Py_CLEAR(found);
-            break;
-        }
-        if (!found && PyTuple_GET_ITEM(row, 1) == Py_True)
-            found = (PyFrameObject *)Py_NewRef(frame);
-        PyFrameObject *back = PyFrame_GetBack(frame);
-        Py_DECREF(frame);
-        frame = back;
-    }
-    if (PyErr_Occurred()) {
-        Py_XDECREF(found);
-        return NULL;
-    }
-    return found ? (PyObject *)found : Py_NewRef(Py_None);
-}
-
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
@@ -496,7 +464,6 @@ static PyMethodDef functions[] = {
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
     {"stack_here", stack_here, METH_NOARGS, "How deep the stack is."},
     {"at_bottom", at_bottom, METH_O, "Call where the stack ends for who walks it."},
-    {"waiting_frame", waiting_frame, METH_O, "The user's frame that waits, where it holds nothing."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},

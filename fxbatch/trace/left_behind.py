@@ -165,7 +165,7 @@ def _held(
     Each value refers to its recorder, so that counting says whether there are any; then they are looked for where
     models leave them, and only if some are missing among all objects.
     """
-    expected = _ITS_OWN + len(written) + (recorder.waiting is not None)
+    expected = _ITS_OWN + len(written)
     known, again = _known(recorder, results) if plain is None else (plain, 0)
     for record in written:
         if sys.getrefcount(record.value) <= _OURS:  # nobody but its record has it

@@ -22,7 +22,7 @@ import contextvars
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
 import greenlet
@@ -35,15 +35,13 @@ from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
-from fxbatch.trace.instances import Instances, settings_now, waiting_frame
 from fxbatch.trace.left_behind import LeftBehind
-from fxbatch.trace.places import IN_CELL, found_in, holds_now, values_kept
-from fxbatch.trace.plain_objects import is_library
+from fxbatch.trace.module_changes import ModuleChanges
+from fxbatch.trace.places import first_changed, values_kept
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.source import names_of
-from fxbatch.trace.state import ThreadModes, quicken, state, take_worker, tracing
+from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_worker, tracing
 from fxbatch.trace.table import SignatureTable
-from fxbatch.trace.torch_patches import attributes_read, patched
+from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, result_with_values
 
@@ -149,8 +147,10 @@ class Recording:
         statistics: Statistics,
         integers: Sequence[IntegerColumn] = (),
         left: LeftBehind | None = None,
+        changed: str = "",
     ) -> None:
         self.left = left  # values that are held by others than the results
+        self.changed = changed  # what instances changed of modules, of which some waited; "" for nothing
         self.recorder = recorder
         self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
         self.statistics = statistics
@@ -177,6 +177,7 @@ def record_minibatch(
     runs_now: bool = False,
     ahead: bool = False,
     first: int = 0,
+    changes: str | None = "",
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -186,7 +187,10 @@ def record_minibatch(
     were closed;
     with return_exceptions it becomes that instance's result.
     runs_now: the recording is for this one run, so that buffers may be taken as they are; ahead: its last phase runs
-    later, with parameters that may be others by then. first: the number of the first instance, in messages.
+    later, with parameters that may be others by then. first: the number of the first instance, in messages. changes:
+    what instances are known to change of modules: then none is left where it waits. None: where one waits, a change is
+    an error.
+    A TraceError says by `again` whether modules are what they were before.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
@@ -194,11 +198,15 @@ def record_minibatch(
     recorder = Recorder(table, roots, len(instances), recalls=True)
     if runs_now:
         recorder.copies, recorder.watches_operands = {}, not ahead
-    run = _Run(fn, instances, recorder, execution, return_exceptions)
+    run = _Run(fn, instances, recorder, execution, return_exceptions, changes)
     run.first = first
-    with patched():
-        quicken(recorder.known.modules.classes)
-        run.all()
+    try:
+        with patched():
+            quicken(recorder.known.modules.classes)
+            run.all()
+    except TraceError as error:
+        recorder.take_back_changes(error)
+        raise
     kept = values_kept(
         recorder, run.results, (recorder.constants, recorder.foreign.copies, recorder.copies or {}),
         (recorder.numbers, recorder.parameter_rows),
@@ -207,7 +215,8 @@ def record_minibatch(
         _refuse_foreign_values(recorder, run.results)
     left = LeftBehind.of(recorder, run.results, kept, held=runs_now)
     recorder.finish()
-    return Recording(recorder, run.results, run.statistics, left=left)
+    changed = (recorder.changes.first() or changes or "") if recorder.changes.waited else ""
+    return Recording(recorder, run.results, run.statistics, left=left, changed=changed)
 
 
 def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
@@ -219,56 +228,6 @@ def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
                 )
 
 
-def _asks_which_object(function: Any, owner: Any) -> bool:
-    """Whether a forward, a method of its owner that it names or a function of the same file asks so."""
-    todo, seen = [function], set[Any]()
-    while todo:
-        f = todo.pop()
-        f = f.__func__ if isinstance(f, (MethodType, staticmethod, classmethod)) else f
-        f = f.__dict__.get("__wrapped__", f) if isinstance(f, FunctionType) else f
-        if not isinstance(f, FunctionType) or f in seen or is_library(f.__globals__.get("__name__")):
-            continue
-        seen.add(f)
-        names = names_of(f)
-        if names is None or names.identity:
-            return True
-        held = [f.__globals__[x] for x in names.globals if x in f.__globals__]
-        modules = [vars(x) for x in held if isinstance(x, ModuleType) and not is_library(x.__name__)]
-        todo += [*held, *(x.get(name) for x in modules for name in names.attributes)]
-        todo += [found_in(type(owner), name)[1] for name in names.attributes]
-        todo += [holds_now(IN_CELL, cell, None) for cell in f.__closure__ or ()]
-    return False
-
-
-def _vector_arguments(
-    fn: Callable[..., Any], instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-) -> frozenset[int]:
-    """Positions of arguments that are a floating-point vector of one size and type in every instance.
-
-    Those with attributes of the user's, and where code asks which object something is, stay what they are. Ragged
-    arguments stay real tensors: slicing them costs little, and as values every length would make
-    signatures of its own.
-    """
-    first = instances[0][0] if instances else ()
-    if torch.Tensor not in map(type, first):
-        return frozenset()
-
-    def is_vector(a: Any) -> bool:
-        numbers = type(a) is torch.Tensor and a.dim() == 1 and a.layout is torch.strided
-        return numbers and (a.dtype.is_floating_point or a.dtype.is_complex)
-
-    def is_like(b: Any, a: torch.Tensor) -> bool:
-        known = type(b) is torch.Tensor and not b.__dict__
-        return known and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
-
-    found = frozenset(
-        i
-        for i, a in enumerate(first)
-        if is_vector(a) and all(len(args) == len(first) and is_like(args[i], a) for args, _ in instances)
-    )
-    return frozenset() if found and _asks_which_object(fn, getattr(fn, "__self__", first[0])) else found
-
-
 @dataclass(slots=True, eq=False)
 class _Parked:
     """An instance that waits for values."""
@@ -278,7 +237,6 @@ class _Parked:
     values: list[Value]
     plain: bool  # whether it waits for Python numbers
     modes: ThreadModes
-    turn: bool = False  # whether it waits for all earlier instances, and for no value
     waits: bool = True
     answer: Sequence[Any] = ()
 
@@ -292,7 +250,6 @@ class _Run:
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
     closing = False
-    waiting: Instances | None = None  # what instances set on modules, once one has waited
 
     def __init__(
         self,
@@ -301,14 +258,16 @@ class _Run:
         recorder: Recorder,
         execution: Execution,
         keep_exceptions: bool,
+        known_changes: str | None,
     ) -> None:
         self.fn = fn
         self.instances = instances
         self.recorder = recorder
         self.execution = execution
         self.keep_exceptions = keep_exceptions
-        reads = getattr(fn, "reads_instances", False)  # a block's
-        self.vectors: frozenset[int] = frozenset() if reads else _vector_arguments(fn, instances)
+        self.changes: ModuleChanges = recorder.changes
+        self.changes.refused = self.refuses_changes = known_changes is None
+        self.stays = known_changes or ""  # why no instance is left where it waits
         self.results: list[Any] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
@@ -327,6 +286,7 @@ class _Run:
             self._start()
             while self.parked:
                 self._phase()
+            self._refuse_unseen_changes()
         except BaseException:
             self.modes.restore()
             self._close()
@@ -335,9 +295,6 @@ class _Run:
         finally:
             self.recorder.heard.close()
             self.recorder.ask = None
-            if self.waiting is not None:
-                self._waits_are_over()
-                self.modes.restore()
 
     # In the main greenlet
 
@@ -369,13 +326,8 @@ class _Run:
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
         for p in self.resuming:
-            if p.turn and self.waiting is not None and self.waiting.settled < p.instance:
-                self.parked.append(p)
-                continue
             p.answer = [found[p.plain][v._value] for v in p.values]
             self._runs(p.instance)
-            if self.waiting is not None:
-                self.waiting.enter(p.instance)
             if p.modes is not now:
                 p.modes.restore()
             before, p.waits = len(self.parked), False
@@ -423,40 +375,31 @@ class _Run:
             instance = self.next
             self.next += 1
             self._runs(instance)
-            if self.waiting is not None:
-                self.waiting.begin(instance)
+            self.changes.begun, self.changes.open = self.next, self.changes.open + 1
             args, kwargs = self.instances[instance]
             try:
-                if self.vectors:
-                    args = self._with_values(args)
                 result = self.fn(*args, **kwargs)
                 self.results[instance] = result_with_values(result) if self.recorder.written else result
-                if self.waiting is not None:
-                    self.waiting.end(instance)
+                self._refuse_settings_left()
+                self.changes.open -= 1
             except greenlet.GreenletExit:
                 if not self.closing:
                     raise
                 return
             except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self._note(error, instance)
-                if not self.keep_exceptions:
+                if not self.keep_exceptions or isinstance(
+                    error, TraceError
+                ):  # which is not the forward's own
                     self.failed = error
                     return
                 self.results[instance] = error
-                if self.waiting is not None:
-                    self.waiting.end(instance)
+                self.changes.open -= 1
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self.failed = error
                 return
             if self.statistics.suspensions != parks:
                 return
-
-    def _with_values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with the vectors among them as values, so that what is done to them first batches too."""
-        return tuple(
-            found if i in self.vectors and (found := self.recorder.constant(a)) is not None else a
-            for i, a in enumerate(args)
-        )
 
     def _note(self, error: BaseException, instance: int) -> None:
         if isinstance(error, RecursionError):
@@ -475,56 +418,62 @@ class _Run:
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
+        stays = self._why_stay()
         if self.alone or must_not_switch():
             return self._answer_here(values, plain)
-        frame, holds = waiting_frame()
-        if reason := self._wait_begins().why_stay(holds):
-            self.statistics.stayed = self.statistics.stayed or reason
+        if stays:
+            self.statistics.stayed = self.statistics.stayed or stays
             return self._answer_here(values, plain)
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.statistics.asked(None if frame is None else (frame.f_code, frame.f_lasti))
-        del frame, holds  # which would hold the instance's variables
-        self._park(parked)
+        self.statistics.asked(user_place())
+        self.parked.append(parked)
+        self.main.switch()
         return list(parked.answer)
 
-    def _park(self, parked: _Parked) -> None:
-        self.parked.append(parked)
-        if self.waiting is not None:
-            self.waiting.leave(parked.instance)
-        self.main.switch()
+    def _why_stay(self) -> str:
+        """Why the instance that asks now is not left: others would find what it has changed, or it would what they
+        have. "" where it is."""
+        changes = self.changes
+        if not self.stays:
+            self.stays = changes.first_set() if changes.waited else changes.first()
+        if not changes.waited:
+            changes.waited = f"waits for a value{at_line()}"
+        if self.stays and self.refuses_changes:
+            raise changes.refusal(self.stays)
+        if not self.stays and not self.alone and self.settings != settings_now():
+            return "a setting of the process is changed"
+        return self.stays
 
-    def _wait_begins(self) -> Instances:
-        """From the first instance that waits on, what instances set on modules is their own."""
-        if self.waiting is None:
-            recorder = self.recorder
-            self.waiting = Instances(
-                (*recorder.known.roots, *recorder.table.owners.values()), recorder.set_before, recorder.forget_modules,
-                self.fn, len(self.instances), self.running, self.settings,
-            )  # fmt: skip
-            self.waiting.turn = self._turn
-            self.recorder.waiting = self.waiting
-            self.reads = attributes_read()
-            self.reads.__enter__()
-        return self.waiting
-
-    def _waits_are_over(self) -> None:
-        self.reads.end()
-        if self.waiting is not None:
-            self.waiting.close()
-        self.waiting = self.recorder.waiting = None
-
-    def _turn(self) -> None:
-        """Park this instance until all earlier ones are done."""
-        me = greenlet.getcurrent()
-        if self.closing or me.parent is not self.main or must_not_switch():
+    def _refuse_settings_left(self) -> None:
+        """An instance is done: what it leaves of torch's and the process's settings is not what it found."""
+        if torch.is_grad_enabled() is not self.modes.grad:
             raise TraceError(
-                f"an attribute that earlier instances may still set is read where it can't be waited for{at_line()}"
+                "the forward leaves torch.set_grad_enabled changed, which the instances after it would find: use "
+                f"`with torch.no_grad():`{at_line()}"
             )
-        parked = _Parked(self.running, me, [], False, ThreadModes(), turn=True)
-        self.statistics.suspensions += 1
-        self._park(parked)
+        if self.changes.open > 1 and self.settings != settings_now():
+            self.changes.lasts = True
+            raise TraceError(
+                "the forward leaves a setting of the process changed (the default dtype, sys.stdout, sys.stderr, "
+                "deterministic algorithms) while other instances wait for values, which have begun without"
+            )
+
+    def _refuse_unseen_changes(self) -> None:
+        """After the last instance, of which some waited: nothing was changed that is not seen as it is set."""
+        changes = self.changes
+        if not changes.waited or self.stays or self.alone:
+            return
+        changed = changes.changed_container()
+        if (
+            not changed
+            and not changes.first_set()
+            and first_changed(self.recorder.known.modules.places or [])
+        ):
+            changed, changes.lasts = "what a module holds is changed, not by setting an attribute", True
+        if changed:
+            raise changes.refusal(changed)
 
     def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
         """The answer to `_ask` without leaving this instance: what is pending runs now."""

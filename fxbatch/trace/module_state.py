@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from fxbatch.ir import SharedOperand, TensorSpec
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
+from fxbatch.trace.module_changes import containers_of
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.table import SignatureTable
@@ -124,6 +125,7 @@ class ModulesMet(NamedTuple):
     operands: list[tuple[str, torch.Tensor, int]]  # name, parameter or buffer, version at first sight
     classes: tuple[type, ...]
     bare: tuple[torch.nn.Parameter, ...]  # that users' code may read by itself
+    containers: tuple[tuple[torch.nn.Module, str], ...]  # attributes that are lists, dictionaries, sets
 
     @staticmethod
     def of(roots: Iterable[torch.nn.Module], versions: Mapping[int, int]) -> ModulesMet:
@@ -141,7 +143,13 @@ class ModulesMet(NamedTuple):
         met = list(modules.values())
         classes = tuple(dict.fromkeys(map(type, met)))
         return ModulesMet(
-            owners, places_of_modules(met), frozenset(modules), operands, classes, bare_parameters(met)
+            owners,
+            places_of_modules(met),
+            frozenset(modules),
+            operands,
+            classes,
+            bare_parameters(met),
+            containers_of(met),
         )
 
 

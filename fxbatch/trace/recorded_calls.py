@@ -25,7 +25,7 @@ from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import Foreign, is_foreign
-from fxbatch.trace.instances import Instances
+from fxbatch.trace.module_changes import ModuleChanges
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
@@ -112,7 +112,7 @@ class Knowledge:
         )
 
 
-_NO_MODULES = ModulesMet({}, None, frozenset(), [], (), ())
+_NO_MODULES = ModulesMet({}, None, frozenset(), [], (), (), ())
 
 
 class RecordedCalls(Columns):
@@ -129,7 +129,6 @@ class RecordedCalls(Columns):
     graded = False  # whether some call was made with gradients on
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
-    waiting: Instances | None = None  # what instances set on modules, once one has waited
     # Parameters and buffers, with version at first sight.
     operands: Sequence[tuple[str, torch.Tensor, int]] = ()
 
@@ -159,7 +158,6 @@ class RecordedCalls(Columns):
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
         self.foreign = Foreign()  # tensors whose memory others may write to
-        self.set_before: dict[tuple[int, str], torch.nn.Module] = {}  # what was set before: by id and name
         self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
@@ -171,6 +169,7 @@ class RecordedCalls(Columns):
             self.heard.parameters = known.modules.bare
         elif recalls:
             self.look_at_modules()
+        self.changes = ModuleChanges(self.known.modules.containers if recalls else ())
 
     # Modes
 
@@ -220,12 +219,20 @@ class RecordedCalls(Columns):
         )  # fmt: skip
         return self.table.add(signature, outcome)
 
-    def attribute_changes(self, module: torch.nn.Module, name: str) -> None:
-        """The instance that runs is about to set an attribute of a module, or to delete it."""
-        if self.waiting is not None:
-            self.waiting.set(module, name, self.running)
-        else:
-            self.set_before[id(module), name] = module
+    def attribute_changes(self, module: torch.nn.Module, name: str, *value: Any) -> None:
+        """The instance that runs is about to give an attribute of a module this value, or to delete it."""
+        if id(module) in self.known.modules.seen:  # others are the instance's own
+            self.changes.note(module, name, *value)
+
+    def module_changes(self, module: torch.nn.Module, method: str) -> None:
+        """The instance that runs is about to call a method that changes hooks, or all tensors, of a module."""
+        if id(module) in self.known.modules.seen:
+            self.changes.note_lasting(module, method)
+
+    def take_back_changes(self, error: TraceError) -> None:
+        """The recording has failed: modules become what they were, and the error says whether they are."""
+        error.again = self.changes.undo() and written_to(self.operands) is None
+        error.begun = self.changes.begun
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""

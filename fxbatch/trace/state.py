@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Modes
 from fxbatch.torch_private import (
     any_autocast,
+    are_deterministic,
     function_mode_count,
     function_modes,
     set_grad_enabled,
@@ -104,6 +106,11 @@ def tracing(recorder: Any) -> Iterator[None]:
         yield
     finally:
         state.recorder = before
+
+
+def settings_now() -> tuple[object, ...]:
+    """What a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
+    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()
 
 
 _AUTOCAST_KINDS = ("cpu", "cuda")

@@ -44,7 +44,6 @@ from fxbatch.torch_private import (
 from fxbatch.trace.arguments import bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
-from fxbatch.trace.instances import traced_getattr
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
@@ -245,9 +244,8 @@ class patched:
         with patching:
             self.uses.pop(id(self), None)
             if not self.uses and self.saved:
-                if type(self) is patched:
-                    quicken_modules(False)
-                    stop_putting_off()
+                quicken_modules(False)
+                stop_putting_off()
                 put_attributes(self.saved[0], [])
                 self.saved.clear()
         self.ended = True
@@ -276,18 +274,6 @@ def _unpatched(load: Callable[[], Any]) -> Any:
 
 
 before_dynamo.append(_unpatched)
-
-
-class attributes_read(patched):
-    """While inside, attributes that modules have not are asked of the recording (trace/instances.py)."""
-
-    uses: ClassVar[dict[int, int]] = {}
-    saved: ClassVar[list[Entries]] = []
-
-    @classmethod
-    def put(cls) -> None:
-        """What the first use does."""
-        put_attributes(((torch.nn.Module, "__getattr__", traced_getattr),), cls.saved)
 
 
 @functools.cache
@@ -380,23 +366,46 @@ def _as_tensor(recorder: RecordedCalls, plain: Any, data: Any, *args: Any, **kwa
     return _with_real_tensors(recorder, plain, data, *args, **kwargs)
 
 
+_REGISTERING = ("register_buffer", "register_parameter", "add_module")
 _CHANGING = (
-    "train", "_apply", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-    "register_full_backward_pre_hook", "register_buffer", "register_parameter", "add_module",
+    "_apply", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
 )  # fmt: skip
 
 
-@stands_for(torch.nn.Module, *_CHANGING)
-def _changes_module(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method that changes what a module is: modules are looked at again at their next call."""
+@stands_for(torch.nn.Module, "train")
+def _train(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """It sets the attribute `training`: modules are looked at again at their next call."""
     result = plain(*args, **kwargs)
+    recorder.forget_modules()
+    return result
+
+
+@stands_for(torch.nn.Module, *_REGISTERING)
+def _registers(
+    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """A parameter, a buffer or a submodule by its name."""
+    recorder.attribute_changes(self, name)
+    result = plain(self, name, *args, **kwargs)
+    recorder.forget_modules()
+    return result
+
+
+@stands_for(torch.nn.Module, *_CHANGING)
+def _changes_module(
+    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """A method that changes what a module is in other ways."""
+    recorder.module_changes(self, plain.__name__)
+    result = plain(self, *args, **kwargs)
     recorder.forget_modules()
     return result
 
 
 @stands_for(torch.nn.Module, "__setattr__")
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: Any) -> None:
-    recorder.attribute_changes(self, name)
+    recorder.attribute_changes(self, name, value)
     if isinstance(value, torch.Tensor):
         recorder.operand_replaced(self, name, value)
     if type(value) is Value:

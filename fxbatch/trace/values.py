@@ -534,7 +534,7 @@ class Written:
         """Its value, for the instance that runs; TraceError where instances would see each other's."""
         running = self.recorder.running
         if self.instance != running:
-            if self.recorder.waiting is not None:
+            if self.recorder.changes.waited:
                 raise TraceError(
                     "a tensor that several instances share is written to, and one of them waits for a value, so that "
                     f"others run before it has read or written: make it in the forward{at_line()}"

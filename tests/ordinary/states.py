@@ -406,16 +406,6 @@ def f(self, x):
     return self.d['h']
 m = model(f, l=L(), d={})
 >
-= state in a global across a branch
-H = None
-def f(self, x):
-    global H
-    H = self.l(x)
-    if H.sum() > 0:
-        H = H * 2
-    return H
-m = model(f, l=L())
->
 = number of the model across a branch
 def f(self, x):
     self.depth = int(x.detach()[0] > 0)
@@ -435,15 +425,6 @@ def f(self, x):
     return y
 m = model(f, l=L(), k=L(), stack=[])
 >
-= state of a thread
-local = threading.local()
-def f(self, x):
-    local.h = self.l(x)
-    if local.h.sum() > 0:
-        local.h = local.h * 2
-    return local.h
-m = model(f, l=L())
->
 = context variable
 var = contextvars.ContextVar('var')
 def f(self, x):
@@ -452,22 +433,6 @@ def f(self, x):
         var.set(var.get() * 2)
     return var.get()
 m = model(f, l=L())
->
-= context manager over a global
-DEPTH = [1]
-@contextlib.contextmanager
-def deeper():
-    DEPTH[0] += 1
-    yield
-    DEPTH[0] -= 1
-def f(self, x):
-    with deeper():
-        y = self.l(x)
-        if y.sum() > 0:
-            y = y * 2
-        return y * DEPTH[0]
-m = model(f, l=L())
-seen = lambda: DEPTH
 >
 = default precision within
 def f(self, x):
@@ -493,21 +458,6 @@ def f(self, x):
     return y * len(text.getvalue())
 m = model(f, l=L())
 seen = lambda: type(sys.stdout).__name__
->
-= lock around a branch
-lock = threading.Lock()
-@contextlib.contextmanager
-def held():
-    assert lock.acquire(timeout=2), 'a deadlock'
-    try:
-        yield
-    finally:
-        lock.release()
-def f(self, x):
-    with held():
-        y = self.l(x)
-        return y * 2 if y.sum() > 0 else y
-m = model(f, l=L())
 >
 = scripted function
 m = model(lambda self, x: self.l(x) + scripted(self.l(x)).sum(), l=L())
@@ -642,9 +592,8 @@ m = model(through, l=L(), s=nn.Tanh())
 
 # Right, or a clear error.
 MAY_REFUSE = {
-    "cache across instances", "state in a dictionary across a branch", "state in a global across a branch",
-    "list of the model across a branch", "state of a thread", "context variable", "context manager over a global",
-    "default precision within", "output redirected within", "lock around a branch", "scripted function",
+    "cache across instances", "state in a dictionary across a branch", "list of the model across a branch",
+    "context variable", "default precision within", "output redirected within", "logged numbers", "scripted function",
     "traced function of torch", "Tensor of a value", "FloatTensor of a value", "strides", "contiguity", "offset",
     "address", "as_strided", "lazy module", "frozen within", "number of the model across a branch",
     "state of a part across a branch", "state across a branch on a value",

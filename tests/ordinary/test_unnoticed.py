@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,24 +14,51 @@ from tests.oracle import check_equal
 from tests.trust.programs import model, two, vectors
 
 
-def test_an_attribute_set_on_an_instance_tensor_stays_in_the_call() -> None:
+def test_results_that_are_views_of_one_another_are_tensors_of_their_own() -> None:
     def forward(self: Any, x: Any) -> Any:
-        x.note = 1
-        return self.a(x) * x.note
+        h = self.a(x)
+        return h, h[:2]
 
-    xs = vectors(4, 4)
-    model(forward, two())(xs)
-    assert not hasattr(xs[0], "note")
-    with fxbatch.disabled():
-        model(forward, two())(xs)
-    assert xs[0].note == 1  # type: ignore[attr-defined]  # set in the forward
+    made = model(forward, two(), out="list")
+    with torch.no_grad():
+        for whole, part in made(vectors(4, 4)):
+            before = whole.clone()
+            part.zero_()
+            assert torch.equal(whole, before)
+        with fxbatch.disabled():
+            for whole, part in made(vectors(4, 4)):
+                part.zero_()
+                assert not whole[:2].any()
 
 
-def test_a_result_that_is_an_instance_tensor_is_a_copy() -> None:
-    xs = vectors(4, 4)
-    made = model(lambda self, x: (self.a(x), x), two(), out="list")
-    (_, first), _ = made(xs)
-    assert first is not xs[0] and torch.equal(first, xs[0])
+def test_hooks_of_parameters_are_called_once_and_in_another_order() -> None:
+    def called(*, loop: bool) -> list[str]:
+        made, names = model(lambda self, x: self.b(self.a(x)), two()), list[str]()
+        for name, p in made.named_parameters():
+            p.register_hook(lambda _, name=name: names.append(name))
+        with fxbatch.disabled() if loop else contextlib.nullcontext():
+            made(vectors(4, 4)).sum().backward()
+        return names
+
+    batched, looped = called(loop=False), called(loop=True)
+    assert sorted(batched) == sorted(dict.fromkeys(looped)) and batched != looped
+
+
+def test_instances_written_to_through_data_change_no_gradient() -> None:
+    def gradient(*, loop: bool, writes: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        made, xs = model(lambda self, x: self.a(x), two()), vectors(4, 4)
+        with fxbatch.disabled() if loop else contextlib.nullcontext():
+            result = made(xs)
+        for x in xs:
+            x.data.mul_(3 if writes else 1)
+        result.sum().backward()
+        assert made.a.weight.grad is not None
+        return made.a.weight.grad
+
+    as_they_were = gradient(loop=True, writes=False)
+    torch.testing.assert_close(gradient(loop=False, writes=True), as_they_were)
+    torch.testing.assert_close(gradient(loop=True, writes=True), 3 * as_they_were)
 
 
 def test_classes_are_asked_by_isinstance() -> None:
@@ -70,18 +98,22 @@ def test_random_numbers_are_drawn_in_another_order() -> None:
         assert not torch.equal(made(xs), batched)
 
 
-def test_what_the_check_runs_again_it_runs_twice_outside_the_model() -> None:
-    """Module and instances are copied; a global is not."""
+def test_what_the_check_runs_again_it_runs_twice_outside_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Module and instances are copied, globals and closures are put back; what is printed is not."""
 
     def forward(self: Any, x: Any) -> Any:
         calls.append(1)
         self.seen += 1
+        print("here")
         return self.a(x)
 
     calls: list[int] = []
     made = model(forward, {**two(), "seen": 0}, check=1)
     made(vectors(4, 4))
-    assert made.seen == 2 and len(calls) == 4
+    assert made.seen == len(calls) == 2
+    assert capsys.readouterr().out.split() == ["here"] * 4
 
 
 def test_the_check_compares_random_results_by_type_only() -> None:

@@ -16,6 +16,7 @@ from fxbatch.runtime.run import Run
 from fxbatch.trace import calls
 from fxbatch.trace.state import _fast
 from tests.oracle import check_equal
+from tests.trace.made import value
 
 
 class Steps(nn.Module):
@@ -117,7 +118,7 @@ def test_a_number_that_begins_to_vary(slopes: list[float]) -> None:
 def test_calls_with_a_number_that_varies_share_their_steps_again() -> None:
     @fxbatch.autobatch(adaptive=False)
     def forward(x: torch.Tensor, slope: float) -> torch.Tensor:
-        return (x * slope).sum()
+        return (value(x) * slope).sum()
 
     xs = list(torch.randn(4, 3))
     for slopes in ([0.5] * 4, [0.5] * 4, [0.5, 0.25, 0.5, 0.75]):
@@ -141,6 +142,7 @@ READS: dict[str, Any] = {
 )
 def test_numbers_that_were_computed_are_what_eager_gives(dtype: torch.dtype, read: str) -> None:
     def forward(x: torch.Tensor, log: list[str]) -> torch.Tensor:
+        x = value(x)
         for _ in range(3):
             a, b = x.sum().to(dtype), (x + 1).prod().to(dtype)
             for v in (a, b, a):
@@ -168,6 +170,7 @@ def test_numbers_that_were_computed_are_read_without_a_wait(monkeypatch: pytest.
 
     @fxbatch.autobatch(adaptive=False)
     def forward(x: torch.Tensor) -> torch.Tensor:
+        x = value(x)
         for _ in range(5):
             scores = [(x * k).sum() for k in range(8)]
             best = max(s.item() for s in scores)

@@ -32,7 +32,7 @@ class Counted(nn.Module):
 
 
 class CountedOutside(Counted):
-    """As Counted, in a global that no copy of the module has for itself."""
+    """As Counted, in a global that no copy of the module has for itself, and that a check puts back."""
 
     @fxbatch.autobatch
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxbatch
+from fxbatch.trace.state import current_recorder
 from tests.oracle import assert_same, check_equal
 
 
@@ -30,6 +31,12 @@ def model(forward: Callable[..., Any], options: dict[str, Any] | None = None, **
     decorated = fxbatch.autobatch(**options)(forward) if options else fxbatch.autobatch(forward)
     Made.forward = decorated  # type: ignore[method-assign]  # as a class body would
     return Made()
+
+
+def value(x: Any) -> Any:
+    """A tensor of an instance as a value while something is recorded, as what a module gives is."""
+    recorder = current_recorder()
+    return x if recorder is None else recorder.constant(x)
 
 
 def instances(count: int = 4, *shape: int) -> list[torch.Tensor]:

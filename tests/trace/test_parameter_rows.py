@@ -14,6 +14,7 @@ import fxbatch
 from fxbatch.errors import BatchCoupledError
 from fxbatch.trace.arguments import MANY_ROWS, take_parameter_row
 from tests.oracle import check_equal
+from tests.trace.made import value
 
 Rows = list[int]
 
@@ -29,6 +30,7 @@ class Model(nn.Module):
 
 class InFunctions(Model):
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        x = value(x)
         score = x.sum()
         for a, b in itertools.pairwise(rows):
             x = torch.tanh(x + self.table[a]) * self.places[b]

@@ -20,6 +20,7 @@ from torch import nn
 import fxbatch
 from fxbatch.trace.module_state import MANY_STATES
 from fxbatch.trace.reads import Reads
+from tests.trace.made import value
 
 SCALE = 2.0
 TABLE = {"scale": 2.0}
@@ -54,8 +55,8 @@ class Sub(nn.Module):
     def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any) -> None:
         super().__init__()
         self.body = body
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        for name, x in attributes.items():
+            setattr(self, name, x)
 
     @property
     def doubled(self) -> float:
@@ -75,7 +76,7 @@ class Model(nn.Module):
 
     @fxbatch.autobatch
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sub(x)
+        return self.sub(value(x))
 
 
 def check(model: nn.Module, x: torch.Tensor | None = None) -> None:

@@ -14,12 +14,19 @@ from fxbatch.errors import TraceError
 from fxbatch.trace import calls, modules, state
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
+from tests.trace.made import value
 
 PATCHED = ("__call__", "__setattr__", "train", "_apply", "register_buffer")
 
 
 def record(fn: Any, instances: list[Any], table: SignatureTable | None = None) -> Any:
-    return record_minibatch(fn, [((x,), {}) for x in instances], table or SignatureTable(), None)  # type: ignore[arg-type]
+    """Record a function of vectors, as values, or of whatever else instances are."""
+
+    def of_value(x: Any) -> Any:
+        return fn(value(x) if type(x) is torch.Tensor and x.dim() == 1 else x)
+
+    given = fn if isinstance(getattr(fn, "__self__", None), nn.Module) else of_value
+    return record_minibatch(given, [((x,), {}) for x in instances], table or SignatureTable(), None)  # type: ignore[arg-type]
 
 
 class Plain(nn.Module):
@@ -172,7 +179,7 @@ def test_calls_of_functions_are_told_apart(recorded_by: str) -> None:
 
     @fxbatch.autobatch(out="list")
     def f(x: torch.Tensor) -> Any:
-        out = []
+        x, out = value(x), []
         for _ in range(3):
             out += [
                 torch.clamp(x, 0.0, 1),

@@ -21,11 +21,18 @@ from fxbatch.trace.state import _fast, _workers, take_worker
 pytestmark = pytest.mark.skipif(_fast is None, reason="greenlets are used again where C ends their stack")
 
 
+class Seen:
+    """What instances have seen: an object, so that they may wait."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
-        self.seen: list[Any] = []
+        self.seen = Seen()
 
     def look(self, x: Tensor) -> Any:
         return greenlet.getcurrent()
@@ -33,7 +40,7 @@ class Model(nn.Module):
     @fxbatch.autobatch(adaptive=False)
     def forward(self, x: Tensor) -> Tensor:
         found = self.look(x)
-        self.seen.append(found)
+        self.seen.found.append(found)
         h = self.layer(x)
         return self.layer(h) if h.sum() > 0 else h
 
@@ -45,9 +52,10 @@ def rows(n: int) -> list[Tensor]:
 def test_one_is_used_again() -> None:
     model = Model()
     model(rows(3))
-    before, model.seen = set(map(id, model.seen)), []
+    before = set(map(id, model.seen.found))
+    model.seen.found.clear()
     model(rows(3))
-    assert set(map(id, model.seen)) <= before
+    assert set(map(id, model.seen.found)) <= before
 
 
 def test_one_that_lies_higher_on_the_stack_is_not() -> None:
@@ -94,9 +102,9 @@ def test_variables_of_a_context_are_those_of_the_call() -> None:
     model = Counting()
     for given in (0, 5):
         variable.set(given)
-        model.seen.clear()
+        model.seen.found.clear()
         model(rows(1))
-        assert model.seen == [given]
+        assert model.seen.found == [given]
     assert variable.get() == 5
 
 

@@ -1,0 +1,205 @@
+"""What the instances of a minibatch change of the modules that they share: seen, so that none sees another's.
+
+In: attributes as they are set, containers that modules hold as they were. Out: whether anything was changed, and where;
+all of it as it was before, where the minibatch is run anew.
+
+    changes = ModuleChanges(modules)
+    changes.note(module, "h", value)     # about to be set
+    changes.first()                      # "Model.h is set (model.py:12)", "" where nothing was changed
+    changes.undo()                       # whether all is as it was
+
+An instance that waits for a value lets the others run. What it has set on modules they would find, and it would find
+theirs: so a minibatch that does both is run by the plain loop (`minibatch`). What is shared otherwise (globals,
+closures, objects) isn't looked at: README, "What instances share".
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fxbatch.errors import TraceError
+from fxbatch.trace.user_line import at_line
+
+_CONTAINERS = (list, dict, set, deque, bytearray)
+_MANY = 1000  # of a container of more items only their number is compared
+_TABLES = ("_parameters", "_buffers", "_modules")
+_TORCHS_OWN = frozenset((*vars(torch.nn.Module()), "_fxbatch_engines"))
+_ABSENT: Any = object()
+
+
+class Container(NamedTuple):
+    """A list, dictionary or set that a module holds."""
+
+    module: torch.nn.Module
+    name: str
+    container: Any
+    content: tuple[Any, ...] | None  # None: it has too many items
+    length: int
+
+    @staticmethod
+    def of(module: torch.nn.Module, name: str) -> Container:
+        """As it is now."""
+        x = module.__dict__[name]
+        return Container(module, name, x, _content(x) if len(x) <= _MANY else None, len(x))
+
+    def is_changed(self) -> bool:
+        """Whether it holds other items than it did."""
+        if len(self.container) != self.length:
+            return True
+        return self.content is not None and not all(map(operator.is_, _content(self.container), self.content))
+
+    def put_back(self) -> bool:
+        """Whether it holds again what it held."""
+        if not self.is_changed():
+            return True
+        x, content = self.container, self.content
+        if content is None:
+            return False
+        if isinstance(x, (list, bytearray)):
+            x[:] = content
+        else:
+            x.clear()
+            half = len(content) // 2
+            if isinstance(x, dict):
+                for key, value in zip(content[:half], content[half:], strict=True):
+                    x[key] = value
+            else:
+                (x.update if isinstance(x, set) else x.extend)(content)
+        return True
+
+
+def _content(x: Any) -> tuple[Any, ...]:
+    return (*x, *x.values()) if isinstance(x, dict) else tuple(x)
+
+
+def containers_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[torch.nn.Module, str], ...]:
+    """Modules, and the names of their attributes that are containers, but for those that torch looks after."""
+    return tuple(
+        (module, name)
+        for module in modules
+        for name, x in module.__dict__.items()
+        if isinstance(x, _CONTAINERS) and name not in _TORCHS_OWN
+    )
+
+
+class _Before(NamedTuple):
+    """An attribute as it was: in this table of the module; None where it had none."""
+
+    module: torch.nn.Module
+    name: str
+    table: dict[str, Any] | None
+    value: Any
+
+
+def _before(module: torch.nn.Module, name: str) -> _Before:
+    for table in (module.__dict__, *(module.__dict__[t] for t in _TABLES if t in module.__dict__)):
+        if name in table:
+            return _Before(module, name, table, table[name])
+    return _Before(module, name, None, _ABSENT)
+
+
+class ModuleChanges:
+    """What one recording has changed of the modules that its instances share."""
+
+    def __init__(self, containers: Sequence[tuple[torch.nn.Module, str]] = ()) -> None:
+        self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
+        self._containers = [Container.of(m, name) for m, name in containers]
+        self._first = ""
+        self.lasts = False  # whether something was changed that `undo` does not know
+        self.begun = 0  # instances
+        self.open = 0  # those of them that are not done
+        self.waited = ""  # where the first of them waited, with the line; "" where none has
+        self.refused = False  # whether a change is an error as soon as some instance has waited
+
+    def note(self, module: torch.nn.Module, name: str, value: Any = _ABSENT) -> None:
+        """An attribute is about to be set, or deleted. TraceError where instances that wait may have read it."""
+        before = _before(module, name)
+        if before.value is value is not _ABSENT:
+            return
+        self._attributes.setdefault((id(module), name), before)
+        self._note(f"{type(module).__name__}.{name} is set")
+
+    def note_lasting(self, module: torch.nn.Module, method: str) -> None:
+        """Something is about to be changed that can't be taken back: hooks, the types of parameters."""
+        self.lasts = True
+        self._note(f"{type(module).__name__}.{method}() changes the module")
+
+    def _note(self, change: str) -> None:
+        if not self._first:
+            self._first = f"{change}{at_line()}"
+        if self.waited and (self.refused or self.open > 1):
+            raise self.refusal(self._first)
+
+    def refusal(self, change: str) -> TraceError:
+        """The error for this change."""
+        return TraceError(
+            f"{change}, and an instance {self.waited}: instances that wait take turns, and would find what others have "
+            'set. Keep it in a local variable, give it back as a result, or use @fxbatch.autobatch(adaptive="loop")'
+        )
+
+    def first(self) -> str:
+        """The first change, "" where there is none."""
+        self._first = self._first or self.changed_container()
+        return self._first
+
+    def first_set(self) -> str:
+        """The same of attributes alone, at no cost."""
+        return self._first
+
+    def changed_container(self) -> str:
+        """The same of containers alone."""
+        return _first_changed(self._containers)
+
+    def undo(self) -> bool:
+        """Make modules what they were. Whether they are."""
+        for attribute in reversed(self._attributes.values()):
+            now = _before(attribute.module, attribute.name)
+            if now.table is not None and now.table is not attribute.table:
+                del now.table[attribute.name]
+            if attribute.table is not None:
+                attribute.table[attribute.name] = attribute.value
+        self._attributes.clear()
+        undone = [container.put_back() for container in self._containers]
+        return all(undone) and not self.lasts
+
+
+class ModuleState:
+    """What modules hold, to be compared after some code has run.
+
+    before = ModuleState(model.modules())
+    model(x)
+    before.first_change()        # "Model.h is set", "" where nothing was changed
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.modules = list(modules)
+        self._attributes = [_attributes(m) for m in self.modules]
+        self._containers = [Container.of(m, name) for m, name in containers_of(self.modules)]
+
+    def first_change(self) -> str:
+        """The first change, "" where there is none."""
+        for module, before in zip(self.modules, self._attributes, strict=True):
+            now = _attributes(module)
+            for name in (*now, *before):
+                if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
+                    return f"{type(module).__name__}.{name} is set"
+        return _first_changed(self._containers)
+
+
+def _first_changed(containers: Iterable[Container]) -> str:
+    changed = next((c for c in containers if c.is_changed()), None)
+    return "" if changed is None else f"{type(changed.module).__name__}.{changed.name} is changed"
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """All that a module holds by name."""
+    state = module.__dict__
+    found = {name: x for name, x in state.items() if name not in _TORCHS_OWN or name == "training"}
+    for table in _TABLES:
+        found.update(state.get(table, {}))
+    return found
