@@ -33,6 +33,7 @@ from fxbatch.torch_private import tree_flatten
 
 RATE = 1e-3  # of the SGD steps
 MODES = ("training", "inference")
+FEWEST = 2  # minibatches that are timed whatever they take, and one more
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Size:
 
     batch: int = 32
     first: int = 30
-    warm: int = 11
+    warm: int = 9
     compared: int = 5
-    seconds: float = 60.0  # of the warm ones, at most
+    seconds: float = 100.0  # of the first ones, and of the warm ones, at most
 
     @staticmethod
     def quick() -> Size:
@@ -87,26 +88,25 @@ def time_beside_the_loop(model: PublicModel, driver: Driver, mode: str, size: Si
     ours_all: list[float] = []
     started = time.perf_counter()
     memory = 0
+    turns = ((loop, theirs_all), (ours, ours_all))
+    first = size.first
     for number in range(size.first + size.warm):
-        late = number >= size.first
-        if late and number > size.first + 2 and time.perf_counter() - started > size.seconds:
+        late = time.perf_counter() - started > size.seconds
+        if number == first or (number < first and number > FEWEST and late):
+            first, started = number, time.perf_counter()
+        elif number > first + FEWEST and (late or number == first + size.warm):
             break
         batch = driver.instances(number, size.batch)
-        for run, times in (
-            ((loop, theirs_all), (ours, ours_all))
-            if number % 2 == 0
-            else ((ours, ours_all), (loop, theirs_all))
-        ):
+        for run, times in turns if number % 2 == 0 else turns[::-1]:
             times.append(run.seconds(batch))
             memory = memory or peak_bytes()
-        if number + 1 == size.first:
-            started = time.perf_counter()
-    numbers["loop"] = statistics.median(theirs_all[size.first :]) * 1e3
+    numbers["counted"] = first
+    numbers["loop"] = statistics.median(theirs_all[first:]) * 1e3
     numbers["speed"] = 1 / statistics.median(
-        a / b for a, b in zip(ours_all[size.first :], theirs_all[size.first :], strict=True)
+        a / b for a, b in zip(ours_all[first:], theirs_all[first:], strict=True)
     )
     numbers["first"] = ours_all[0] - theirs_all[0]
-    numbers["begin"] = sum(ours_all[: size.first]) / sum(theirs_all[: size.first])
+    numbers["begin"] = sum(ours_all[:first]) / sum(theirs_all[:first])
     numbers["memory"] = (peak_bytes() - memory) / 2**20
     numbers["long"] = long_calls(ours.module, driver.instances(size.first + size.warm, size.batch))
     numbers["edits"] = model.forced

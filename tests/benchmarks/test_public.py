@@ -20,7 +20,7 @@ from benchmarks.tasks import public
 from tests.benchmarks import stand_in
 from tests.benchmarks.stand_in import MODEL
 
-NUMBERS = {"loop", "speed", "first", "begin", "memory", "long", "edits", "equal"}
+NUMBERS = {"loop", "speed", "first", "begin", "memory", "long", "edits", "equal", "counted"}
 
 
 @pytest.fixture(autouse=True)
