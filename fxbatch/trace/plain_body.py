@@ -41,6 +41,7 @@ from fxbatch.trace.plain_objects import (
     CODE,
     CONSTANTS,
     CONTAINERS,
+    GIVING,
     METHODS_OF_MODULES,
     NEVER_CALLED,
     OF_TENSORS,
@@ -367,16 +368,18 @@ class Walk:
             return self._row((DATA, self._items(args[0])))
         if f is zip:
             return self._row(tuple(map(self._items, args)))
-        looks_into = is_in(f, BUILTINS) and f not in CALLING
-        self._called_back(everything, modules=not looks_into)
-        return self._items(everything) | DATA if looks_into else DATA
+        calls = is_in(f, CALLING)
+        results = self._called_back(everything, modules=calls or not is_in(f, BUILTINS))
+        return self._items(everything) | results if calls or is_in(f, GIVING) else DATA
 
-    def _called_back(self, things: Things, *, modules: bool) -> None:
-        """Functions that are given to others may be called by these, with what is given besides."""
+    def _called_back(self, things: Things, *, modules: bool) -> Things:
+        """What functions give that are given to others: these may call them, with what is given besides."""
+        results = DATA
         for thing in things:
             function = isinstance(thing.object, (FunctionType, Local, Bound, functools.partial))
             if function or (modules and isinstance(thing.object, torch.nn.Module)):
-                self._call_thing(thing, (things,), {}, True)
+                results |= self._call_thing(thing, (things,), {}, True)
+        return results
 
     def _flat(self, things: Things) -> Things:
         """These with the parts of tuples in place of the tuples."""

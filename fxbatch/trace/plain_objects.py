@@ -46,7 +46,8 @@ BUILTINS = frozenset({
     abs, all, any, bool, bytes, complex, dict, divmod, enumerate, filter, float, frozenset, int, isinstance, iter, len,
     list, map, max, min, next, pow, range, reversed, round, set, slice, sorted, str, sum, tuple, zip,
 })  # fmt: skip
-# Those of them that call what they are given; the others look into it.
+# Those of them that give what they find in what they are given, and those that call it.
+GIVING = frozenset({dict, frozenset, iter, list, max, min, next, reversed, set, sorted, tuple})
 CALLING = frozenset({map, filter, functools.reduce})
 TYPES = frozenset(x for x in vars(builtins).values() if isinstance(x, type)) | {torch.Tensor}
 

@@ -6,10 +6,12 @@ import collections
 import dataclasses
 import enum
 import functools
+import math
+import re
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from torch import nn
 import fxbatch
 from fxbatch.trace.module_state import MANY_STATES
 from fxbatch.trace.reads import Reads
+from tests.oracle import check_equal
+from tests.trace import tagger
 from tests.trace.made import value
 
 SCALE = 2.0
@@ -552,3 +556,119 @@ def test_torchs_own_modules_read_their_attributes_and_nothing_else() -> None:
     assert {"self.norm1.eps", "self.dropout.p", "self.self_attn.num_heads", "self.activation"} <= paths
     assert not reads.opaque
     assert reads.guards() == (), "nothing that changes unseen"
+
+
+# What is plain, and what is not
+
+
+def reason(body: Callable[..., Any], **attributes: Any) -> str:
+    return Reads.of_module(Sub(body, **attributes)).opaque
+
+
+def test_a_function_without_source_is_not_plain() -> None:
+    made: dict[str, Any] = {}
+    exec("def body(self, x):\n    return x * 2", made)
+    assert "whose source can't be had" in reason(made["body"])
+
+
+class Item(NamedTuple):
+    h: torch.Tensor
+    c: torch.Tensor
+
+
+def loops(self: Any, x: torch.Tensor) -> Any:
+    outs = []
+    for i, layer in enumerate(self.layers):
+        x = layer(x) + i
+        outs.append(x)
+    for layer, out in zip(self.layers, outs, strict=True):
+        x = x + layer(out)
+    state = Item(x, torch.stack(outs).mean(0))
+    first, *rest = [self.layers[i](x) for i in range(len(self.layers))]
+    return state.h.sum() + sum(r.max(-1).values.sum() for r in rest) + first.norm() + state.c.mean()
+
+
+def local_functions(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def twice(y: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return y * by * self.scale
+
+    return torch.func.vmap(twice)(x[None])[0] + (lambda y, layer=self.layers[0]: layer(y))(x)
+
+
+def raises(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dim() != 1:
+        raise ValueError(f"{x.shape} is no vector")
+    assert isinstance(x, torch.Tensor), "a tensor"
+    with torch.no_grad():
+        scale = math.sqrt(x.shape[-1])
+    return F.relu(x) / scale if self.training else torch.tanh(x)
+
+
+@pytest.mark.parametrize("body", [loops, local_functions, raises])
+def test_plain_bodies(body: Any) -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    assert not reason(body, layers=layers, scale=2.0)
+
+
+NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
+    "stores to an attribute": (lambda self, x: setattr(self, "n", 1) or x, "calls setattr()"),
+    "identity": (lambda self, x: x if x is self.weight else x * 2, "one object"),
+    "a tensor's history": (lambda self, x: x if x.grad_fn is None else x * 2, "asks a tensor for its grad_fn"),
+    "needs a gradient": (lambda self, x: x * x.requires_grad, "requires_grad"),
+    "a list": (lambda self, x: x * self.sizes[0], "reads self.sizes, a list"),
+    "a dictionary": (lambda self, x: x * TABLE["scale"], "reads TABLE, a dict"),
+    "an object": (lambda self, x: x * SETTINGS.scale, "reads SETTINGS, a SimpleNamespace"),
+    "a module of others": (lambda self, x: ELSEWHERE(x), "a module that is not its own"),
+    "called back": (lambda self, x: sorted([1, 2], key=lambda n: print(n)) and x, "calls print()"),
+    "called back by a list's method": (lambda self, x: [1].sort(key=lambda n: print(n)) or x, "calls print()"),
+    "a default": (lambda self, x, seen=[]: x * len(seen), "the default of seen"),
+    "class of a tensor": (lambda self, x: x if type(x) is torch.Tensor else x * 2, "calls type()"),
+    "the generator": (lambda self, x: x * torch.initial_seed(), "calls torch.initial_seed()"),
+    "an attribute by name": (lambda self, x: x * getattr(self, "s" + "cale"), "calls getattr()"),
+}  # fmt: skip
+ELSEWHERE = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain(name: str) -> None:
+    body, why = NOT_PLAIN[name]
+    assert why in reason(body, weight=nn.Parameter(torch.ones(2)), sizes=[1], scale=2.0)
+
+
+class WithLength(nn.Module):
+    def __len__(self) -> int:
+        print("asked")
+        return 1
+
+
+def test_a_part_with_operators_of_its_own() -> None:
+    sub = Sub(lambda self, x: x * len(self.part))
+    sub.part = WithLength()
+    assert "which has a __len__ of its own" in Reads.of_module(sub).opaque
+
+
+def test_the_line_is_told() -> None:
+    assert re.search(r"calls print\(\) \(test_plain_body\.py:\d+\)", reason(NOT_PLAIN["called back"][0]))
+
+
+def test_another_code_in_the_same_function_is_seen() -> None:
+    """As when a notebook's autoreload puts new code into functions."""
+    model = Model(Sub(lambda self, x: _replaced(x)))
+    before = _replaced.__code__
+    check(model)
+    try:
+        _replaced.__code__ = twice.__code__
+        check(model)
+    finally:
+        _replaced.__code__ = before
+
+
+def _replaced(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def test_a_tagger_as_the_tutorial_writes_it() -> None:
+    torch.manual_seed(0)
+    model = tagger.Tagger()
+    check_equal(model, *tagger.sentences(6))
+    assert any("reads self.tag_to_ix, a dict" in why for why in through(model))
