@@ -13,6 +13,8 @@ arguments are tensors alone are `TensorColumns`: the lists as they were given, a
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxbatch.torch_private import TreeSpec, children_of, register_node
-from fxbatch.trace.plain_objects import is_library, is_transparent
+from fxbatch.trace.plain_objects import is_library
 from fxbatch.trace.table import ATOMS
 
 _LISTS, _TENSORS = (list, tuple), {torch.Tensor}
@@ -92,8 +94,29 @@ def _holds_all(kind: type) -> bool:
         and not is_library(kind.__module__)
         and kind.__new__ is object.__new__
         and not hasattr(kind, "__del__")
-        and is_transparent(kind)
+        and _is_transparent(kind)
     )
+
+
+_PLAIN_BASES = (object, types.SimpleNamespace)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_in_python(module_name: str) -> bool:
+    module = sys.modules.get(module_name)
+    if module is None or module_name == "__main__":
+        return True
+    return str(getattr(module, "__file__", "")).endswith((".py", ".pyc"))
+
+
+def _is_transparent(kind: type) -> bool:
+    """Whether all state of a class's objects is in their attributes: no base is written in C."""
+    for c in kind.__mro__:
+        if c in _PLAIN_BASES or c.__module__ == "typing":
+            continue
+        if not c.__flags__ & (1 << 9) or not _made_in_python(c.__module__):
+            return False
+    return not issubclass(kind, Iterator)
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -105,27 +105,6 @@ def is_library(module_name: Any) -> bool:
 def is_own(name: str) -> bool:
     """Whether an attribute of a module is the user's, not the bookkeeping of torch or fxbatch."""
     return name not in _OWN and not name.startswith("_fxbatch")
-
-
-_PLAIN_BASES = (object, types.SimpleNamespace)
-
-
-@functools.lru_cache(maxsize=1024)
-def _made_in_python(module_name: str) -> bool:
-    module = sys.modules.get(module_name)
-    if module is None or module_name == "__main__":
-        return True
-    return str(getattr(module, "__file__", "")).endswith((".py", ".pyc"))
-
-
-def is_transparent(kind: type) -> bool:
-    """Whether all state of a class's objects is in their attributes: no base is written in C."""
-    for c in kind.__mro__:
-        if c in _PLAIN_BASES or c.__module__ == "typing":
-            continue
-        if not c.__flags__ & (1 << 9) or not _made_in_python(c.__module__):
-            return False
-    return not issubclass(kind, Iterator)
 
 
 def is_users(f: Any) -> bool:

@@ -1,9 +1,8 @@
 """The source of users' functions, as syntax trees.
 
-In: a function. Out: its tree, the names in it.
+In: a function. Out: its tree, and what is local to it.
 
     syntax_of(function)              # an ast.FunctionDef or ast.Lambda; None where the source can't be had
-    names_of(function).attributes    # frozenset({"shape"})
 
 The file is taken to be the one that was imported, as torch.jit.script takes it to be.
 """
@@ -16,7 +15,7 @@ import hashlib
 import inspect
 import linecache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,38 +73,6 @@ def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
             stored.add(n.name)
         todo += ast.iter_child_nodes(n)
     return frozenset(stored - others), frozenset(others)
-
-
-class Names(NamedTuple):
-    """What a function's source names."""
-
-    globals: frozenset[str]
-    attributes: frozenset[str]
-    identity: bool  # whether it may ask which object something is: `x is y`, `x in seen`, `id(x)`
-
-
-_IDENTITY = frozenset({"id", "hash", "type", "set", "frozenset", "__class__", "__dict__", "get", "index"})
-
-
-def names_of(function: FunctionType) -> Names | None:
-    """What a function names; None where its source can't be had."""
-    node = syntax_of(function)
-    return None if node is None else _names_in(node)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(node: Any) -> Names:
-    nodes = list(ast.walk(node))
-    names = frozenset(n.id for n in nodes if isinstance(n, ast.Name))
-    attributes = frozenset(n.attr for n in nodes if isinstance(n, ast.Attribute))
-    asks = any(
-        isinstance(op, (ast.In, ast.NotIn))
-        or (isinstance(op, (ast.Is, ast.IsNot)) and not isinstance(side, ast.Constant))
-        for n in nodes
-        if isinstance(n, ast.Compare)
-        for op, side in zip(n.ops, n.comparators, strict=True)
-    ) or any(isinstance(n, (ast.Set, ast.SetComp)) for n in nodes)
-    return Names(names, attributes, asks or not _IDENTITY.isdisjoint(names | attributes))
 
 
 def yields(statement: Any) -> bool:
