@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
@@ -26,6 +27,7 @@ from fxbatch.tensor_memory import memory_places
 from fxbatch.torch_fakes import before_dynamo, put_dynamo_off, stop_putting_off
 from fxbatch.torch_private import (
     CheckpointFunction,
+    TorchDispatchMode,
     any_autocast,
     dynamo_questions,
     function_modes_enabled,
@@ -327,6 +329,17 @@ def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> An
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
         return function(*args)
+
+
+@stands_for(TorchFunctionMode, "__enter__")
+@stands_for(TorchDispatchMode, "__enter__")
+def _enters_mode(_: RecordedCalls, plain: Any, mode: Any) -> Any:
+    """A mode of the user's within the forward: what is recorded as a whole, and what runs later, would not meet it."""
+    if type(mode).__module__.partition(".")[0] not in ("torch", "fxbatch"):
+        raise TraceError(
+            f"a torch mode ({type(mode).__name__}) is entered, which recorded calls don't meet{at_line()}"
+        )
+    return plain(mode)
 
 
 _FACTORIES = (

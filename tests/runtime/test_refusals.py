@@ -71,7 +71,36 @@ def backward(self: Any, x: Any) -> Any:
     return y
 
 
+class Doubling(TorchFunctionMode):
+    """Doubles what linear layers give."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.nn.functional.linear else found
+
+
+class Negating(TorchDispatchMode):
+    """Negates what tanh gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return -found if func is torch.ops.aten.tanh.default else found
+
+
+def function_mode(self: Any, x: Any) -> Any:
+    with Doubling():
+        y = self.l(x)
+    return torch.tanh(self.l(y))
+
+
+def dispatch_mode(self: Any, x: Any) -> Any:
+    y = self.l(x)
+    with Negating():
+        return torch.tanh(y)
+
+
 REFUSED = {
+    function_mode: r"a torch mode \(Doubling\)", dispatch_mode: r"a torch mode \(Negating\)",
     batch_norm: "BatchNorm1d in training", max_norm: "max_norm", backward_hook: "backward hook", script: "TorchScript",
     row_view: "a view of", derivative: "torch.autograd.grad", backward: "backward\\(\\) inside",
 }  # fmt: skip
@@ -206,19 +235,6 @@ def test_double_backward_is_an_error_once_and_then_the_loop() -> None:
 # What is active around the call
 
 
-class Doubling(TorchFunctionMode):
-    """Doubles what linear layers give."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found * 2 if func is torch.nn.functional.linear else found
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def global_hook() -> Iterator[None]:
     hook = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: out * 3)
@@ -234,7 +250,7 @@ def plain(self: Any, x: Any) -> Any:
 
 AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "function mode": (Doubling, "a torch function mode (Doubling)"),
-    "dispatch mode": (Watching, "a torch dispatch mode (Watching)"),
+    "dispatch mode": (Negating, "a torch dispatch mode (Negating)"),
     "global hook": (global_hook, "hooks on all modules"),
 }
 
