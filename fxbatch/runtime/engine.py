@@ -156,10 +156,12 @@ class Engine(Planner):
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         try:
-            return self._finish(run, recording, out)
+            result = self._finish(run, recording, out)
         except TraceError as error:
             recording.recorder.take_back_changes(error)
             raise
+        recording.recorder.changes.forget()
+        return result
 
     def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
         found = Results(recording.results, recording.left)

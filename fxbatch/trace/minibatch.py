@@ -198,6 +198,8 @@ def record_minibatch(
     recorder = Recorder(table, roots, len(instances), recalls=True)
     if runs_now:
         recorder.copies, recorder.watches_operands = {}, not ahead
+    if changes is not None:
+        recorder.changes.watch(instances)
     run = _Run(fn, instances, recorder, execution, return_exceptions, changes)
     run.first = first
     try:

@@ -30,6 +30,7 @@ _MANY = 1000  # of a container of more items only their number is compared
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TORCHS_OWN = frozenset((*vars(torch.nn.Module()), "_fxbatch_engines"))
 _ABSENT: Any = object()
+_WATCHED = frozenset({*_CONTAINERS, torch.Tensor})
 
 
 class Container(NamedTuple):
@@ -87,6 +88,13 @@ def containers_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[torch.nn.Mo
     )
 
 
+def _state(x: Any) -> int:
+    """How many items a container has, how often a tensor was written to."""
+    if type(x) is not torch.Tensor:
+        return len(x)
+    return -1 if x.is_inference() else x._version
+
+
 class _Before(NamedTuple):
     """An attribute as it was: in this table of the module; None where it had none."""
 
@@ -109,6 +117,7 @@ class ModuleChanges:
     def __init__(self, containers: Sequence[tuple[torch.nn.Module, str]] = ()) -> None:
         self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
         self._containers = [Container.of(m, name) for m, name in containers]
+        self._arguments: list[tuple[Any, int]] = []
         self._first = ""
         self.lasts = False  # whether something was changed that `undo` does not know
         self.begun = 0  # instances
@@ -155,8 +164,21 @@ class ModuleChanges:
         """The same of containers alone."""
         return _first_changed(self._containers)
 
+    def watch(self, instances: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Look at lists and tensors that are arguments: an instance that has changed its own can't begin anew."""
+        for args, _ in instances:
+            for x in args:
+                if type(x) in _WATCHED:
+                    self._arguments.append((x, _state(x)))
+
+    def forget(self) -> None:
+        """Nothing is undone any more."""
+        self._attributes.clear()
+        self._containers.clear()
+        self._arguments.clear()
+
     def undo(self) -> bool:
-        """Make modules what they were. Whether they are."""
+        """Make modules what they were. Whether they are, and arguments as well."""
         for attribute in reversed(self._attributes.values()):
             now = _before(attribute.module, attribute.name)
             if now.table is not None and now.table is not attribute.table:
@@ -165,7 +187,7 @@ class ModuleChanges:
                 attribute.table[attribute.name] = attribute.value
         self._attributes.clear()
         undone = [container.put_back() for container in self._containers]
-        return all(undone) and not self.lasts
+        return all(undone) and not self.lasts and all(_state(x) == state for x, state in self._arguments)
 
 
 class ModuleState:

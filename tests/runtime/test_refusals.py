@@ -206,6 +206,35 @@ def test_an_exception_of_the_forward_is_its_own() -> None:
     assert [type(y).__name__ for y in found] == ["Tensor", "Tensor", "ValueError", *["Tensor"] * 3]
 
 
+def consumes(self: Any, x: Any, words: Any) -> Any:
+    h = self.l(x)
+    while words:
+        h = h + self.l(words.pop())
+    return self.norm(h.expand(3, 4)).sum(0)
+
+
+def writes(self: Any, x: Any, words: Any) -> Any:
+    x.mul_(2)
+    return self.norm(self.l(x).expand(3, 4)).sum(0)
+
+
+@pytest.mark.usefixtures("chooses")
+@pytest.mark.parametrize("forward", [consumes, writes], ids=lambda f: f.__name__)
+def test_instances_that_have_changed_their_arguments_do_not_begin_anew(
+    forward: Callable[..., Any], batches: list[int]
+) -> None:
+    model = decorated(forward)
+    words = [instances(2) for _ in range(6)]
+    with pytest.raises(TraceError, match="BatchNorm1d in training"):
+        model(instances(), words)
+    words = [instances(2) for _ in range(6)]
+    looped = decorated(forward, adaptive="loop")
+    with pytest.warns(LoopWarning):
+        found = model(instances(), copy.deepcopy(words))
+    torch.testing.assert_close(found, looped(instances(), words))
+    assert len(batches) == 1
+
+
 @pytest.mark.usefixtures("chooses")
 def test_a_check_of_what_cannot_be_recorded_is_the_loop() -> None:
     model, looped = decorated(batch_norm, check=1), decorated(batch_norm, adaptive="loop")
