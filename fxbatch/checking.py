@@ -606,7 +606,7 @@ def run_watched(
     run = engine.execution()
     watched = WatchedExecution(run)
     recording = engine.record(fn, instances, watched)
-    found = Results(recording.results, recording.left)
+    found = Results(recording.results, recording.held)
     values = found.values
     last = recording.recorder.final_program(values)
     result = engine.assemble(run, found, run.finish(last, values), engine.options.out)

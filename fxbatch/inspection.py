@@ -199,8 +199,8 @@ def _record(
     run.phases_timed = Timing(1)
     recording = timing.forward_of(lambda: engine.record(autobatched.fn, instances, run))
     found = Results(recording.results)
-    if recording.left is not None:
-        recording.left.abandon()
+    if recording.held is not None:
+        recording.held.abandon()
     program = recording.pending_program(found.values)
     return engine, recording, run, after_packed_calls(run, program) if live else program, found
 

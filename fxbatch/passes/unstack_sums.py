@@ -45,6 +45,24 @@ def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
     return found if len(found) and found[:2].any(axis=1).all() else found[:0]
 
 
+def summed_stacks(program: Program) -> np.ndarray:
+    """bool [calls]: stacks that nothing reads but sums and means which become additions, and these."""
+    kinds = _kinds(program.signatures)
+    if not len(kinds):
+        return np.zeros(len(program), dtype=bool)
+    stacks, sums, modes = kinds[:, program.sig]
+    computed = program.inputs >= program.known
+    maker = program.call_of_value[program.inputs[computed] - program.known]
+    reader = program.reader[computed]
+    fits = (sums[reader] > 0) & (modes[reader] == modes[maker])
+    otherwise = np.bincount(maker[~fits], minlength=len(program)) > 0
+    results = program.outputs[program.outputs >= program.known] - program.known
+    otherwise[program.call_of_value[results]] = True
+    summed = (stacks > 0) & ~otherwise
+    summed[reader[fits & summed[maker]]] = True
+    return summed
+
+
 class Unstacker:
     """Replaces reductions of stacks; the same Signatures for the same types and modes."""
 

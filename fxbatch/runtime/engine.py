@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +24,11 @@ from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
-from fxbatch.runtime.results import Results, nest, separate, stack
+from fxbatch.runtime.results import Results, Take, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
 from fxbatch.trace.constants import IntegerColumn
-from fxbatch.trace.left_behind import handing_over
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, still_hold
@@ -164,7 +164,7 @@ class Engine(Planner):
         return result
 
     def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
-        found = Results(recording.results, recording.left)
+        found = Results(recording.results, recording.held)
         values = found.values
         program = recording.recorder.final_program(values)
         if not isinstance(run, Run):
@@ -175,25 +175,19 @@ class Engine(Planner):
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
         """The result of the decorated call from the values of a finished run."""
-        left = found.left
-        holder = found.all_values()[:1] or ([] if left is None else left.values)
-        take = handing_over(
-            found.values,
-            holder,
-            lambda requests: take_results(run, requests),
-            renumber,
-            lambda: isinstance(run, Run) and mixes_constants(run),
-        )
-        if left is not None:
-            take = left.together(take, renumber)
+        held = found.held
+
+        take: Take = functools.partial(take_results, run)
+        if held is not None:
+            take = held.together(take, renumber, apart=isinstance(run, Run) and mixes_constants(run))
         try:
             if out == "stack":
                 return stack(found, renumber, take)
             results = separate(found, renumber, take, run.value_needs if isinstance(run, Run) else None)
             return nest(results) if out == "nested" else results
         finally:
-            if left is not None:
-                left.abandon()  # where something was raised first
+            if held is not None:
+                held.abandon()  # where something was raised first
 
 
 # -- traced instances, and minibatches of them that are ready to run
@@ -253,7 +247,7 @@ class ReadyMinibatch:
     ) -> ReadyMinibatch:
         """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run
-        found = Results(recording.results, recording.left)
+        found = Results(recording.results, recording.held)
         values = found.values
         program = recording.recorder.final_program(values)
         phase = None

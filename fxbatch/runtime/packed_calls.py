@@ -25,6 +25,7 @@ import torch
 from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
+from fxbatch.passes.unstack_sums import summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_spec
@@ -464,7 +465,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     if table is None or packed is None or not packed.families or not len(program):
         return program
     program = run.resolved(eliminate_dead(program))
-    waits = _packed_calls(packed, program)
+    waits = _packed_calls(packed, program) & ~summed_stacks(program)
     if program.known or not waits.any() or _stacks_too_often(packed, program):
         return program
     if _segment_of(program, waits).max() > MOST:
@@ -475,7 +476,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
         run.known = KnownValues()  # values have other numbers now
         program = packed.resolve(table, program, run.known, grad=run.grad)
-        waits = _packed_calls(packed, program)
+        waits = _packed_calls(packed, program) & ~summed_stacks(program)
     return program
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
-from fxbatch.trace.left_behind import LeftBehind
+from fxbatch.trace.held import Held
 from fxbatch.trace.objects import (
     Structure,
     fill,
@@ -26,7 +26,7 @@ from fxbatch.trace.objects import (
     take_apart,
     values_in,
 )
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import REQUIRES_GRAD, Value
 
 LONGEST = 200  # characters of a structure in a message
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
@@ -38,9 +38,9 @@ class Results:
     Leaves that are objects of the user's own classes hold values too: `objects` says whose, by the leaf's id.
     """
 
-    def __init__(self, results: Sequence[Any], left: LeftBehind | None = None) -> None:
+    def __init__(self, results: Sequence[Any], held: Held | None = None) -> None:
         self.results = results
-        self.left = left  # values that are held by others
+        self.held = held  # what others hold
         self.specs: list[TreeSpec | Structure | None] = []
         self.leaves: list[list[Any]] = []
         self.objects: dict[int, list[Value]] = {}
@@ -90,10 +90,10 @@ class Results:
     def values(self) -> np.ndarray:
         """Distinct ids of all values that have to be computed, in order of first appearance."""
         if self._values is None:
-            found = [x.id for x in self.all_values()]
-            if self.left is not None:
-                found += [x.id for x in self.left.values]
-            self._values = np.array(list(dict.fromkeys(found)), dtype=np.int64)
+            ids = list(dict.fromkeys([x.id for x in self.all_values()]))
+            self._values = np.array(ids, dtype=np.int64)
+            if self.held is not None:
+                self._values = np.concatenate([self._values, np.unique(self.held.besides(self._values))])
         return self._values
 
     def made_alike(self) -> Results:
@@ -190,7 +190,9 @@ def separate(
     for values, request, rows in zip(by_type.values(), requests, take(requests), strict=True):
         parts = rows.unbind(0)
         if rows.requires_grad:
-            flags = [x.requires_grad for x in values.values()] if needs is None else needs[request].tolist()
+            flags = [bool(x._flags & REQUIRES_GRAD) for x in values.values()]
+            if needs is not None:
+                flags = [flag and need for flag, need in zip(flags, needs[request].tolist(), strict=True)]
             if not all(flags):  # one tensor for all: what is detached was taken along
                 parts = tuple(t if flag else t.detach() for t, flag in zip(parts, flags, strict=True))
         tensors.update(zip(values, parts, strict=True))

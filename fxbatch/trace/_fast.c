@@ -4,8 +4,7 @@
    as every call does where this extension was not built. State lives in the slots of Python objects, read and written
    by their offsets, so that both sides see the same recorder.
 
-   Values are recycled: making an object of a subclass of torch.Tensor costs as much as all the rest. When
-   the last reference to a Value goes, the object is kept in a bounded pool and handed out again. */
+   Values are used again (_fast_values.h): making an object of a subclass of torch.Tensor costs as much as all the rest. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,6 +19,39 @@
 #include "_fast_numbers.h"
 
 /* --- Calls that were met before ------------------------------------------------------------------------------ */
+
+/* --- Writes in place ------------------------------------------------------------------------------------------ */
+
+enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE }; /* Entry.written_as */
+
+/* The value that an argument is or stands for, borrowed; NULL for others. */
+static PyObject *value_at(PyObject *recorder, PyObject *x)
+{
+    return Py_IS_TYPE(x, Value) ? SLOT(x, at.recorder) == recorder ? x : NULL : value_behind(recorder, x);
+}
+
+/* Whether a value can get another content by another number: views, constants and what autograd does not see are
+   Python's. Its own views are recorded anew when they are used (is_stale). */
+static int may_be_rewritten(PyObject *recorder, PyObject *v)
+{
+    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) &&
+           (SLOT(KNOWN(recorder), at.grad) == Py_True || SLOT(recorder, at.graded) != Py_True);
+}
+
+/* Record a call whose only output is the new content of v; -1 without an error where it is for Python. */
+static int rewrite(PyObject *recorder, PyObject *v, PyObject *entry, const Input *read, Py_ssize_t n)
+{
+    PyObject *types = SLOT(entry, at.types);
+    if (WHOLE(entry, at.written) == WRITES_OTHERWISE || PyLong_AsLongLong(PyTuple_GET_ITEM(types, 0)) != WHOLE(v, at.type))
+        return -1;
+    const char *gradients = gradients_of(recorder, entry, read, n);
+    if (!gradients || append_row(recorder, entry, read, n) < 0)
+        return -1;
+    WHOLE(v, at.value) = WHOLE(recorder, at.count)++;
+    WHOLE(v, at.flags) = gradients[0] & 2 ? REQUIRES_GRAD : 0;
+    WHOLE(v, at.writes)++;
+    return 0;
+}
 
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
 static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
@@ -36,13 +68,36 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
         entry = call_place(table->calls, table->room, &wanted)->entry;
     if (entry && holds(entry)) {
         Py_INCREF(entry);
-        result = record(recorder, entry, a.inputs, a.read);
-        if (result && PyTuple_GET_SIZE(SLOT(entry, at.aliases)) &&
+        if (WHOLE(entry, at.written) == WRITES_NOTHING)
+            result = record(recorder, entry, a.inputs, a.read);
+        else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
+                 may_be_rewritten(recorder, a.inputs[0].value) &&
+                 rewrite(recorder, a.inputs[0].value, entry, a.inputs, a.read) == 0)
+            result = Py_NewRef(WHOLE(entry, at.written) == GIVES_TARGET ? args[0] : Py_None);
+        if (result && WHOLE(entry, at.written) == WRITES_NOTHING && PyTuple_GET_SIZE(SLOT(entry, at.aliases)) &&
             link_views(recorder, entry, result, &a, args, n, names) < 0)
             Py_CLEAR(result);
         Py_DECREF(entry);
     }
     arguments_free(&a);
+    return result;
+}
+
+/* A function that writes to its first argument, by the same function that doesn't; NULL without an error where it is for
+   Python. */
+static PyObject *call_in_place(PyObject *recorder, PyObject *pure, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *v = n ? value_at(recorder, args[0]) : NULL;
+    if (!v || !may_be_rewritten(recorder, v))
+        return NULL;
+    PyObject *content = call_function(recorder, pure, args, n, names, 1), *result = NULL;
+    if (content && Py_IS_TYPE(content, Value) && WHOLE(content, at.type) == WHOLE(v, at.type) && !SLOT(content, at.view)) {
+        WHOLE(v, at.value) = WHOLE(content, at.value);
+        WHOLE(v, at.flags) = WHOLE(content, at.flags) & REQUIRES_GRAD;
+        WHOLE(v, at.writes)++;
+        result = Py_NewRef(args[0]);
+    }
+    Py_XDECREF(content);
     return result;
 }
 
@@ -128,29 +183,35 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
     if (current && !kwnames && (n == 3 || n == 4) && PyTuple_CheckExact(args[2]) &&
         (n == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
-        PyObject *result = call_function(current, args[0], &PyTuple_GET_ITEM(args[2], 0),
-                                         PyTuple_GET_SIZE(args[2]), names, 1);
+        PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
+        PyObject *result = pure ? call_in_place(current, pure, given, PyTuple_GET_SIZE(args[2]), names)
+                                : call_function(current, args[0], given, PyTuple_GET_SIZE(args[2]), names, 1);
         if (result || PyErr_Occurred())
             return result;
     }
-    int bare = n > 1 && PyTuple_CheckExact(args[1]);
-    for (Py_ssize_t i = 0; bare && i < PyTuple_GET_SIZE(args[1]); i++)
-        bare = PyTuple_GET_ITEM(args[1], i) != (PyObject *)Value;
-    return PyObject_Vectorcall(bare ? slow_bare : slow_torch_function, args, n, kwnames);
+    PyObject *slow = slow_bare; /* of bare parameters alone */
+    for (Py_ssize_t i = 0; n > 1 && PyTuple_CheckExact(args[1]) && i < PyTuple_GET_SIZE(args[1]); i++) {
+        PyObject *type = PyTuple_GET_ITEM(args[1], i);
+        if (type == (PyObject *)WrittenTensor)
+            slow = slow_written;
+        else if (type == (PyObject *)Value && slow == slow_bare)
+            slow = slow_torch_function;
+    }
+    return PyObject_Vectorcall(slow, args, n, kwnames);
 }
 
 /* Whether nobody but Value has a say in a call with this argument. */
 static int ours_alone(PyObject *x)
 {
     PyTypeObject *t = Py_TYPE(x);
-    return t == Value || t == Tensor || is_parameter(t) || x == Py_None;
+    return t == Value || t == WrittenTensor || t == Tensor || is_parameter(t) || x == Py_None;
 }
 
 /* has_torch_function_variadic(*arguments), which torch.nn.functional asks before each handle_torch_function. */
 static PyObject *has_torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
     for (Py_ssize_t i = 0; current && i < n; i++)
-        if (Py_IS_TYPE(args[i], Value) && mode_is(functions_enabled, Py_True))
+        if ((Py_IS_TYPE(args[i], Value) || Py_IS_TYPE(args[i], WrittenTensor)) && mode_is(functions_enabled, Py_True))
             Py_RETURN_TRUE;
     return PyObject_Vectorcall(slow_question, args, n, kwnames);
 }
@@ -177,7 +238,7 @@ typedef struct {
     vectorcallfunc call;
     PyObject *owner; /* a function that its arguments are given to; NULL: the first argument is a module */
     PyObject *slow;
-    int how; /* of a method that gives a number: as what */
+    int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner` */
 } Method;
 
 /* Whether an index says something of all of a tensor: slices, None. Others begin with a row, or are read first. */
@@ -192,11 +253,15 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
 {
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    if (m->owner == getitem && m->owner && n == 2 && !kwnames && !for_all_of_it(args[1])) {
+    if (m->how == IN_PLACE) {
+        PyObject *result = current ? call_in_place(current, m->owner, args, n, kwnames) : NULL;
+        if (result || PyErr_Occurred())
+            return result;
+    } else if (m->owner == getitem && m->owner && n == 2 && !kwnames && !for_all_of_it(args[1])) {
         PyObject *result = current && PyLong_CheckExact(args[1]) ? row_of_value(current, args) : NULL;
         if (result || PyErr_Occurred())
             return result;
-    } else if (current && n >= (kwnames ? 1 : 2)) {
+    } else if (current && (m->owner || n >= (kwnames ? 1 : 2))) {
         PyObject *result = m->owner ? call_function(current, m->owner, args, n, kwnames, 1)
                                     : call_function(current, args[0], args + 1, n - 1, kwnames, 0);
         if (result || PyErr_Occurred())
@@ -231,7 +296,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Method *m = (Method *)type->tp_alloc(type, 0);
     if (m) {
         m->how = how;
-        m->call = how < 0 ? method_call : reader_call;
+        m->call = how < 0 || how == IN_PLACE ? method_call : reader_call;
         m->owner = owner == Py_None ? NULL : Py_NewRef(owner);
         m->slow = Py_NewRef(slow);
     }
@@ -296,7 +361,8 @@ static struct {
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row},
-    {"link_views", &slow_link}, {"Alias", &Alias}, {"getitem", &getitem}, {"torch_function", &slow_torch_function},
+    {"link_views", &slow_link}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
+    {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
     {"handle_torch_function", &slow_handle}, {"has_torch_function", &slow_question},
 };
@@ -324,17 +390,22 @@ static struct {
     int whole;
 } const slots[] = {
     {&Value, "_value", &at.value, 1}, {&Value, "_type", &at.type, 1}, {&Value, "_recorder", &at.recorder},
-    {&Value, "_alias", &at.alias}, {&Entry, "sid", &at.sid, 1}, {&Entry, "types", &at.types},
+    {&Value, "_view", &at.view}, {&Value, "_rows", &at.rows},
+    {&Value, "_flags", &at.flags, 1}, {&Value, "_writes", &at.writes, 1}, {&Entry, "sid", &at.sid, 1}, {&Entry, "types", &at.types},
     {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliases", &at.aliases}, {&Entry, "target", &at.target},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
     {&Recorder, "count", &at.count, 1}, {&Recorder, "known", &at.known}, {&Recorder, "constants", &at.constants},
     {&Recorder, "payload", &at.payload}, {&Knowledge, "call_table", &at.table}, {&Knowledge, "mode", &at.mode, 1},
     {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
-    {&Recorder, "unchecked", &at.unchecked}, {&Recorder, "settled", &at.settled},
+    {&Recorder, "settled", &at.settled},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls},
-    {&Alias, "source", &at.source}, {&Alias, "call", &at.call}, {&Alias, "output", &at.output},
-    {&Alias, "again", &at.again}, {&Alias, "grad", &at.through}, {&Alias, "views", &at.views},
+    {&Recorder, "values", &at.values}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
+    {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
+    {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},
+    {&View, "grad", &at.through}, {&View, "seen", &at.seen, 1}, {&Written, "value", &at.stands_for},
+    {&Entry, "carries", &at.carries}, {&Entry, "operands", &at.operands}, {&Entry, "asked_in", &at.asked_in, 1},
+    {&Entry, "requires", &at.requires, 1}, {&Entry, "written_as", &at.written, 1},
 };
 
 static PyObject *not_as_expected(void)
@@ -346,28 +417,25 @@ static PyObject *not_as_expected(void)
 
 #define EACH(i, table) for (size_t i = 0; i < sizeof table / sizeof *table; i++)
 
-/* Where in memory is what is asked of tensors: MemoryPlaces, or None where that is not known. */
-static int set_places(PyObject *places)
+/* The functions of DLPack's exchange interface, from torch's capsule; None where it has none. */
+static int set_exchange(PyObject *capsule)
 {
-    PyObject *kind;
-    if (places == Py_None)
+    if (capsule == Py_None)
         return 1;
-    if (!PyArg_ParseTuple(places, "nnnnnnnnKO!", &lies.implementation, &lies.storage, &lies.autograd, &lies.version,
-                          &lies.offset, &lies.numbers, &lies.resizable, &lies.counted, &lies.no_view, &PyTuple_Type, &kind))
-        return 0;
-    lies.kinds = PyTuple_GET_SIZE(kind);
-    for (Py_ssize_t i = 0; i < lies.kinds && i < MAX_KIND; i++)
-        lies.kind[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, i));
-    return lies.kinds <= MAX_KIND && !PyErr_Occurred();
+    const struct Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    while (api && api->major > 1) /* the first layout that is as declared here */
+        api = api->older;
+    exchange = api && api->major == 1 ? api : NULL;
+    return !PyErr_Occurred();
 }
 
-/* setup(what is given by name, addresses of torch's C++, where things lie in memory); once. */
+/* setup(what is given by name, addresses of torch's C++, the capsule of DLPack's exchange interface or None); once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *given, *places;
+    PyObject *given, *capsule;
     unsigned long long address[4];
     if (!PyArg_ParseTuple(args, "O!(KKKK)O", &PyDict_Type, &given, &address[0], &address[1], &address[2], &address[3],
-                          &places))
+                          &capsule))
         return NULL;
     if (Value) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -385,7 +453,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     }
     EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset, slots[i].whole) < 0) return NULL;
     EACH(i, getters) if (!(*getters[i].where = getter_of((PyObject *)Tensor, getters[i].name))) return NULL;
-    if (!set_places(places) || !Value->tp_clear || !Value->tp_weaklistoffset)
+    if (!set_exchange(capsule) || !Value->tp_weaklistoffset)
         return not_as_expected();
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];
@@ -395,25 +463,7 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     plain_call = Module->tp_call;
     plain_getattr = Py_XNewRef(_PyType_Lookup(Module, s_getattr));
     plain_getattribute = Py_XNewRef(_PyType_Lookup(Module, s_getattribute));
-    plain_dealloc = Value->tp_dealloc;
-    plain_clear = Value->tp_clear;
-    Value->tp_dealloc = value_dealloc;
-    Value->tp_clear = value_clear;
     Py_RETURN_NONE;
-}
-
-static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *type)
-{
-    if (type == (PyObject *)Value)
-        return empty_value();
-    PyErr_SetString(PyExc_TypeError, "makes Values only");
-    return NULL;
-}
-
-static PyObject *is_plain_value(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
-{
-    return PyBool_FromLong(n == 2 && Py_IS_TYPE(args[0], Value) && SLOT(args[0], at.recorder) == args[1] &&
-                           !SLOT(args[0], at.alias));
 }
 
 /* usual_modes(recorder, grad): whether this thread records with it, with gradients so, and without autocast. None where
@@ -460,15 +510,14 @@ static PyObject *at_bottom(PyObject *Py_UNUSED(module), PyObject *work)
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Say what the Python objects are; once."},
     {"set_current", set_current, METH_O, "Make a recorder (or None) this thread's current one."},
-    {"new_value", new_value, METH_O, "An empty Value, recycled where there is one."},
+    {"value", (PyCFunction)(void (*)(void))new_value, METH_FASTCALL, "value(recorder, number, type, flags): a Value object."},
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
     {"stack_here", stack_here, METH_NOARGS, "How deep the stack is."},
     {"at_bottom", at_bottom, METH_O, "Call where the stack ends for who walks it."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
-    {"is_plain_value", (PyCFunction)(void (*)(void))is_plain_value, METH_FASTCALL,
-     "is_plain_value(value, recorder): whether it is the recorder's and shares memory with no other."},
+    {"facts", facts, METH_O, "int64 [values, 3]: number, type and flags of each of a list."},
     {"versions_of", versions_of, METH_O, "How often torch has written to each of a list of tensors."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
@@ -501,7 +550,8 @@ PyMODINIT_FUNC PyInit__fast(void)
     EACH(i, interned) if (!(*interned[i].where = PyUnicode_InternFromString(interned[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module && (PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &CallTableType) < 0 ||
-                   PyModule_AddType(module, &MethodType) < 0 || PyModule_AddType(module, &SettledType) < 0))
+                   PyModule_AddType(module, &MethodType) < 0 || PyModule_AddType(module, &SettledType) < 0 ||
+                   PyModule_AddType(module, &ValuesType) < 0 || PyModule_AddType(module, &ConstantsType) < 0))
         Py_CLEAR(module);
     return module;
 }

@@ -55,6 +55,8 @@ static int token(Arguments *a, PyObject *object, int64_t number)
 
 static int token_value(Arguments *a, PyObject *v)
 {
+    if (is_stale(v))
+        return 0;
     if (a->n == a->room && arguments_grow(a) < 0)
         return -1;
     a->tokens[a->n++] = (Token){(PyObject *)Value, WHOLE(v, at.type)};
@@ -87,6 +89,18 @@ static int is_parameter(PyTypeObject *type)
     return type == Parameter || type == BareParameter;
 }
 
+/* What a tensor that was written to stands for (values.py), borrowed; NULL for others. */
+static PyObject *value_behind(PyObject *recorder, PyObject *x)
+{
+    static PyObject *name;
+    if (!name && !(name = PyUnicode_InternFromString("_fxbatch_written")))
+        return NULL;
+    PyObject **dict = Py_IS_TYPE(x, WrittenTensor) ? _PyObject_GetDictPtr(x) : NULL;
+    PyObject *written = dict && *dict ? PyDict_GetItemWithError(*dict, name) : NULL;
+    PyObject *v = written && Py_IS_TYPE(written, Written) ? SLOT(written, at.stands_for) : NULL;
+    return v && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) == recorder ? v : NULL;
+}
+
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -95,6 +109,10 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
     if (type == Tensor) {
         PyObject *v = constant_of(recorder, x, a->views);
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
+    }
+    if (type == WrittenTensor) {
+        PyObject *v = value_behind(recorder, x);
         return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
     }
     if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || is_parameter(type) || type == Dtype)

@@ -16,21 +16,64 @@ typedef struct {
 
 #define FEW 32
 
-/* Append a row and give its result. */
-static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, Py_ssize_t n)
+/* Whether an operand of an entry's that all instances share requires a gradient: asked once a recording; -1 on error. */
+static int operands_ask(PyObject *recorder, PyObject *entry)
+{
+    PyObject *operands = SLOT(entry, at.operands);
+    if (!operands || !PyTuple_GET_SIZE(operands))
+        return 0;
+    if (WHOLE(entry, at.asked_in) != WHOLE(recorder, at.base)) {
+        PyObject *answer = PyObject_CallFunctionObjArgs(operands_require, operands, NULL);
+        if (!answer)
+            return -1;
+        WHOLE(entry, at.requires) = answer == Py_True;
+        WHOLE(entry, at.asked_in) = WHOLE(recorder, at.base);
+        Py_DECREF(answer);
+    }
+    return WHOLE(entry, at.requires) != 0;
+}
+
+/* Which outputs of a call require a gradient, as bytes; "" where none does, NULL on error. */
+static const char *gradients_of(PyObject *recorder, PyObject *entry, const Input *read, Py_ssize_t n)
+{
+    PyObject *carries = SLOT(entry, at.carries);
+    if (!carries || !PyBytes_GET_SIZE(carries))
+        return "";
+    int asked = 0;
+    for (Py_ssize_t i = 0; i < n && !asked; i++)
+        asked = read[i].value && WHOLE(read[i].value, at.flags) & REQUIRES_GRAD;
+    if (!asked)
+        asked = operands_ask(recorder, entry);
+    return asked < 0 ? NULL : asked ? PyBytes_AS_STRING(carries) : "";
+}
+
+/* Append a row; -1 on error. */
+static int append_row(PyObject *recorder, PyObject *entry, const Input *read, Py_ssize_t n)
 {
     Column *sigs = (Column *)SLOT(recorder, at.sigs), *inputs = (Column *)SLOT(recorder, at.inputs);
     if (column_reserve(sigs, 1) < 0 || column_reserve(inputs, n) < 0)
-        return NULL;
+        return -1;
     sigs->data[sigs->size++] = WHOLE(entry, at.sid);
     for (Py_ssize_t i = 0; i < n; i++)
         inputs->data[inputs->size++] = read[i].id;
+    return 0;
+}
+
+/* Append a row and give its result. */
+static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, Py_ssize_t n)
+{
+    const char *gradients = gradients_of(recorder, entry, read, n);
+    if (!gradients)
+        return NULL;
+    int any = gradients[0] != 0; /* 1: requires none, 3: requires one */
+    if (append_row(recorder, entry, read, n) < 0)
+        return NULL;
     PyObject *types = SLOT(entry, at.types);
     if (SLOT(entry, at.single) == Py_True)
-        return make_value(recorder, PyTuple_GET_ITEM(types, 0));
+        return make_value(recorder, PyTuple_GET_ITEM(types, 0), any && gradients[0] & 2 ? REQUIRES_GRAD : 0);
     PyObject *outputs = PyTuple_New(PyTuple_GET_SIZE(types));
     for (Py_ssize_t i = 0; outputs && i < PyTuple_GET_SIZE(types); i++) {
-        PyObject *v = make_value(recorder, PyTuple_GET_ITEM(types, i));
+        PyObject *v = make_value(recorder, PyTuple_GET_ITEM(types, i), any && gradients[i] & 2 ? REQUIRES_GRAD : 0);
         if (v)
             PyTuple_SET_ITEM(outputs, i, v);
         else
@@ -43,36 +86,97 @@ static PyObject *record(PyObject *recorder, PyObject *entry, const Input *read, 
     return built;
 }
 
-/* emit(recorder, entry, ids): record one call; its result with Values. */
+/* emit(recorder, entry, values): record one call; its result with Values. */
 static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
 {
     if (n != 3 || !PyObject_TypeCheck(args[0], Recorder) || !has_columns(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "emit(recorder with columns in C, entry, ids)");
+        PyErr_SetString(PyExc_TypeError, "emit(recorder with columns in C, entry, values)");
         return NULL;
     }
-    PyObject *added = column_extend(SLOT(args[0], at.inputs), args[2]);
-    Py_XDECREF(added);
-    return added ? record(args[0], args[1], NULL, 0) : NULL;
+    PyObject *values = PySequence_Fast(args[2], "values are a list or a tuple"), *result = NULL;
+    Py_ssize_t count = values ? PySequence_Fast_GET_SIZE(values) : 0;
+    Input few[FEW], *read = count > FEW ? PyMem_Malloc(count * sizeof(Input)) : few;
+    int good = values && read;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        PyObject *v = PySequence_Fast_GET_ITEM(values, i);
+        if ((good = Py_IS_TYPE(v, Value)))
+            read[i] = (Input){v, WHOLE(v, at.value)};
+        else
+            PyErr_SetString(PyExc_TypeError, "inputs are values");
+    }
+    if (good)
+        result = record(args[0], args[1], read, count);
+    if (read != few)
+        PyMem_Free(read);
+    Py_XDECREF(values);
+    return result;
 }
 
-/* Where in memory is what is asked of plain tensors (tensor_memory.py); implementation -1: not known, then Python
-   decides about all of them. */
-#define MAX_KIND 24
-static struct {
-    Py_ssize_t implementation, storage, autograd, version, offset, numbers, resizable, counted;
-    uint64_t no_view;
-    Py_ssize_t kinds, kind[MAX_KIND];
-} lies = {.implementation = -1};
+/* What a tensor says of its memory and type by DLPack's C exchange interface (torch.Tensor.__dlpack_c_exchange_api__):
+   the declarations of dlpack.h 1.2 and later that are used here. */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} Described;
 
-#define AT(type, start, offset) (*(type *)((char *)(start) + (offset)))
+#define DLPACK_CPU 1
+
+static const struct Exchange {
+    uint32_t major, minor;
+    const struct Exchange *older;
+    int (*allocate)(void), (*managed)(void), (*to_python)(void);
+    int (*describe)(void *tensor, Described *out); /* borrowed of the tensor; -1 with an error where there is none */
+} *exchange; /* NULL: Python asks */
+
+#define MAX_RANK 5
+
+/* What plain tensors of one type have in common; 0 where Python has to look. */
+typedef struct {
+    int32_t head[4];
+    int64_t shape[MAX_RANK];
+} Kind;
+
+static int kind_from(PyObject *t, Kind *kind, Described *described)
+{
+    if (!exchange || !Py_IS_TYPE(t, Tensor))
+        return 0;
+    if (exchange->describe(t, described) < 0) { /* sparse, on another kind of device, inside a transform */
+        PyErr_Clear();
+        return 0;
+    }
+    if (described->ndim > MAX_RANK)
+        return 0;
+    memset(kind, 0, sizeof *kind);
+    kind->head[0] = described->device.type;
+    kind->head[1] = described->device.id;
+    kind->head[2] = described->ndim;
+    memcpy(&kind->head[3], &described->dtype, 4);
+    memcpy(kind->shape, described->shape, described->ndim * sizeof(int64_t));
+    return 1;
+}
+
+/* kind_of(tensor): bytes that are equal for plain tensors of one type alone; None where that is not known. */
+static PyObject *kind_of(PyObject *Py_UNUSED(module), PyObject *t)
+{
+    Kind kind;
+    Described described;
+    if (!kind_from(t, &kind, &described))
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((char *)&kind, sizeof kind);
+}
 
 /* How often torch has written to a tensor; -1 where nobody counts: those made in inference mode. */
 static int64_t version_of(PyObject *t)
 {
-    if (lies.implementation >= 0) {
-        void *counter = AT(void *, AT(void *, t, lies.implementation), lies.version);
-        return counter ? (int64_t)AT(uint32_t, counter, lies.counted) : -1;
-    }
     PyObject *version = get_version->get(t, get_version->closure);
     int64_t number = version ? (int64_t)PyLong_AsSsize_t(version) : -1;
     Py_XDECREF(version);
@@ -80,38 +184,191 @@ static int64_t version_of(PyObject *t)
     return number;
 }
 
-/* The words that are equal for tensors of one type alone. */
-static PyObject *kind_of(PyObject *Py_UNUSED(module), PyObject *t)
+/* --- Constants: the real tensors that a recording has met, by the object ---------------------------------------- */
+
+typedef struct {
+    PyObject *tensor, *value; /* a reference to each; value NULL when the recording is over */
+    int64_t version, type;    /* version: when it was met, -1 where nobody counts */
+    Py_ssize_t place;         /* among the constants of its signature, of the phase */
+} Constant;
+
+typedef struct {
+    PyObject_HEAD
+    Constant *rows;              /* in the order in which they were met */
+    Py_ssize_t n, room, checked; /* rows before `checked` have been read by a phase */
+    Py_ssize_t *table, places;   /* by tensor: the number of its last row, plus one */
+} Constants;
+
+/* Where a tensor is, or would be, in the table. */
+static Py_ssize_t *constant_place(const Constants *c, PyObject *t)
 {
-    uint64_t words[MAX_KIND];
-    if (lies.implementation < 0 || !Py_IS_TYPE(t, Tensor))
-        Py_RETURN_NONE;
-    for (Py_ssize_t i = 0; i < lies.kinds; i++)
-        words[i] = AT(uint64_t, AT(void *, t, lies.implementation), lies.kind[i]);
-    return PyBytes_FromStringAndSize((char *)words, lies.kinds * 8);
+    uint64_t h = ((uint64_t)(uintptr_t)t >> 4) * 0x9E3779B97F4A7C15u;
+    for (Py_ssize_t i = (Py_ssize_t)(h >> 20) & (c->places - 1);; i = (i + 1) & (c->places - 1))
+        if (!c->table[i] || c->rows[c->table[i] - 1].tensor == t)
+            return &c->table[i];
 }
 
-static int is_of_kind(PyObject *kind, const void *implementation)
+/* Room for one row more; -1 on error. */
+static int constants_reserve(Constants *c)
 {
-    if (!PyBytes_CheckExact(kind) || PyBytes_GET_SIZE(kind) != lies.kinds * 8)
+    if (c->n < c->room)
         return 0;
-    for (Py_ssize_t i = 0; i < lies.kinds; i++)
-        if (AT(uint64_t, PyBytes_AS_STRING(kind), 8 * i) != AT(uint64_t, implementation, lies.kind[i]))
-            return 0;
-    return 1;
+    Py_ssize_t room = 2 * c->room + 64, places = 1;
+    while (places < 4 * room) /* one that was exchanged has two */
+        places *= 2;
+    Constant *rows = PyMem_Realloc(c->rows, room * sizeof *rows);
+    if (rows)
+        c->rows = rows;
+    Py_ssize_t *table = rows ? PyMem_Calloc(places, sizeof *table) : NULL;
+    if (!table) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    PyMem_Free(c->table);
+    c->table = table;
+    c->room = room;
+    c->places = places;
+    for (Py_ssize_t i = 0; i < c->n; i++)
+        *constant_place(c, rows[i].tensor) = i + 1;
+    return 0;
 }
 
-/* The entry of constants like t, borrowed; NULL where there is none, maybe with an error. Most recordings have few. */
-static PyObject *entry_like(PyObject *recorder, PyObject *t)
+/* A tensor was met; -1 on error. */
+static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t version, Py_ssize_t place)
+{
+    if (constants_reserve(c) < 0)
+        return -1;
+    c->rows[c->n] = (Constant){Py_NewRef(t), Py_NewRef(value), version, WHOLE(value, at.type), place};
+    *constant_place(c, t) = ++c->n;
+    return 0;
+}
+
+/* The row of a tensor as it is now, NULL where it was not met or was written to since. */
+static Constant *constants_find(const Constants *c, PyObject *t)
+{
+    Py_ssize_t row = c->places ? *constant_place(c, t) : 0;
+    Constant *found = row ? &c->rows[row - 1] : NULL;
+    return found && found->value && (found->version < 0 || found->version == version_of(t)) ? found : NULL;
+}
+
+/* get(tensor): its value, None where it was not met or was written to since. */
+static PyObject *constants_get(PyObject *self, PyObject *t)
+{
+    Constant *found = constants_find((Constants *)self, t);
+    return Py_NewRef(found ? found->value : Py_None);
+}
+
+/* put(tensor, value, place) */
+static PyObject *constants_add(PyObject *self, PyObject *args)
+{
+    PyObject *t, *value;
+    Py_ssize_t place;
+    if (!PyArg_ParseTuple(args, "OO!n", &t, Value, &value, &place) ||
+        constants_put((Constants *)self, t, value, version_of(t), place) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* exchange(tensor, other): what was met was `other`, which has the tensor's memory from here on. The value and its
+   place, or None. */
+static PyObject *constants_exchange(PyObject *self, PyObject *args)
+{
+    Constants *c = (Constants *)self;
+    PyObject *t, *other;
+    if (!PyArg_ParseTuple(args, "OO", &t, &other))
+        return NULL;
+    Py_ssize_t row = c->places ? *constant_place(c, t) : 0;
+    if (!row || !c->rows[row - 1].value)
+        Py_RETURN_NONE;
+    Constant *met = &c->rows[row - 1];
+    Py_SETREF(met->tensor, Py_NewRef(other)); /* what leads there for t is no match for it any more */
+    met->version = version_of(other);
+    *constant_place(c, other) = row;
+    return Py_BuildValue("(On)", met->value, met->place);
+}
+
+/* written(): the type of the first that was written to since it was met, before a phase has read it; None if none was. */
+static PyObject *constants_written(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Constants *c = (Constants *)self;
+    for (Py_ssize_t i = c->checked; i < c->n; i++)
+        if (c->rows[i].version >= 0 && c->rows[i].version != version_of(c->rows[i].tensor))
+            return PyLong_FromLongLong(c->rows[i].type);
+    Py_RETURN_NONE;
+}
+
+/* read(): a phase has read them. */
+static PyObject *constants_read(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    ((Constants *)self)->checked = ((Constants *)self)->n;
+    Py_RETURN_NONE;
+}
+
+/* rows(): (value, tensor) of each, while the recording goes on. */
+static PyObject *constants_rows(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Constants *c = (Constants *)self;
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; list && i < c->n; i++) {
+        PyObject *pair = c->rows[i].value ? PyTuple_Pack(2, c->rows[i].value, c->rows[i].tensor) : NULL;
+        if ((!pair && PyErr_Occurred()) || (pair && PyList_Append(list, pair) < 0))
+            Py_CLEAR(list);
+        Py_XDECREF(pair);
+    }
+    return list;
+}
+
+/* let_go(): no value is referred to from here on. */
+static PyObject *constants_let_go(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Constants *c = (Constants *)self;
+    for (Py_ssize_t i = 0; i < c->n; i++)
+        Py_CLEAR(c->rows[i].value);
+    Py_RETURN_NONE;
+}
+
+static void constants_dealloc(PyObject *self)
+{
+    Constants *c = (Constants *)self;
+    for (Py_ssize_t i = 0; i < c->n; i++) {
+        Py_XDECREF(c->rows[i].value);
+        Py_DECREF(c->rows[i].tensor);
+    }
+    PyMem_Free(c->rows);
+    PyMem_Free(c->table);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef constants_methods[] = {
+    {"get", constants_get, METH_O, "The value of a tensor as it is now, or None."},
+    {"put", constants_add, METH_VARARGS, "put(tensor, value, place)"},
+    {"exchange", constants_exchange, METH_VARARGS, "exchange(tensor, other): what was met was the other; its value and place."},
+    {"written", constants_written, METH_NOARGS, "The type of the first that was written to before it was read."},
+    {"read", constants_read, METH_NOARGS, "A phase has read all."},
+    {"rows", constants_rows, METH_NOARGS, "(value, tensor) of each."},
+    {"let_go", constants_let_go, METH_NOARGS, "Refer to no value any more."},
+    {NULL}};
+static PyTypeObject ConstantsType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Constants",
+    .tp_doc = "The real tensors that a recording has met.",
+    .tp_basicsize = sizeof(Constants),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = constants_dealloc,
+    .tp_methods = constants_methods,
+};
+
+/* The entry of constants of a kind, borrowed; NULL where there is none, maybe with an error. Most recordings have few. */
+static PyObject *entry_like(PyObject *recorder, const Kind *kind)
 {
     PyObject *entries = SLOT(KNOWN(recorder), at.entries), *key, *entry = NULL;
     if (PyDict_GET_SIZE(entries) <= 16) {
         for (Py_ssize_t place = 0; PyDict_Next(entries, &place, &key, &entry);)
-            if (is_of_kind(key, AT(void *, t, lies.implementation)))
+            if (PyBytes_CheckExact(key) && !memcmp(PyBytes_AS_STRING(key), kind, sizeof *kind))
                 return entry;
         return NULL;
     }
-    if ((key = kind_of(NULL, t)))
+    if ((key = PyBytes_FromStringAndSize((const char *)kind, sizeof *kind)))
         entry = PyDict_GetItemWithError(entries, key);
     Py_XDECREF(key);
     return entry;
@@ -121,13 +378,13 @@ static PyObject *entry_like(PyObject *recorder, PyObject *t)
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
     PyObject *owners = SLOT(KNOWN(recorder), at.owners), *v = NULL;
-    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || lies.implementation < 0 ||
-        version_of(t) < 0)
+    Kind kind;
+    Described described;
+    int64_t count = -1;
+    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || (count = version_of(t)) < 0 ||
+        !kind_from(t, &kind, &described))
         return NULL;
-    void *storage = AT(void *, AT(void *, t, lies.implementation), lies.storage);
-    if (!storage || !AT(char, storage, lies.resizable)) /* others may write there unseen: numpy, another process */
-        return NULL;
-    PyObject *entry = entry_like(recorder, t);
+    PyObject *entry = entry_like(recorder, &kind);
     PyObject *sid = entry ? PyLong_FromLongLong(WHOLE(entry, at.sid)) : NULL;
     PyObject *none = NULL, *payload = sid ? PyDict_GetItemWithError(SLOT(recorder, at.payload), sid) : NULL;
     if (sid && !payload && !PyErr_Occurred() && (none = PyList_New(0)) &&
@@ -136,13 +393,13 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
     Py_XDECREF(sid);
     Py_XDECREF(none); /* the dict has it */
     if (payload && (v = record(recorder, entry, NULL, 0))) {
-        PyObject *version = PyLong_FromLongLong(version_of(t)), *kept = version ? PyTuple_Pack(3, v, t, version) : NULL;
-        Py_XDECREF(version);
-        Py_DECREF(v); /* `kept` has it */
-        if (!kept || PyList_Append(payload, t) < 0 || PyDict_SetItem(SLOT(recorder, at.constants), key, kept) < 0 ||
-            PyList_Append(SLOT(recorder, at.unchecked), kept) < 0)
+        PyObject *requires = get_requires_grad->get(t, get_requires_grad->closure);
+        WHOLE(v, at.flags) = CONSTANT | (requires == Py_True ? REQUIRES_GRAD : 0);
+        Py_XDECREF(requires);
+        Py_DECREF(v); /* the constants have it */
+        if (PyList_Append(payload, t) < 0 || constants_put((Constants *)SLOT(recorder, at.constants), t, v, count,
+                                                          PyList_GET_SIZE(payload) - 1) < 0)
             v = NULL;
-        Py_XDECREF(kept); /* so has the dict */
     }
     return v;
 }
@@ -150,9 +407,6 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 /* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
 static int perhaps_shared_view(PyObject *recorder, PyObject *t)
 {
-    uint64_t *autograd = lies.implementation < 0 ? NULL : AT(void *, AT(void *, t, lies.implementation), lies.autograd);
-    if (lies.implementation >= 0 && (!autograd || *autograd == lies.no_view))
-        return 0;
     PyObject *base = get_base->get(t, get_base->closure);
     if (!base)
         return -1;
@@ -167,21 +421,16 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     return found;
 }
 
-/* Whether a tensor was written to since a version was noted, None: it has none. */
-static int is_written_to(PyObject *t, PyObject *version)
-{
-    return version != Py_None && version_of(t) != (int64_t)PyLong_AsLongLong(version);
-}
-
 /* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand, or where `views` count
    when it may be a view of one. */
 static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
 {
+    Constants *constants = (Constants *)SLOT(recorder, at.constants);
+    Constant *met = constants && Py_IS_TYPE(constants, &ConstantsType) ? constants_find(constants, t) : NULL;
+    if (met)
+        return met->value;
     PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
-    PyObject *kept = key ? PyDict_GetItemWithError(SLOT(recorder, at.constants), key) : NULL;
-    if (kept) {
-        v = is_written_to(t, PyTuple_GET_ITEM(kept, 2)) ? NULL : PyTuple_GET_ITEM(kept, 0);
-    } else if (key && !PyErr_Occurred()) {
+    if (key) {
         int shared = perhaps_shared_view(recorder, t);
         if (shared > 0 && (v = PyObject_CallFunctionObjArgs(slow_row, recorder, t, NULL))) {
             Py_DECREF(v); /* the recorder keeps rows */
@@ -204,6 +453,12 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
     }
     Py_DECREF(v); /* the recorder's constants keep it */
     return v;
+}
+
+/* Whether a tensor was written to since a version was noted, None: it has none. */
+static int is_written_to(PyObject *t, PyObject *version)
+{
+    return version != Py_None && version_of(t) != (int64_t)PyLong_AsLongLong(version);
 }
 
 /* written_to(rows): whose tensor was the first that was written to, of rows (whose, tensor, version); None if none was. */

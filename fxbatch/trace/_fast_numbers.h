@@ -59,7 +59,7 @@ static PyTypeObject SettledType = {
     .tp_dealloc = settled_dealloc,
 };
 
-enum { AS_ITEM, AS_LIST, AS_BOOL, AS_INT, AS_FLOAT, AS_INDEX };
+enum { AS_ITEM, AS_LIST, AS_BOOL, AS_INT, AS_FLOAT, AS_INDEX, IN_PLACE };
 
 /* The number at a place, as Python's; NULL without an error where it is not for C. */
 static PyObject *number_at(const char *place, char format, int how)
@@ -101,7 +101,7 @@ static PyObject *number_at(const char *place, char format, int how)
 static PyObject *settled_number(PyObject *v, int how)
 {
     PyObject *settled = Py_IS_TYPE(v, Value) && current && SLOT(v, at.recorder) == current ? SLOT(current, at.settled) : NULL;
-    if (!settled || !Py_IS_TYPE(settled, &SettledType))
+    if (!settled || !Py_IS_TYPE(settled, &SettledType) || is_stale(v))
         return NULL;
     Settled *s = (Settled *)settled;
     int64_t i = WHOLE(v, at.value) - s->base;

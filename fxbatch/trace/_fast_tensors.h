@@ -4,26 +4,26 @@
 #ifndef FXBATCH_FAST_TENSORS_H
 #define FXBATCH_FAST_TENSORS_H
 
-static const PyGetSetDef *get_requires_grad;
-
 /* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
 static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
 {
     return attribute->get(t, attribute->closure);
 }
 
-/* Read one number of `size` bytes; 0 where that can't be done, maybe with an error. */
+/* Read one number of `size` bytes; 0 where that can't be done. */
 static int read_integer(PyObject *t, char *out, Py_ssize_t size)
 {
-    if (lies.implementation < 0 || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
+    Described described;
+    if (!exchange || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
         return 0;
-    void *implementation = AT(void *, t, lies.implementation), *storage = AT(void *, implementation, lies.storage);
-    PyObject *here = storage ? ask(get_is_cpu, t) : NULL;
-    const char *from = here == Py_True ? AT(char *, storage, lies.numbers) : NULL;
-    if (from)
-        memcpy(out, from + AT(int64_t, implementation, lies.offset) * size, size);
-    Py_XDECREF(here);
-    return from != NULL;
+    if (exchange->describe(t, &described) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (described.device.type != DLPACK_CPU || described.ndim || described.dtype.bits != 8 * size || !described.data)
+        return 0;
+    memcpy(out, (const char *)described.data + described.byte_offset, size);
+    return 1;
 }
 
 /* read_integers(tensors, numbers): the number of each of a list of tensors of one type. False, with the array half

@@ -4,22 +4,26 @@
 #define FXBATCH_FAST_VALUES_H
 
 static struct {
-    Py_ssize_t value, type, recorder, alias;                            /* of a Value */
-    Py_ssize_t source, call, output, again, through, views;             /* of an Alias */
+    Py_ssize_t value, type, flags, writes, recorder, view, rows;        /* of a Value */
+    Py_ssize_t source, root, source_type, call, output, again, through, seen; /* of a View */
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
-    Py_ssize_t sigs, inputs, count, known, constants, payload, unchecked, settled, lifted, row_calls; /* of the recorder */
+    Py_ssize_t carries, operands, asked_in, requires, written;
+    Py_ssize_t sigs, inputs, count, base, known, constants, payload, settled, lifted, row_calls; /* of the recorder */
+    Py_ssize_t values, graded;
+    Py_ssize_t stands_for; /* of a Written */
     Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */
 } at;
-static PyTypeObject *Value, *Alias, *Tensor, *Parameter, *BareParameter, *BareView;
+static PyTypeObject *Value, *View, *Written, *WrittenTensor, *Tensor, *Parameter, *BareParameter, *BareView;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder, *Knowledge;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *getitem;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_link, *getitem, *operands_require;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
-static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base;
+static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base, *get_requires_grad;
 /* C++, of torch: the same as the first three, or NULL */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
-static PyObject *slow_torch_function, *slow_bare, *slow_handle, *slow_question;
+static PyObject *slow_torch_function, *slow_bare, *slow_handle, *slow_question, *slow_written;
+static PyObject *pure_forms; /* of functions that write to their first argument: what gives the new content */
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))
@@ -52,74 +56,219 @@ static void put(PyObject *object, Py_ssize_t where, PyObject *stolen)
     Py_XDECREF(before);
 }
 
+/* Whether a value's content is still to be recorded: rows of it were written to, or it is a view of what was. */
+static int is_stale(PyObject *v)
+{
+    PyObject *view = SLOT(v, at.view);
+    if (SLOT(v, at.rows))
+        return 1;
+    return view && WHOLE(view, at.seen) != WHOLE(SLOT(view, at.root), at.writes);
+}
+
 /* --- Values -------------------------------------------------------------------------------------------------- */
 
+#define REQUIRES_GRAD 1 /* what is known of a Value from its beginning on (values.py) */
+#define CONSTANT 2
+
 #define POOL 16384
-static PyObject *pool[POOL]; /* untracked, one reference each: ours */
+static PyObject *pool[POOL]; /* objects that nobody else refers to, untracked; one reference each: ours */
 static Py_ssize_t pooled;
-static destructor plain_dealloc;
-static inquiry plain_clear;
 
-static void value_dealloc(PyObject *v)
+/* Values: those of one recording, in the order in which they were made. One that nobody else refers to ("one, mine") is
+   used again: the newest are looked at whenever there are YOUNG of them, all others when the recording ends. */
+#define YOUNG 1024
+typedef struct {
+    PyObject_HEAD
+    PyObject **old, *young[YOUNG]; /* a reference to each */
+    Py_ssize_t n_old, room, n_young;
+} Values;
+
+/* Take away what a Value is; one that the user has given attributes or weak references is not used again. Takes its
+   reference. */
+static void recycle(PyObject *v)
 {
-    /* A Value without recorder was cleared by the garbage collector: its tensor may be gone. */
-    if (pooled < POOL && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder)) {
-        PyObject **dict = _PyObject_GetDictPtr(v);
-        if (!dict || !*dict || !PyDict_GET_SIZE(*dict)) {
-            PyObject_GC_UnTrack(v);
-            if (*(PyObject **)((char *)v + Value->tp_weaklistoffset))
-                PyObject_ClearWeakRefs(v);
-            if (pooled >= POOL) { /* what that ran has filled it */
-                PyObject_GC_Track(v);
-                goto no_room;
-            }
-            PyObject *recorder = SLOT(v, at.recorder), *alias = SLOT(v, at.alias);
-            SLOT(v, at.recorder) = SLOT(v, at.alias) = NULL;
-            Py_SET_REFCNT(v, 1);
-            pool[pooled++] = v;
-            Py_XDECREF(alias); /* last: they may run anything */
-            Py_DECREF(recorder);
-            return;
-        }
+    PyObject **dict = _PyObject_GetDictPtr(v);
+    int plain = (!dict || !*dict || !PyDict_GET_SIZE(*dict)) &&
+                !*(PyObject **)((char *)v + Value->tp_weaklistoffset) && Py_IS_TYPE(v, Value) && pooled < POOL;
+    if (!plain) {
+        Py_DECREF(v);
+        return;
     }
-no_room:
-    /* What a type's own dealloc and clear do is to look for the first base whose function differs. */
-    Value->tp_dealloc = plain_dealloc;
-    plain_dealloc(v);
-    Value->tp_dealloc = value_dealloc;
+    PyObject *recorder = SLOT(v, at.recorder), *view = SLOT(v, at.view), *rows = SLOT(v, at.rows);
+    SLOT(v, at.recorder) = SLOT(v, at.view) = SLOT(v, at.rows) = NULL;
+    pool[pooled++] = v;
+    Py_XDECREF(rows);
+    Py_XDECREF(view);
+    Py_XDECREF(recorder);
 }
 
-static int value_clear(PyObject *v)
+/* Use again what only the list has of the newest values; -1 on error. A view comes after what it is a view of. */
+static int values_sweep(Values *all)
 {
-    Py_CLEAR(SLOT(v, at.recorder));
-    Value->tp_clear = plain_clear;
-    int result = plain_clear(v);
-    Value->tp_clear = value_clear;
-    return result;
+    if (all->n_old + YOUNG > all->room) {
+        Py_ssize_t room = 2 * (all->n_old + YOUNG);
+        PyObject **old = PyMem_Realloc(all->old, room * sizeof *old);
+        if (!old) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        all->old = old;
+        all->room = room;
+    }
+    while (all->n_young) {
+        PyObject *v = all->young[--all->n_young];
+        if (Py_REFCNT(v) == 1)
+            recycle(v);
+        else
+            all->old[all->n_old++] = v;
+    }
+    return 0;
 }
 
-/* A Value with nothing in its slots. */
+/* Every value of the recording. */
+#define EACH_VALUE(v, all)                                                                                       \
+    for (Py_ssize_t k = (all)->n_old + (all)->n_young - 1;                                                       \
+         k >= 0 && (v = k < (all)->n_old ? (all)->old[k] : (all)->young[k - (all)->n_old]); k--)
+
+/* stale(): the views among them that somebody else refers to, and whose root was written to since. */
+static PyObject *values_stale(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *v, *views = PyList_New(0);
+    EACH_VALUE(v, (Values *)self) if (views && is_stale(v) && Py_REFCNT(v) > 1 && PyList_Append(views, v) < 0)
+        Py_CLEAR(views);
+    return views;
+}
+
+/* close(): the values that the user still refers to; all others are used again, and no view is known any more. */
+static PyObject *values_close(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Values *all = (Values *)self;
+    PyObject *v, *used = PyList_New(0);
+    if (!used)
+        return NULL;
+    EACH_VALUE(v, all)
+    {
+        Py_CLEAR(SLOT(v, at.view));
+        Py_CLEAR(SLOT(v, at.rows));
+    }
+    EACH_VALUE(v, all)
+    {
+        if (Py_REFCNT(v) == 1) {
+            recycle(v);
+            continue;
+        }
+        if (!PyObject_GC_IsTracked(v))
+            PyObject_GC_Track(v);
+        if (PyList_Append(used, v) < 0)
+            PyErr_Clear(); /* it is no result then, and says so when it is used */
+        Py_DECREF(v);
+    }
+    all->n_old = all->n_young = 0;
+    return used;
+}
+
+static Py_ssize_t values_length(PyObject *self)
+{
+    return ((Values *)self)->n_old + ((Values *)self)->n_young;
+}
+
+static void values_dealloc(PyObject *self)
+{
+    PyObject *used = values_close(self, NULL);
+    Py_XDECREF(used);
+    PyErr_Clear();
+    PyMem_Free(((Values *)self)->old);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef values_methods[] = {
+    {"stale", values_stale, METH_NOARGS, "Views that somebody refers to, of what was written to since."},
+    {"close", values_close, METH_NOARGS, "The values that somebody refers to; all others are used again."},
+    {NULL}};
+static PySequenceMethods values_sequence = {.sq_length = values_length};
+static PyTypeObject ValuesType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Values",
+    .tp_doc = "The values of a recording.",
+    .tp_basicsize = sizeof(Values),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = values_dealloc,
+    .tp_methods = values_methods,
+    .tp_as_sequence = &values_sequence,
+};
+
+/* A Value with nothing in its slots, untracked: the recorder's list keeps it. */
 static PyObject *empty_value(void)
 {
     while (pooled) {
         PyObject *v = pool[--pooled];
-        PyObject_GC_Track(v);
         if (Py_REFCNT(v) == 1)
             return v;
-        Py_DECREF(v); /* somebody found it through its tensor */
+        Py_DECREF(v); /* somebody got at it through its tensor */
     }
-    return PyObject_CallOneArg(plain_new, (PyObject *)Value);
+    PyObject *v = PyObject_CallOneArg(plain_new, (PyObject *)Value);
+    if (v && PyObject_GC_IsTracked(v))
+        PyObject_GC_UnTrack(v);
+    return v;
 }
 
-static PyObject *make_value(PyObject *recorder, PyObject *type)
+/* A new Value of this number, in the recorder's list. */
+static PyObject *value_of_number(PyObject *recorder, int64_t number, int64_t type, int64_t flags)
 {
+    Values *all = (Values *)SLOT(recorder, at.values);
+    if (!all || !Py_IS_TYPE(all, &ValuesType)) {
+        PyErr_SetString(PyExc_TypeError, "a recorder without its list of values");
+        return NULL;
+    }
+    if (all->n_young == YOUNG && values_sweep(all) < 0)
+        return NULL;
     PyObject *v = empty_value();
     if (!v)
         return NULL;
-    WHOLE(v, at.value) = WHOLE(recorder, at.count)++;
-    WHOLE(v, at.type) = PyLong_AsSsize_t(type);
+    WHOLE(v, at.value) = number;
+    WHOLE(v, at.type) = type;
+    WHOLE(v, at.flags) = flags;
+    WHOLE(v, at.writes) = 0;
     put(v, at.recorder, Py_NewRef(recorder));
+    all->young[all->n_young++] = Py_NewRef(v);
     return v;
+}
+
+/* The Value of the next number. */
+static PyObject *make_value(PyObject *recorder, PyObject *type, int64_t flags)
+{
+    return value_of_number(recorder, WHOLE(recorder, at.count)++, PyLong_AsSsize_t(type), flags);
+}
+
+/* value(recorder, number, type, flags): a Value object of a number. */
+static PyObject *new_value(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 4 || !PyObject_TypeCheck(args[0], Recorder)) {
+        PyErr_SetString(PyExc_TypeError, "value(recorder, number, type, flags)");
+        return NULL;
+    }
+    int64_t given[3];
+    for (int i = 0; i < 3; i++)
+        given[i] = PyLong_AsLongLong(args[i + 1]);
+    return PyErr_Occurred() ? NULL : value_of_number(args[0], given[0], given[1], given[2]);
+}
+
+/* facts(values): int64 [values, 3] as bytes: number, type and flags of each. */
+static PyObject *facts(PyObject *Py_UNUSED(module), PyObject *values)
+{
+    Py_ssize_t n = PyList_CheckExact(values) ? PyList_GET_SIZE(values) : 0;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, n * 24);
+    for (Py_ssize_t i = 0; bytes && i < n; i++) {
+        PyObject *v = PyList_GET_ITEM(values, i);
+        if (!Py_IS_TYPE(v, Value)) {
+            PyErr_SetString(PyExc_TypeError, "facts of values");
+            Py_CLEAR(bytes);
+            break;
+        }
+        int64_t row[] = {WHOLE(v, at.value), WHOLE(v, at.type), WHOLE(v, at.flags)};
+        memcpy(PyBytes_AS_STRING(bytes) + 24 * i, row, 24);
+    }
+    return bytes;
 }
 
 #endif

@@ -3,44 +3,26 @@
 #ifndef FXBATCH_FAST_VIEWS_H
 #define FXBATCH_FAST_VIEWS_H
 
-/* What an Alias of values.py holds; source and call may be NULL: of a value that is no view and has some. */
-static PyObject *new_alias(PyObject *source, PyObject *call, PyObject *output, PyObject *through)
-{
-    PyObject *alias = Alias->tp_alloc(Alias, 0);
-    if (alias) {
-        SLOT(alias, at.source) = Py_NewRef(source ? source : Py_None);
-        SLOT(alias, at.call) = Py_NewRef(call ? call : Py_None);
-        SLOT(alias, at.output) = Py_NewRef(output);
-        SLOT(alias, at.again) = Py_NewRef(Py_None);
-        SLOT(alias, at.through) = Py_NewRef(through);
-        SLOT(alias, at.views) = Py_NewRef(Py_None);
-    }
-    return alias;
-}
-
 /* Note that a value is leaf `output` of a call that gives views of `source`; -1 on error. */
-static int link_view(PyObject *recorder, PyObject *view, PyObject *source, PyObject *call, Py_ssize_t output)
+static int link_view(PyObject *recorder, PyObject *v, PyObject *source, PyObject *call, Py_ssize_t output)
 {
-    PyObject *leaf = PyLong_FromSsize_t(output), *through = SLOT(KNOWN(recorder), at.grad), *ref = NULL;
-    PyObject *alias = leaf ? new_alias(source, call, leaf, through) : NULL, *above = SLOT(source, at.alias);
-    if (alias)
-        put(view, at.alias, alias);
-    if (alias && !above && (above = new_alias(NULL, NULL, leaf, through)))
-        put(source, at.alias, above);
-    Py_XDECREF(leaf);
-    if (!alias || !above || !(ref = PyWeakref_NewRef(view, NULL)))
+    PyObject *view = View->tp_alloc(View, 0), *above = SLOT(source, at.view);
+    if (!view)
         return -1;
-    if (SLOT(above, at.views) == Py_None) {
-        PyObject *views = PyList_New(0);
-        if (views)
-            put(above, at.views, views);
-    }
-    int done = PyList_Check(SLOT(above, at.views)) ? PyList_Append(SLOT(above, at.views), ref) : -1;
-    Py_DECREF(ref);
-    return done;
+    PyObject *root = above ? SLOT(above, at.root) : source;
+    SLOT(view, at.source) = Py_NewRef(source);
+    SLOT(view, at.root) = Py_NewRef(root);
+    SLOT(view, at.call) = Py_NewRef(call);
+    SLOT(view, at.again) = Py_NewRef(Py_None);
+    SLOT(view, at.through) = Py_NewRef(SLOT(KNOWN(recorder), at.grad));
+    WHOLE(view, at.output) = output;
+    WHOLE(view, at.source_type) = WHOLE(source, at.type);
+    WHOLE(view, at.seen) = WHOLE(root, at.writes);
+    put(v, at.view, view);
+    return 0;
 }
 
-/* The call of a view, as an Alias has it: (function, args, kwargs). */
+/* The call of a view, as a View has it: (function, args, kwargs). */
 static PyObject *call_of_view(PyObject *target, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     PyObject *given = PyTuple_New(n), *named = names && PyDict_Check(names) ? Py_NewRef(names) : PyDict_New();
@@ -87,7 +69,7 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
 {
     PyObject *v = args[0], *rows = SLOT(recorder, at.row_calls), *lifted = SLOT(recorder, at.lifted);
     if (!Py_IS_TYPE(v, Value) || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted ||
-        !PyDict_Check(lifted) || !has_columns(recorder) || !modes_as_recorded(recorder))
+        !PyDict_Check(lifted) || !has_columns(recorder) || is_stale(v) || !modes_as_recorded(recorder))
         return NULL;
     PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(v, at.type), args[1]);
     PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */

@@ -36,7 +36,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, POSITIONS, Value, WrittenTensor, value_of
+from fxbatch.trace.values import GETITEM, POSITIONS, Value, WrittenTensor, refresh, value_of
 
 # Rows of parameters that are chosen in Python (`self.embed.weight[word]`, `transitions[a, b]`) become look-ups with
 # the row's number as an input, so that calls with other rows share their launches. A parameter whose rows are few (one
@@ -241,7 +241,7 @@ class Arguments:
                 f"keep real results instead, for instance with .detach() after the call{at_line()}"
             )
         self.slots.append(Slot("input", len(self.values)))
-        self.values.append(v)
+        self.values.append(refresh(v))
         self.leaves.append(leaf)
         return v._type
 
@@ -262,10 +262,6 @@ class Arguments:
         self.slots.append(Slot("shared", len(self.shared)))
         self.shared.append(shared)
         return ("shared", shared.key, tuple(t.shape), t.dtype, t.device)
-
-    def ids(self) -> list[int]:
-        """Ids of the inputs."""
-        return [v._value for v in self.values]
 
     def template(self, *before: Any) -> Template:
         """`(args, kwargs)` with slots in place of tensors. before: plain arguments in front of these."""
@@ -303,7 +299,7 @@ _NESTS = frozenset((tuple, list, dict))
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype))
 _TORCHS_OWN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # What says something of a tensor, and computes nothing.
-_TELLING = named_functions(
+TELLING = named_functions(
     "dim ndimension size stride storage_offset numel nelement element_size is_contiguous is_conj is_neg is_complex "
     "is_floating_point is_signed is_inference is_tensor data_ptr is_same_size untyped_storage storage get_device "
     "is_set_to dim_order _is_view is_pinned is_shared type item tolist numpy backward register_hook retain_grad "
@@ -372,7 +368,7 @@ def _is_recorded(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
     torchs_own = isinstance(func, _TORCHS_OWN) or (
         isinstance(func, types.FunctionType) and func.__module__.startswith("torch.")
     )
-    told = func in _TELLING or getattr(func, "__name__", "") == "__get__"
+    told = func in TELLING or getattr(func, "__name__", "") == "__get__"
     return torchs_own and not told and not _writes(func) and kwargs.get("out") is None
 
 

@@ -65,8 +65,16 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, link_views
-from fxbatch.trace.writes import written_call, written_entry
+from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
+from fxbatch.trace.writes import (
+    PURE_FORMS,
+    call_pure,
+    detach_in_place,
+    set_row,
+    stores_what_is_there,
+    written_call,
+    written_entry,
+)
 
 
 class OpaqueOperandError(TraceError, TypeError):
@@ -95,7 +103,6 @@ _PACKED = frozenset({
 
 def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record `func(*args, **kwargs)` and give its result with Values."""
-    recorder.long_calls += 1
     recorder.sync_modes()
     func = plain_function(func)
     if type(func) is CustomFunction:
@@ -104,6 +111,15 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     asked = func
     if _fast is not None and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return known
+    recorder.long_calls += 1
+    if func is torch.Tensor.detach_ and type(args[0]) is Value:
+        return detach_in_place(recorder, args[0])
+    if func in PURE_FORMS:
+        result = call_pure(recorder, func, args, kwargs)
+        if result is not None:
+            return result
+    elif func is SETITEM and (stores_what_is_there(args) or set_row(recorder, args)):
+        return None
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
         found = call_lifted(recorder, func, args)
@@ -122,6 +138,8 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
             indexed = func in (GETITEM, SETITEM)
             args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
             return call_function(recorder, func, args, kwargs)
+        if func in (GETITEM, SETITEM) and (index := _plain_index(args[1])) is not args[1]:
+            return call_function(recorder, func, (args[0], index, *args[2:]), kwargs)
         plain = None if own else without_derived((args, kwargs))
         if plain is not None:
             return call_function(recorder, func, *plain)
@@ -160,8 +178,11 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     if entry.written:
         if arguments.rows:
             raise BatchCoupledError(f"{function_name(func)}: {WRITES_TO_SHARED}{at_line()}")
-        return written_call(arguments, entry)
-    result = recorder.emit(entry, arguments.ids())
+        result = written_call(arguments, entry)
+        if arguments.leaves and type(arguments.leaves[0]) in (Value, WrittenTensor) and not arguments.copied:
+            recorder.remember(asked, args, kwargs, entry)
+        return result
+    result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
     if not arguments.copied:
@@ -424,6 +445,21 @@ def _indices(recorder: RecordedCalls, index: Any) -> Any:
     return index
 
 
+def _plain_index(index: Any) -> Any:
+    """An index with lists in place of ranges, and numbers in place of values within slices; the same where it has
+    neither."""
+    if type(index) is tuple:
+        parts = tuple(map(_plain_index, index))
+        return index if all(x is y for x, y in zip(parts, index, strict=True)) else parts
+    if type(index) is range:
+        return list(index)
+    if type(index) is slice:
+        ends = (index.start, index.stop, index.step)
+        if any(isinstance(x, torch.Tensor) for x in ends):
+            return slice(*(int(x) if isinstance(x, torch.Tensor) else x for x in ends))
+    return index
+
+
 def _mask(index: list[Any]) -> torch.Tensor | None:
     """A mask given as a list of Python's bools, as a tensor. Nested lists mean different things to different versions
     of torch: TraceError."""
@@ -466,7 +502,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> An
                 made, arguments.types(), arguments.shared, template, outcome, reason=reason
             )
             recorder.known.functions[key] = entry
-    return recorder.emit(entry, arguments.ids())
+    return recorder.emit(entry, arguments.values)
 
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
@@ -530,7 +566,7 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
         entry = _new_marked(key, examined, arguments)
     if type(entry) is not Entry or entry.written:
         return func(*args, **kwargs)
-    result = recorder.emit(entry, arguments.ids())
+    result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         again = functools.partial(call_marked, recorder, func, args, kwargs)
         link_views(entry, result, arguments.values, (func, args, kwargs), again)

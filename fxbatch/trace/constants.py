@@ -1,5 +1,4 @@
-"""Constants: integers without dimensions, as words and labels are, as a column that is read once; and tensors whose
-memory somebody else may write to.
+"""Constants: integers without dimensions, as words and labels are, as a column that is read once.
 
 column = IntegerColumn.of([torch.tensor(17), torch.tensor(4)], torch.int64)     # None for other tensors
 column.numbers               # int64 array([17, 4])
@@ -10,16 +9,15 @@ column.written_to()          # whether torch has written to one of them since
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 import torch
 
 from fxbatch.ir import TensorSpec
-from fxbatch.torch_private import FakeTensor, inside_functorch
+from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.state import _fast
-from fxbatch.trace.values import Value
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
 _INTEGERS: dict[torch.dtype, Any] = {
@@ -60,7 +58,7 @@ def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
 class IntegerColumn(Sequence[torch.Tensor]):
     """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
 
-    __slots__ = ("_chosen", "_foreign", "_parts", "_tensors", "_versions", "numbers")
+    __slots__ = ("_chosen", "_parts", "_tensors", "_versions", "numbers")
 
     def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
         self.numbers = numbers  # int64
@@ -68,7 +66,6 @@ class IntegerColumn(Sequence[torch.Tensor]):
         self._parts: Sequence[IntegerColumn] = ()  # what it was joined from, until a tensor is asked for
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
         self._versions: Sequence[int] | None = None  # of the tensors when they were read
-        self._foreign = False  # whether others may write to their memory, which versions don't tell
 
     @staticmethod
     def of(tensors: list[torch.Tensor], dtype: torch.dtype, *, watched: bool = True) -> IntegerColumn | None:
@@ -82,7 +79,6 @@ class IntegerColumn(Sequence[torch.Tensor]):
             return None
         column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
         column._versions = versions
-        column._foreign = watched and any(map(is_foreign, tensors))
         return column
 
     @staticmethod
@@ -105,10 +101,6 @@ class IntegerColumn(Sequence[torch.Tensor]):
             return any(p.written_to() for p in self._parts)
         if self._versions is None:
             return False
-        if self._foreign and self._tensors:
-            now = read_integers(self._tensors, self._tensors[0].dtype)
-            if now is None or not np.array_equal(now, self.numbers):
-                return True
         return versions_of(self._tensors or []) != self._versions
 
     @property
@@ -142,47 +134,3 @@ def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: b
     if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in _INTEGERS:
         return None
     return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)
-
-
-# -- tensors whose memory somebody else may write to unseen: numpy arrays, other processes
-
-
-def is_foreign(t: torch.Tensor) -> bool:
-    """Whether somebody else may write to a tensor's memory."""
-    if isinstance(t, FakeTensor) or t.layout is not torch.strided or t.device.type == "meta":
-        return False
-    try:
-        return not t.untyped_storage().resizable()
-    except (RuntimeError, NotImplementedError):  # a subclass without storage
-        return False
-
-
-class Foreign:
-    """The copies of one recording."""
-
-    def __init__(self) -> None:
-        self.copies: dict[int, tuple[Value, torch.Tensor, torch.Tensor]] = {}  # by id: value, tensor, copy
-        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of each copy: tensor, copy
-
-    def value(self, t: torch.Tensor, make: Callable[[torch.Tensor], Value]) -> Value:
-        """The value of what t holds now. make: gives that of a copy, whose memory has no other owner."""
-        known = self.copies.get(id(t))
-        if known is not None and torch.equal(known[2], t):
-            return known[0]
-        with torch.set_grad_enabled(t.requires_grad):
-            copy = t.clone()
-        v = make(copy)
-        self.copies[id(t)] = v, t, copy
-        self.tensors[id(copy)] = t, copy
-        return v
-
-    def originals(self, payload: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Constants with the tensors themselves in place of copies, for a trace that is kept: whoever runs it reads
-        them then. None where one has changed since it was copied: the forward itself writes to it."""
-        found = []
-        for x in payload:
-            t, copy = self.tensors.get(id(x), (x, x))
-            if t is not copy and not torch.equal(t, copy):
-                return None
-            found.append(t)
-        return found

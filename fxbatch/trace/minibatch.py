@@ -35,15 +35,15 @@ from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
-from fxbatch.trace.left_behind import LeftBehind
+from fxbatch.trace.held import Held
 from fxbatch.trace.module_changes import ModuleChanges
-from fxbatch.trace.places import first_changed, values_kept
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_worker, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
-from fxbatch.trace.values import Value, result_with_values
+from fxbatch.trace.values import Value, refresh, result_with_values
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class Recording:
         results: list[Any],
         statistics: Statistics,
         integers: Sequence[IntegerColumn] = (),
-        left: LeftBehind | None = None,
+        held: Held | None = None,
         changed: str = "",
     ) -> None:
-        self.left = left  # values that are held by others than the results
+        self.held = held  # what the user holds of it, the results among that
         self.changed = changed  # what instances changed of modules, of which some waited; "" for nothing
         self.recorder = recorder
         self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
@@ -209,16 +209,15 @@ def record_minibatch(
     except TraceError as error:
         recorder.take_back_changes(error)
         raise
-    kept = values_kept(
-        recorder, run.results, (recorder.constants, recorder.foreign.copies, recorder.copies or {}),
-        (recorder.numbers, recorder.parameter_rows),
-    )  # fmt: skip
-    if kept is None:
+    try:
         _refuse_foreign_values(recorder, run.results)
-    left = LeftBehind.of(recorder, run.results, kept, held=runs_now)
-    recorder.finish()
+        held = Held.of(recorder)
+        recorder.finish()
+    except BaseException:
+        run.abandon()
+        raise
     changed = (recorder.changes.first() or changes or "") if recorder.changes.waited else ""
-    return Recording(recorder, run.results, run.statistics, left=left, changed=changed)
+    return Recording(recorder, run.results, run.statistics, held=held, changed=changed)
 
 
 def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
@@ -292,11 +291,17 @@ class _Run:
         except BaseException:
             self.modes.restore()
             self._close()
-            LeftBehind(self.recorder, self.recorder.written.values(), ()).abandon()
+            self.abandon()
             raise
         finally:
             self.recorder.heard.close()
             self.recorder.ask = None
+
+    def abandon(self) -> None:
+        """The recording has failed: what it has written to is as it was."""
+        for tensor, record in self.recorder.take_written():
+            record.give_back(tensor, None)
+        self.recorder.let_go()
 
     # In the main greenlet
 
@@ -524,15 +529,17 @@ class LazyBatch:
     ) -> None:
         self._stack.close()
         if error is None:
+            with tracing(self.recorder):
+                for v in self.recorder.values.stale():
+                    refresh(v)
             self.run()
         self.recorder.finish()
-        left = LeftBehind.of(self.recorder, held=False)
+        written = self.recorder.take_written()
+        for tensor, record in written:
+            record.give_back(tensor, None if error is not None else self._give([record.value])[0])
+        self.recorder.let_go()
         if error is None:
-            if left is not None:
-                left.give(self._give(left.values))
             self.recorder.ask = self._ask
-        elif left is not None:
-            left.abandon()
 
     def value(self, x: torch.Tensor) -> Any:
         """A real tensor as a value of this batch, so that plain torch functions of it are recorded."""

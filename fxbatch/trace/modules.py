@@ -135,7 +135,7 @@ def _recorded(call: ModuleCall) -> Any:
     if type(entry) is not Entry:
         return call.pass_through()
     entry.guards = recorder.known.examined[id(record)].guards or None
-    result = recorder.emit(entry, arguments.ids())
+    result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
         link_views(entry, result, arguments.values, whole, functools.partial(_recorded, call))

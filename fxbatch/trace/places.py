@@ -182,46 +182,6 @@ def versions_now(tensors: Sequence[tuple[Owner, torch.Tensor, int]]) -> list[tup
     return [(owner, tensor, tensor._version) for owner, tensor, _ in tensors]
 
 
-def values_kept(
-    recorder: Any, results: list[Any], kept: tuple[dict[Any, Any], ...], held: tuple[dict[Any, Any], ...]
-) -> dict[int, Value] | None:
-    """The values that results are, and that a recorder keeps, by id; None where a result is no value of this recording,
-    nor a row of them, or where a value is a view. kept: dictionaries of tuples whose first is a value; held: of values.
-    """
-    found: dict = {}
-    for result in results:
-        if type(result) is Value:
-            if not _is_plain_value(result, recorder):
-                return None
-            found[id(result)] = result
-            continue
-        if type(result) is not list and type(result) is not tuple:
-            return None
-        for x in result:
-            if type(x) is not Value or not _is_plain_value(x, recorder):
-                return None
-            found[id(x)] = x
-    for rows in kept:
-        for row in rows.values():
-            x = row[0]
-            if not _is_plain_value(x, recorder):
-                return None
-            found[id(x)] = x
-    for values in held:
-        for x in values.values():
-            if not _is_plain_value(x, recorder):
-                return None
-            found[id(x)] = x
-    return found
-
-
-@cython.cfunc
-def _is_plain_value(v: object, recorder: object) -> cython.bint:
-    if _fast is not None:
-        return _fast.is_plain_value(v, recorder)
-    return v._recorder is recorder and not hasattr(v, "_alias")
-
-
 def put(item: Item, value: Any) -> None:
     """Let a place hold this."""
     kind, holder, name = item.kind, item.holder, item.name

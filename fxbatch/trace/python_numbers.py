@@ -25,7 +25,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, Value, link_view
+from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh
 
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
@@ -170,7 +170,7 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
     if entry is not None and recorder.watches_operands:
         fixed = uniform_entry(recorder.table, entry, number)
         if fixed is not None:
-            result = recorder.emit(fixed, (v._value,))
+            result = recorder.emit(fixed, (refresh(v),))
             recorder.remember(func, args, {}, fixed)
             return result
         recorder.forget_fixed(entry)
@@ -179,8 +179,8 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> An
         entry = _new_entry(recorder, key, func, v, lifted, position)
     if entry.signature.sizes is None:
         recorder.lifted[entry.sid] = True
-    ids = (v._value, lifted._value) if position == 1 else (lifted._value, v._value)
-    return recorder.emit(entry, ids)
+    refresh(v)
+    return recorder.emit(entry, (v, lifted) if position == 1 else (lifted, v))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,14 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     known = recorder.row_calls.get((recorder.known.mode, v._type, index))
     entry, number, row = _lift_row(recorder, v, index) if known is None else known
     recorder.lifted[entry.sid] = True
-    result = recorder.emit(entry, (v._value, number))
+    rows = getattr(v, "_rows", None)
+    if rows is not None and row in rows:
+        result = new_value(recorder, rows[row]._value, rows[row]._type, rows[row]._flags)
+    else:
+        if rows is None:
+            refresh(v)
+        kind = recorder.table.number(torch.int64, recorder.type_of(v).device).types[0]
+        result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
     link_view(result, v, (GETITEM, (v, row), {}))
     return result
 

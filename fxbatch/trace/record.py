@@ -85,7 +85,7 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     torch's.
     """
     program = _whole(recorder)
-    constants = {c._value - recorder.base: t for c, t, _ in recorder.constants.values()}
+    constants = {c._value - recorder.base: t for c, t in recorder.constants.rows()}
     wanted = v._value - recorder.base
     with tracing(None), torch.no_grad(), FakeMode(allow_non_fake_inputs=True) as mode:
         made: dict[int, torch.Tensor] = {}
@@ -96,7 +96,6 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
                 raise _untold("it was written to in place")
             if s.operation.kind in CONSTANT_KINDS:
                 given = constants.get(outputs[0])
-                given = recorder.foreign.tensors.get(id(given), (given,))[0]
                 t = s.outputs[0]
                 made[outputs[0]] = (
                     torch.empty(t.shape, dtype=t.dtype, device=t.device)

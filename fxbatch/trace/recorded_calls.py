@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,16 +25,25 @@ from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Temp
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
-from fxbatch.trace.constants import Foreign, is_foreign
 from fxbatch.trace.module_changes import ModuleChanges
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.operations import BodyRun
+from fxbatch.trace.phases import Phases
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
 from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state
-from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, varies_now
+from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, operands_require, varies_now
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.value_facts import Phases
-from fxbatch.trace.values import Value, Written, new_value, value_of
+from fxbatch.trace.values import (
+    CONSTANT,
+    REQUIRES_GRAD,
+    Value,
+    Written,
+    new_constants,
+    new_value,
+    new_values,
+    refresh,
+    value_of,
+)
 
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
@@ -45,14 +55,17 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "constants", "count", "inputs", "known", "lifted", "payload", "row_calls", "settled", "sigs", "unchecked",
+        "base", "constants", "count", "graded", "inputs", "known", "lifted", "payload", "row_calls", "settled", "sigs",
+        "values",
     )  # fmt: skip
+    values: Any  # all Value objects of the recording
+    base: int  # id of its first value
+    graded: bool  # whether some call was made with gradients on
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
     count: int  # id of the next value
     known: Knowledge
-    constants: dict[int, tuple[Value, torch.Tensor, int | None]]
-    unchecked: list[tuple[Value, torch.Tensor, int | None]]  # constants that no phase has read yet
+    constants: Any  # the real tensors that were met
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
     lifted: dict[int, bool]  # lifted signatures recorded since the last phase
@@ -126,7 +139,6 @@ class RecordedCalls(Columns):
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
-    graded = False  # whether some call was made with gradients on
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     # Parameters and buffers, with version at first sight.
@@ -144,12 +156,13 @@ class RecordedCalls(Columns):
         self.table = table
         self.instances = instances
         self.base = self.count = next(_ranges) * _RANGE
+        self.graded = False
+        self.values = new_values()
         self.sigs, self.inputs = new_column(), new_column()
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload, self.settled = {}, None
-        self.constants = {}
-        self.unchecked = []
+        self.constants = new_constants()
         self.numbers: dict[Any, Value] = {}
         self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/arguments.py)
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
@@ -157,8 +170,8 @@ class RecordedCalls(Columns):
         self.row_calls, self.lifted = {}, {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
-        self.foreign = Foreign()  # tensors whose memory others may write to
-        self.written: dict[int, Written] = {}  # real tensors that values were written to, by id
+        # Real tensors that values were written to, by id; one that nobody refers to leaves it.
+        self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
@@ -258,28 +271,48 @@ class RecordedCalls(Columns):
                 self.starts.append(len(self.sigs))
                 self.runs.append(instance)
 
-    def emit(self, entry: Entry, ids: Sequence[int]) -> Any:
+    def emit(self, entry: Entry, inputs: Sequence[Value]) -> Any:
         """Record one call; its result with Values."""
-        return entry.result(self.row(entry, ids)) if _fast is None else _fast.emit(self, entry, ids)
+        return entry.result(self.row(entry, inputs)) if _fast is None else _fast.emit(self, entry, inputs)
 
     def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry) -> None:
         """Calls like this one, of a function or a module, are recorded in C from now on."""
         if _fast is not None:
             _fast.remember(self, func, args, kwargs, entry)
 
-    def row(self, entry: Entry, ids: Sequence[int]) -> list[Value]:
+    def row(self, entry: Entry, inputs: Sequence[Value]) -> list[Value]:
         """Record one call; its outputs as a flat list."""
         self.sigs.append(entry.sid)
-        self.inputs.extend(ids)
-        outputs = [self.value(self.count + i, t) for i, t in enumerate(entry.types)]
-        self.count += len(outputs)
-        return outputs
+        self.inputs.extend([v._value for v in inputs])
+        asked = entry.carries and (
+            any(v._flags & REQUIRES_GRAD for v in inputs) or operands_require(entry.operands)
+        )
+        flags = [carried >> 1 for carried in entry.carries] if asked else [0] * len(entry.types)
+        first = self.count
+        self.count += len(flags)
+        return [
+            new_value(self, first + i, t, flag)
+            for i, (t, flag) in enumerate(zip(entry.types, flags, strict=True))
+        ]
 
     def value(self, number: int, type_id: int) -> Value:
-        """A Value object with this id."""
-        v = new_value(Value)
-        v._value, v._type, v._recorder = number, type_id, self
-        return v
+        """A Value object with this id, of which nothing but the type is known: it may require a gradient."""
+        flags = REQUIRES_GRAD if torch.is_grad_enabled() and self.table.types[type_id].differentiable else 0
+        return new_value(self, number, type_id, flags)
+
+    def let_go(self) -> list[Value]:
+        """No more calls, and nothing here refers to values any more: those that the user refers to."""
+        self.numbers, self.parameter_rows, self.row_calls = {}, {}, {}
+        self.constants.let_go()
+        self.copies = None if self.copies is None else {}
+        used: list[Value] = self.values.close()
+        return used
+
+    def take_written(self) -> list[tuple[torch.Tensor, Written]]:
+        """The user's tensors that stand for values and are still there. They are no more followed."""
+        alive = [(t, record) for ref, record in self.written.values() if (t := ref()) is not None]
+        self.written.clear()  # the weak references go: a tensor that has some can't be exchanged
+        return alive
 
     def finish(self) -> None:
         """No more calls: a value that is used from here on is an error with the user's line."""
@@ -288,7 +321,6 @@ class RecordedCalls(Columns):
             self._leave_known()
         self.over = "its minibatch is over"
         self.settled = self.ask = None
-        self.row_calls = {}
 
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
@@ -306,11 +338,11 @@ class RecordedCalls(Columns):
 
     def read(self, values: Sequence[Value]) -> list[torch.Tensor]:
         """Real detached tensors of the values; may suspend the instance."""
-        return self._ask(list(values), False)
+        return self._ask([refresh(v) for v in values], False)
 
     def read_plain(self, v: Value) -> Any:
         """A value as Python numbers in nested lists; may suspend the instance."""
-        return self._ask([v], True)[0]
+        return self._ask([refresh(v)], True)[0]
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:
         if self.ask is None:
@@ -356,27 +388,11 @@ class RecordedCalls(Columns):
         real = self.tensor(v)
         if real is not None:
             return real.requires_grad
-        return self.would_require_grad(v)
-
-    def would_require_grad(self, v: Value) -> bool:
-        """Whether gradients go through the call that makes this value."""
-        return self.passes_gradient_through(v._value - self.base)
-
-    def knows_leaves(self) -> bool:
-        """Whether it was noted that a constant requires gradients."""
-        return bool(self.phases.leaves)
-
-    def passes_gradient_through(self, number: int) -> bool:
-        """`would_require_grad` of the value with this number."""
-        found = self.phases.requires_gradient(number)
-        if found is None:
-            self.phases.extend_flags(self.constants, self.sigs, self.inputs, self.base)
-            found = self.phases.requires_gradient(number)
-        return bool(found)
+        return bool(v._flags & REQUIRES_GRAD)
 
     def gradient_switched(self, t: torch.Tensor) -> None:
         """Whether t requires a gradient is about to change: refused where a call has used it the other way."""
-        if id(t) in self.constants or self._has_used(t):
+        if self.constants.get(t) is not None or self._has_used(t):
             found = self.owner_of(t)
             name = f"{type(found[0]).__name__}.{found[1]}" if found is not None else "a tensor"
             raise TraceError(
@@ -440,51 +456,41 @@ class RecordedCalls(Columns):
         """The value of a real tensor; None when it is a shared operand."""
         if self.written and id(t) in self.written:
             return value_of(t)
-        hit = self.constants.get(id(t))
-        if hit is not None and (hit[2] is None or hit[2] == t._version):
-            return hit[0]
+        hit: Value | None = self.constants.get(t)
+        if hit is not None:
+            return hit
         owners = self.known.owners
         if owners is None:
             owners = self.look_at_modules()
         if id(t) in owners:
             return None
-        if is_foreign(t):
-            return self.foreign.value(t, self.constant_of_own)
         return self.constant_of_own(t)
 
-    def lend_memory(self, t: torch.Tensor) -> None:
-        """A tensor's memory is about to be numpy's as well: calls that wait keep what it holds now."""
-        if t.layout is not _STRIDED or is_foreign(t):
+    def keep_content(self, t: torch.Tensor) -> None:
+        """A tensor may be written to unseen from here on: pending calls read what it holds now."""
+        if self.constants.get(t) is None:
             return
-        storage = t.untyped_storage()._cdata
-        for place, (v, met, version) in reversed(list(enumerate(self.unchecked))):
-            if met.untyped_storage()._cdata != storage or (version is not None and met._version != version):
-                continue
-            with torch.set_grad_enabled(met.requires_grad):
-                copy = met.clone()
-            for payload in self.payload.values():
-                payload[:] = [copy if x is met else x for x in payload]
-            del self.unchecked[place]
-            self.constants.pop(id(met), None)
-            self.constants[id(copy)] = v, copy, None
-            self.foreign.tensors[id(copy)] = met, copy
+        with torch.set_grad_enabled(t.requires_grad):
+            copy = t.clone()
+        v, place = self.constants.exchange(t, copy)
+        if v._value - self.base >= self.phases.known:
+            for rows in self.payload.values():
+                if place < len(rows) and rows[place] is t:
+                    rows[place] = copy
 
     def constant_of_own(self, t: torch.Tensor) -> Value:
-        """The value of a real tensor that is met now, whose memory nobody writes to unseen."""
+        """The value of a real tensor that is met now."""
         entry = self.known.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
         kind = _fast.kind_of(t) if _fast is not None and t.dim() <= 5 else None
         if kind is not None:  # C finds the next one
             self.known.constant_entries[kind] = entry
-        try:
-            version = t._version
-        except RuntimeError:  # tensors made in inference mode have none
-            version = None
         v: Value = self.emit(entry, ())
-        self.payload.setdefault(entry.sid, []).append(t)
-        self.constants[id(t)] = kept = (v, t, version)
-        self.unchecked.append(kept)
+        v._flags = CONSTANT | REQUIRES_GRAD if t.requires_grad else CONSTANT
+        payload = self.payload.setdefault(entry.sid, [])
+        payload.append(t)
+        self.constants.put(t, v, len(payload) - 1)
         return v
 
     def _constant_entry(self, t: torch.Tensor) -> Entry:
@@ -560,7 +566,8 @@ class RecordedCalls(Columns):
         )
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
         self.sigs, self.inputs = new_column(), new_column()
-        self.payload, self.unchecked, self.lifted, self.parameter_rows = {}, [], {}, {}
+        self.payload, self.lifted, self.parameter_rows = {}, {}, {}
+        self.constants.read()
         self.starts, self.runs = [0], [self.runs[-1]]
         return program
 
@@ -580,21 +587,16 @@ class RecordedCalls(Columns):
         return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
 
     def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
-        """The last `pending_program` of a recording that is finished: constants and numbers are let go, which
-        hold the recorder as it holds them, so that their memory is free at once and not at the next collection
-        of garbage."""
+        """The last `pending_program` of a recording that is finished; its constants are let go."""
         program = self.pending_program(outputs)
-        if any(self.table.gradients[s][0] for met in self.phases.constants for s in met):
-            self.phases.keep_leaves(self.constants)
-        self.constants, self.numbers = {}, {}
         self.phases.constants.clear()
         return program
 
     def _check(self) -> None:
-        written = written_to(self.unchecked)
+        written = self.constants.written()
         if written is not None:
             raise InPlaceError(
-                f"a tensor {self.type_of(written)} was written to after an operation had used it, before the "
+                f"a tensor {self.table.types[written]} was written to after an operation had used it, before the "
                 "operation ran: clone() it before the write"
             )
 

@@ -31,7 +31,9 @@ import numpy as np
 import torch
 
 from fxbatch.ir import (
+    CONSTANT_KINDS,
     Operation,
+    SharedOperand,
     Signature,
     SignatureColumns,
     Slot,
@@ -41,6 +43,7 @@ from fxbatch.ir import (
     tensor_spec,
 )
 from fxbatch.signature import OperationKind
+from fxbatch.torch_private import DisableTorchFunctionSubclass
 from fxbatch.trace.operations import BodyRun
 
 _BY_VALUE = (
@@ -110,12 +113,23 @@ class TracedThrough:
     location: str  # the user's line
 
 
+# What a call that writes in place gives, where all that it does is to give its first argument another content: C knows
+# these by their order.
+WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE = range(4)
+
+
+def operands_require(operands: Sequence[SharedOperand]) -> bool:
+    """Whether one of these requires a gradient now."""
+    with DisableTorchFunctionSubclass():  # parameters may be such that hear what is asked of them
+        return any(o.resolve().requires_grad for o in operands)
+
+
 class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
     __slots__ = (
-        "aliases", "guards", "is_tuple", "named", "outcome", "sid", "signature", "single", "target", "types", "write",
-        "written",
+        "aliases", "asked_in", "carries", "guards", "is_tuple", "named", "operands", "outcome", "requires", "sid",
+        "signature", "single", "target", "types", "write", "written", "written_as",
     )  # fmt: skip
 
     def __init__(
@@ -137,7 +151,15 @@ class Entry:
         self.target = signature.operation.target
         self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
         self.write: BodyRun | None = None  # of the call as the user made it
+        self.written_as = WRITES_NOTHING
         self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
+        # For each output 3 where a gradient can go through the call to it, else 1; empty where none can.
+        self.carries = b""
+        self.operands = signature.shared
+        self.asked_in = (
+            0  # the recording in which it was asked whether one of these requires a gradient, and the answer
+        )
+        self.requires = 0
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the call that gave these."""
@@ -195,7 +217,6 @@ class SignatureTable:
         self.views: dict[Hashable, ByIdentity] = {}  # of parameters
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
-        self.unexplained = 0  # references to recorders that no value explained (trace/left_behind.py)
         self.packed: Any = None  # makes entries of calls with sizes of their own (runtime/packed_calls.py)
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
@@ -255,7 +276,10 @@ class SignatureTable:
             outcome.gradients if outcome is not None else tuple(t.differentiable for t in signature.outputs)
         )
         self.gradients.append(passes)
-        return Entry(sid, signature, types, outcome)
+        entry = Entry(sid, signature, types, outcome)
+        if signature.modes.grad and any(passes) and signature.operation.kind not in CONSTANT_KINDS:
+            entry.carries = bytes([3 if passed else 1 for passed in passes])
+        return entry
 
     def operation(self, made: Operation) -> Operation:
         """The one Operation of these: of one module, or of equal functions."""

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
-from fxbatch.tensor_memory import memory_places
 from fxbatch.torch_fakes import before_dynamo, put_dynamo_off, stop_putting_off
 from fxbatch.torch_private import (
     CheckpointFunction,
@@ -43,26 +42,29 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_map,
 )
-from fxbatch.trace.arguments import bare_function, row_of_parameter
+from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
 from fxbatch.trace.state import _fast, state
-from fxbatch.trace.table import Entry
+from fxbatch.trace.table import Entry, operands_require
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import (
     BINARY,
     GETITEM,
     READERS,
-    Alias,
+    SETITEM,
     Value,
+    View,
+    Written,
     WrittenTensor,
     link_views,
     plain_new,
     with_values,
 )
+from fxbatch.trace.writes import PURE_FORMS
 
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
@@ -101,24 +103,40 @@ if _fast is not None:
             "Knowledge": Knowledge, "Entry": Entry,
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
-            "Alias": Alias, "getitem": GETITEM,
+            "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
+            "operands_require": operands_require, "pure_forms": PURE_FORMS,
+            "written_function": WrittenTensor.__torch_function__,
             "torch_function": Value.__torch_function__, "handle_torch_function": handle_torch_function,
             "is_grad_enabled": torch.is_grad_enabled,
             "any_autocast": any_autocast, "default_dtype": torch.get_default_dtype,
             "modes_enabled": function_modes_enabled, "functions_enabled": functions_enabled,
             "has_torch_function": has_torch_function_variadic,
         },
-        mode_addresses(), memory_places(),
+        mode_addresses(), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip
     for _name, (_func, _method) in (
         *BINARY.items(),
         ("__getitem__", (GETITEM, Value.__dict__["__getitem__"])),
     ):
         setattr(Value, _name, _fast.Method(_func, _method))
+        setattr(WrittenTensor, _name, _fast.Method(_func, _func))
     for _how, (_name, _read) in enumerate(READERS.items()):
         setattr(Value, _name, _fast.Method(None, _read, _how))
-    for _kind in (Value, *BARE):
-        _kind.__torch_function__ = _fast.torch_function  # type: ignore[method-assign]
+    _STAND_INS: tuple[Any, ...] = (Value, WrittenTensor)
+    for _name in dir(torch.Tensor):  # torch's own methods: what was met before passes none of its code
+        _func = getattr(torch.Tensor, _name)
+        _pure = PURE_FORMS.get(_func) if callable(_func) and _func.__hash__ else None
+        if _pure is not None:
+            for _kind in _STAND_INS:
+                _slow = _kind.__dict__.get(_name, _func)
+                setattr(_kind, _name, _fast.Method(_pure, _slow, len(READERS)))
+        elif _name[0] != "_" and _name not in Value.__dict__ and callable(_func) and _func not in TELLING:
+            for _kind in _STAND_INS:
+                setattr(_kind, _name, _fast.Method(_func, _func))
+    for _kind, _slow in zip(_STAND_INS, (Value.__dict__["__setitem__"], SETITEM), strict=True):
+        _kind.__setitem__ = _fast.Method(SETITEM, _slow)
+    for _kind in (*_STAND_INS, *BARE):
+        _kind.__torch_function__ = _fast.torch_function
 
 
 _PATCHES: list[tuple[Any, str, Any]] = []  # what stands in torch's place while some thread records
@@ -455,13 +473,6 @@ def _compiled_code(_: RecordedCalls, plain: Any, self: Any, *args: Any, **kwargs
     return plain(self, *args, **kwargs)
 
 
-@stands_for(torch.Tensor, "numpy")
-def _numpy(recorder: RecordedCalls, plain: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if type(self) is not Value:
-        recorder.lend_memory(self)
-    return plain(self, *args, **kwargs)
-
-
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 
 
@@ -473,6 +484,19 @@ def _switch_gradient(
     return plain(self, requires_grad)
 
 
+_plain_data: Any = torch.Tensor.data
+
+
+def _lend_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor) -> torch.Tensor:
+    """`t.data` shares memory whose writes torch does not count: what calls have read of t stays as it is."""
+    recorder.keep_content(self)
+    found: torch.Tensor = plain(self)
+    return found
+
+
+_PATCHES.append(
+    (torch.Tensor, "data", property(_while_recording(_plain_data.__get__, _lend_data), _plain_data.__set__))
+)
 stands_for(torch.Tensor, "requires_grad_")(_switch_gradient)
 _set_requires_grad = _while_recording(_plain_requires_grad.__set__, _switch_gradient)
 _PATCHES.append((torch.Tensor, "requires_grad", property(_plain_requires_grad.__get__, _set_requires_grad)))

@@ -313,9 +313,10 @@ def trace_instance(
             put(item, item.value)
     recorder = recording.recorder
     reason = ""
-    if recording.left is not None:
-        recording.left.abandon()
+    if recording.held is not None and recording.held.written:
+        recording.held.abandon()
         reason = "the forward writes to a tensor that outlives it"
+    brought = [t for rows in recorder.payload.values() for t in rows if isinstance(t, torch.Tensor)]
     written = [x.path for x, now in changed if not (isinstance(now, torch.Tensor) and _is_result(x.value))]
     if written:
         reason = f"the forward changes {written[0]}"
@@ -324,9 +325,9 @@ def trace_instance(
         reason = f"it branches on values ({lines})"
     elif any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
         reason = "the forward draws random numbers outside operations"
-    elif recorder.heard.computed or any(t.grad_fn is not None for _, t, _ in recorder.constants.values()):
+    elif recorder.heard.computed or any(t.grad_fn is not None for t in brought):
         reason = "the forward computes tensors from parameters outside operations"
-    elif any(t.requires_grad for _, t, _ in recorder.constants.values()):
+    elif any(t.requires_grad for t in brought):
         reason = "the instance brings tensors that require gradients"
     return _trace(recording, table, model, reason, under)
 
@@ -362,10 +363,7 @@ def _trace(
     names = module_names(model)
     numbers = {}
     for s, payload in recorder.payload.items():
-        kept = recorder.foreign.originals(payload) if recorder.foreign.tensors else payload
-        if kept is None:
-            reason = reason or "the forward writes to memory that a tensor shares with numpy"
-        numbers[s] = payload if kept is None else kept
+        numbers[s] = payload
     samples = _samples(recorder, sigs)
     described = tuple(
         describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()

@@ -7,12 +7,12 @@ once; what needs the content suspends the instance.
     h.shape, h * 2       # torch.Size([150]), a Value
     h.sum().item()       # waits for the batch
 
-Values share memory as the tensors that they stand for would: a view has an Alias, which `writes` follows when one of
-them is written to. A real tensor that a value is written to (`t += h`, `buffer[i] = h`) stands for a value from then on
-until the call is over: the same object is a WrittenTensor, whose uses are recorded. Its memory is taken away meanwhile,
-so that nothing reads the old numbers, which takes a tensor that shares it with nothing else.
+Values share memory as the tensors that they stand for would: a view has a View, which `writes` follows when it, or what
+it is a view of, is written to. A real tensor that a value is written to (`t += h`, `buffer[i] = h`) stands for a value
+from then on until the call is over: the same object is a WrittenTensor, whose uses are recorded. Its memory is taken
+away meanwhile, so that nothing reads the old numbers, which takes a tensor that shares it with nothing else.
 
-    row = x[0]                          # alias_of(row).source is x
+    row = x[0]                          # view_of(row).source is x
     total = torch.zeros(())
     for word in words:
         total += self.loss(word)        # from here on `total` is a WrittenTensor
@@ -21,12 +21,9 @@ so that nothing reads the old numbers, which takes a tensor that shares it with 
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -36,7 +33,7 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import Entry
-from fxbatch.trace.user_line import at_line, user_frame
+from fxbatch.trace.user_line import at_line
 
 # Types whose numbers Python's conversions take as torch's do; others are asked for as tensors.
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -57,52 +54,44 @@ def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
     return func, method
 
 
-def _in_place(name: str) -> Callable[[Any, Any], Any]:
-    func = getattr(torch.Tensor, name)
-    pure = getattr(torch.Tensor, name.replace("__i", "__", 1))
-
-    def method(self: Value, other: Any) -> Any:
-        recorder = self._recorder
-        if not isinstance(other, _OPERANDS):
-            return NotImplemented
-        if type(other) in (int, float):  # lifted, as in `self + other`
-            new = recorder.call(pure, (self, other), {})
-            if type(new) is Value and new._type == self._type:
-                recorder.rebind(self, new, name.strip("_"))
-                return self
-        return recorder.call(func, (self, other), {})
-
-    method.__name__ = name
-    return method
-
-
 POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
 
 
-class Alias:
-    """A Value's place among the Values that share its memory."""
+# What is known of a Value from its beginning on, in `Value._flags`.
+REQUIRES_GRAD = 1
+CONSTANT = 2  # it stands for a tensor that an instance brings along
 
-    __slots__ = ("again", "call", "grad", "output", "source", "views")
+
+class View:
+    """Whose memory a Value shares, as a view of it.
+
+    A view is recorded anew when it is used after its root was written to: until then a write costs nothing for it.
+    """
+
+    __slots__ = ("again", "call", "grad", "output", "root", "seen", "source", "source_type")
 
     def __init__(
         self,
-        source: Value | None = None,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
+        source: Value,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None,
         output: int = 0,
         again: Callable[[], Any] | None = None,
     ) -> None:
+        above = view_of(source)
         self.source = source  # what this is a view of
+        self.root: Value = source if above is None else above.root  # whose memory it is, in the end
+        self.source_type = source._type
         self.call = call  # (func, args, kwargs), if a function
         self.output = output  # which leaf of the result
         self.again = again  # how a call that is no function's is recorded anew
         self.grad = torch.is_grad_enabled()  # whether gradients go through the view
-        self.views: list[weakref.ref[Value]] | None = None
+        self.seen = self.root._writes  # how often the root had been written to when this was recorded
 
-    def viewed_anew(self) -> Any:
+    def recorded_anew(self) -> Any:
         """The result of the call that gave the view, recorded once more: from the source's new content."""
         if self.again is not None:
             return self.again()
-        assert self.call is not None and self.source is not None
+        assert self.call is not None
         func, args, kwargs = self.call
         return args[0][args[1]] if func is GETITEM else self.source._recorder.call(func, args, kwargs)
 
@@ -115,11 +104,16 @@ class Value(torch.Tensor):
     `__torch_dispatch__`, questions for its sizes and strides too, and is refused there.
     """
 
-    __slots__ = ("_alias", "_recorder", "_type", "_value")
-    _alias: Alias
+    __slots__ = ("_flags", "_recorder", "_rows", "_type", "_value", "_view", "_writes")
+    _flags: int  # REQUIRES_GRAD, CONSTANT
     _recorder: Any  # the RecordedCalls that made it, which stands above this
+    _rows: dict[
+        int, Value
+    ]  # rows that were written to since `_value` was recorded; absent where there are none
     _type: int  # type id in the recorder's table
     _value: int  # the value's number, in the recorder's range
+    _view: View  # absent where it is no view
+    _writes: int  # how often its memory was written to, as far as views of it must know
 
     @property
     def id(self) -> int:
@@ -146,6 +140,8 @@ class Value(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _aten.detach.default:  # `Variable(v)`, of torch before 0.4
+            return args[0]._recorder.call(torch.Tensor.detach, (args[0],), {})
         asked = _SIZES.get(func)
         if asked is not None:  # torch's parser of arguments wants to know whether it could be a number
             return asked(args[0])
@@ -444,9 +440,23 @@ READERS = {
 }
 for _name, (_, _operator) in BINARY.items():
     setattr(Value, _name, _operator)
+
+
+def _operator_in_place(name: str) -> Callable[[Any, Any], Any]:
+    func = getattr(torch.Tensor, name)
+
+    def method(self: Value, other: Any) -> Any:
+        return (
+            self._recorder.call(func, (self, other), {}) if isinstance(other, _OPERANDS) else NotImplemented
+        )
+
+    method.__name__ = name
+    return method
+
+
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"):
     if hasattr(torch.Tensor, _name):
-        setattr(Value, _name, _in_place(_name))
+        setattr(Value, _name, _operator_in_place(_name))
 
 
 def set_attribute(func: Any, args: Any) -> None:
@@ -482,28 +492,172 @@ _SIZES: dict[Any, Callable[[Any], Any]] = {
     _aten.numel.default: Value.numel, _aten.sym_numel.default: Value.numel,
 }  # fmt: skip
 
-# What makes a Value object: a tensor without memory (1.0 µs; 0.6 with, where nobody would be told who reads it), or C,
-# which recycles.
+# What makes a Value object: a tensor without memory (1.0 µs; 0.6 with, where nobody would be told who reads it). In C
+# they are used again.
 plain_new: Callable[[type[Value]], Value] = functools.partial(
     torch.Tensor._make_wrapper_subclass, size=(0,), dispatch_sizes_strides_policy="sizes"
 )
-new_value: Callable[[type[Value]], Value] = plain_new if _fast is None else _fast.new_value
 
 
-def alias_of(v: Value) -> Alias | None:
-    """The alias record of a Value, None when it shares memory with no other."""
-    return getattr(v, "_alias", None)
+class WeakValues:
+    """The values of a recording where there is no C: those that are referred to when it ends are the user's."""
+
+    def __init__(self) -> None:
+        self._values: list[weakref.ref[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, v: Any) -> None:
+        """A new value, or a tensor that stands for one."""
+        self._values.append(weakref.ref(v))
+
+    def _alive(self) -> Iterator[Any]:
+        return (v for ref in self._values if (v := ref()) is not None)
+
+    def stale(self) -> list[Value]:
+        """The views among them that somebody refers to, and whose root was written to since."""
+        return [v for v in self._alive() if is_stale(v)]
+
+    def close(self) -> list[Any]:
+        """The values that the user refers to; no view is known any more."""
+        for v in self._alive():
+            for name in ("_view", "_rows"):
+                if hasattr(v, name):
+                    delattr(v, name)
+        alive, self._values = list(self._alive()), []
+        return alive
+
+
+class MetTensors:
+    """The real tensors that a recording has met, where there is no C."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[torch.Tensor, Any, int | None, int]] = []
+        self._places: list[int] = []  # of each among the constants of its signature, of the phase
+        self._last: dict[int, int] = {}  # by id of a tensor: its last row
+        self._read = 0
+
+    def get(self, t: torch.Tensor) -> Any:
+        """The value of a tensor as it is now, or None."""
+        place = self._last.get(id(t))
+        if place is None:
+            return None
+        _, v, version, _ = self._rows[place]
+        return v if version is None or version == t._version else None
+
+    def put(self, t: torch.Tensor, v: Value, place: int) -> None:
+        """A tensor was met. place: among the constants of its signature, of the phase."""
+        self._places.append(place)
+        self._last[id(t)] = len(self._rows)
+        self._rows.append((t, v, None if t.is_inference() else t._version, v._type))
+
+    def exchange(self, t: torch.Tensor, other: torch.Tensor) -> Any:
+        """What was met was the other; its value and place, or None."""
+        place = self._last.pop(id(t), None)
+        if place is None:
+            return None
+        _, v, _, kind = self._rows[place]
+        self._rows[place] = other, v, None if other.is_inference() else other._version, kind
+        self._last[id(other)] = place
+        return v, self._places[place]
+
+    def written(self) -> int | None:
+        """The type of the first that was written to before it was read."""
+        rows = self._rows[self._read :]
+        return next((kind for t, _, seen, kind in rows if seen is not None and t._version != seen), None)
+
+    def read(self) -> None:
+        """A phase has read all."""
+        self._read = len(self._rows)
+
+    def rows(self) -> list[tuple[Any, torch.Tensor]]:
+        """(value, tensor) of each."""
+        return [(v, t) for t, v, _, _ in self._rows if v is not None]
+
+    def let_go(self) -> None:
+        """Refer to no value any more."""
+        self._rows = [(t, None, version, kind) for t, _, version, kind in self._rows]
+
+
+new_constants: Callable[[], Any] = MetTensors if _fast is None else _fast.Constants
+new_values: Callable[[], Any] = WeakValues if _fast is None else _fast.Values
+
+
+def new_value(recorder: Any, number: int, type_id: int, flags: int) -> Value:
+    """A Value object of this number, in the recorder's list."""
+    if _fast is not None:
+        made: Value = _fast.value(recorder, number, type_id, flags)
+        return made
+    v = plain_new(Value)
+    v._value, v._type, v._flags, v._recorder, v._writes = number, type_id, flags, recorder, 0
+    recorder.values.add(v)
+    return v
+
+
+def view_of(v: Value) -> View | None:
+    """Whose memory a Value shares, None where it is no view."""
+    return getattr(v, "_view", None)
+
+
+def is_stale(v: Value) -> bool:
+    """Whether a value's content is still to be recorded: rows of it were written to, or it is a view of what was."""
+    view = view_of(v)
+    return hasattr(v, "_rows") or (view is not None and view.seen != view.root._writes)
+
+
+# Functions that give a view or a copy, depending on strides that a recording does not know.
+NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+
+def refresh(v: Value) -> Value:
+    """The same value, with its content as it is now: a view of what was written to is recorded anew."""
+    if hasattr(v, "_rows"):
+        _put_rows(v)
+    view = view_of(v)
+    if view is None or view.seen == view.root._writes:
+        return v
+    refresh(view.source)
+    name = "" if view.call is None else getattr(view.call[0], "__name__", "")
+    if name in NEEDS_STRIDES:
+        raise InPlaceError(
+            f"a tensor was written to, of which {name}() gave a view or a copy, by its strides: use view() or "
+            f"clone(){at_line()}"
+        )
+    if view.source._type != view.source_type:
+        raise InPlaceError(f"the shape of a tensor that has views was changed in place{at_line()}")
+    with torch.set_grad_enabled(view.grad):
+        new = [x for x in tree_leaves(view.recorded_anew()) if type(x) is Value][view.output]
+    v._value, v._flags = new._value, new._flags
+    view.seen = view.root._writes
+    return v
+
+
+def _put_rows(v: Value) -> None:
+    """Record a value's content with the rows that were written to."""
+    rows, recorder = v._rows, v._recorder
+    del v._rows
+    before = new_value(recorder, v._value, v._type, v._flags & REQUIRES_GRAD)
+    if 2 * len(rows) < v.shape[0]:
+        index = torch.tensor(list(rows), device=v.device)
+        content = before.index_copy(0, index, torch.stack(list(rows.values())))
+    else:
+        content = torch.stack([rows[i] if i in rows else before[i] for i in range(v.shape[0])])
+    assert type(content) is Value and content._type == v._type
+    v._value, v._flags = content._value, content._flags
+
+
+def facts_of(values: list[Value]) -> np.ndarray:
+    """int64 [values, 3]: number, type and flags of each."""
+    if _fast is not None:
+        return np.frombuffer(_fast.facts(values), dtype=np.int64).reshape(-1, 3).copy()
+    rows = [(v._value, v._type, v._flags) for v in values]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def link_view(result: Value, source: Value, call: Any, output: int = 0, again: Any = None) -> None:
     """Note that `result` is a view of `source`."""
-    result._alias = Alias(source, call, output, again)
-    above = alias_of(source)
-    if above is None:
-        above = source._alias = Alias()
-    if above.views is None:
-        above.views = []
-    above.views.append(weakref.ref(result))
+    result._view = View(source, call, output, again)
 
 
 def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, again: Any = None) -> None:
@@ -520,36 +674,23 @@ def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, ag
 RECORD = "_fxbatch_written"
 
 
-@dataclass(eq=False)
 class Written:
-    """A tensor that was written to: what it stands for, and what it was."""
+    """What a tensor that was written to stands for, and what it was."""
 
-    recorder: Any  # the RecordedCalls, as of a Value
-    tensor: torch.Tensor  # the user's object
-    before: torch.Tensor  # what it was, with its memory
-    value: Value
-    instance: int  # who used it last
+    __slots__ = ("before", "value")
 
-    def used(self) -> Value:
-        """Its value, for the instance that runs; TraceError where instances would see each other's."""
-        running = self.recorder.running
-        if self.instance != running:
-            if self.recorder.changes.waited:
-                raise TraceError(
-                    "a tensor that several instances share is written to, and one of them waits for a value, so that "
-                    f"others run before it has read or written: make it in the forward{at_line()}"
-                )
-            self.instance = running
-        return self.value
+    def __init__(self, before: torch.Tensor, value: Value) -> None:
+        self.before = before  # what it was, with its memory
+        self.value = value
 
-    def give_back(self, content: torch.Tensor | None) -> None:
-        """Make the user's object a plain tensor: with this content, or None: as it was."""
+    def give_back(self, tensor: torch.Tensor, content: torch.Tensor | None) -> None:
+        """Make the user's object a plain tensor again: with this content, or None: as it was."""
         new = self.before
         if content is not None:
             new = content.clone()
             vars(new).update(vars(self.before))
-        self.tensor.__class__ = torch.Tensor
-        torch.utils.swap_tensors(self.tensor, new)
+        tensor.__class__ = torch.Tensor
+        torch.utils.swap_tensors(tensor, new)
 
 
 class WrittenTensor(torch.Tensor):
@@ -590,8 +731,8 @@ def _attribute(asked: Any) -> str:
 
 def value_of(t: torch.Tensor) -> Value:
     """What a WrittenTensor stands for."""
-    record: Written = vars(t)[RECORD]
-    return record.used()
+    written: Written = vars(t)[RECORD]
+    return written.value
 
 
 _FLAT = frozenset({WrittenTensor, Value, torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), str})
@@ -616,23 +757,3 @@ def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 def result_with_values(result: Any) -> Any:
     """An instance's result with values in place of WrittenTensors."""
     return tree_map(lambda x: value_of(x) if type(x) is WrittenTensor else x, result)
-
-
-# What follows the addition in `t[i] += h` and `x.t += h`.
-_STORES = ("STORE_SUBSCR", "STORE_ATTR")
-
-
-def stored_next() -> bool:
-    """Whether the user's code is at an augmented assignment to an item, which stores the result where it read it."""
-    frame = user_frame()
-    return frame is not None and _after(frame.f_code, frame.f_lasti) in _STORES
-
-
-@functools.lru_cache(maxsize=4096)
-def _after(code: CodeType, at: int) -> str:
-    """The name of the first instruction after an augmented assignment's operator that is no shuffling of the stack."""
-    steps: Sequence[dis.Instruction] = list(dis.get_instructions(code))
-    k = next((k for k, i in enumerate(steps) if i.offset == at), -1)
-    if k < 0 or steps[k].opname != "BINARY_OP" or "=" not in steps[k].argrepr:
-        return ""
-    return next((i.opname for i in steps[k + 1 :] if i.opname not in ("SWAP", "CACHE")), "")

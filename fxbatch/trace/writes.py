@@ -1,11 +1,11 @@
 """In-place writes, functionalised with the aliasing that eager tensors have.
 
-In: calls that write to an input (`x += 1`, `x[0] = v`, `y.copy_(z)`). Out: recorded calls without
-writes; every
-Value whose content the write changes is rebound to its new content.
+In: calls that write to an input (`x += 1`, `x[0] = v`, `y.copy_(z)`). Out: recorded calls without writes. The Value
+whose memory is written to gets another number; what it is a view of is recorded with the new part in it; its own views,
+and others of the same memory, are recorded anew when they are next used (`values.refresh`).
 
     row = x[0]        # a view of x
-    row += 1          # records add, then a scatter for x; rebinds row and x
+    row += 1          # records an addition, then x with another row; both are the same objects
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.constants import is_foreign
 from fxbatch.trace.operations import FUNCTION, BodyRun, function_name
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.table import Entry
+from fxbatch.trace.table import GIVES_NONE, GIVES_TARGET, WRITES_OTHERWISE, Entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import RECORD, Value, Written, WrittenTensor, alias_of, stored_next
-
-# Functions that give a view or a copy, depending on strides that a recording does not know.
-_NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+from fxbatch.trace.values import (
+    CONSTANT,
+    GETITEM,
+    NEEDS_STRIDES,
+    RECORD,
+    REQUIRES_GRAD,
+    Value,
+    Written,
+    WrittenTensor,
+    is_stale,
+    new_value,
+    refresh,
+    value_of,
+    view_of,
+)
 
 # In-place functions whose name without the underscore is the same function out of place.
 _PURE = (
@@ -42,20 +52,43 @@ _PURE_DUNDERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and"
 _RESHAPING = ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
 
 
-def _pure_forms() -> dict[Any, Any]:
-    forms: dict[Any, Any] = {}
-    for name in (*_PURE.split(), *_RESHAPING):
-        for where in (torch, torch.Tensor):
-            written, pure = getattr(where, name + "_", None), getattr(torch.Tensor, name, None)
-            if written is not None and pure is not None:
-                forms[written] = pure
-    for name in _PURE_DUNDERS:
-        if hasattr(torch.Tensor, f"__i{name}__"):
-            forms[getattr(torch.Tensor, f"__i{name}__")] = getattr(torch.Tensor, f"__{name}__")
-    return forms
+def copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What `x.copy_(source)` makes of x."""
+    return source.to(x.dtype).expand(x.shape).clone()
 
 
-_PURE_FORMS = _pure_forms()
+def zeroed(x: torch.Tensor) -> torch.Tensor:
+    """What `x.zero_()` makes of x."""
+    return torch.zeros_like(x)
+
+
+def _forms(names: tuple[str, ...]) -> dict[Any, Any]:
+    """Functions that write to their first argument, by the same functions that don't."""
+    places = (torch, torch.Tensor)
+    pairs = (
+        (getattr(where, f"{name}_", None), getattr(torch.Tensor, name, None))
+        for name in names
+        for where in places
+    )
+    return {written: pure for written, pure in pairs if written is not None and pure is not None}
+
+
+# What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
+PURE_FORMS: dict[Any, Any] = {
+    **_forms(tuple(_PURE.split())),
+    **{
+        getattr(torch.Tensor, f"__i{name}__"): getattr(torch.Tensor, f"__{name}__")
+        for name in _PURE_DUNDERS
+        if hasattr(torch.Tensor, f"__i{name}__")
+    },
+    torch.Tensor.fill_: torch.fill,
+    torch.Tensor.zero_: zeroed,
+    torch.zero_: zeroed,
+    torch.Tensor.copy_: copied,
+}
+_RESHAPING_FORMS = _forms(_RESHAPING)
+# Views through which no gradient goes: what is written through them, autograd does not see.
+_DETACHING = frozenset({"detach", "data", "detach_"})
 
 
 def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **kwargs: Any) -> list[Any]:
@@ -72,12 +105,11 @@ def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **k
 
 def written_entry(made: Operation, arguments: Arguments, outcome: BodyRun, reason: str = "") -> Entry:
     """The signature, without writes, of a call that writes to its inputs; reason: why it is not to be batched."""
-    pure = _PURE_FORMS.get(made.target)
+    pure = _RESHAPING_FORMS.get(made.target)
     if pure is not None and outcome.written == (0,):
         operation = Operation(function_name(pure), "function", pure, FUNCTION)
         entry = _signed(operation, arguments, outcome, reason)
-        allowed = function_name(pure) in _RESHAPING
-        if entry is not None and (entry.signature.outputs == entry.signature.inputs[:1] or allowed):
+        if entry is not None:
             return entry
     if outcome.reshaped:
         raise InPlaceError(f"{made.name} changes the shape of a tensor in place{at_line()}")
@@ -102,7 +134,45 @@ def _signed(
         made, arguments.types(), arguments.shared, template, outcome, reason=reason
     )
     entry.written, entry.write = written.written, written
+    alone = written.written == (0,) and len(entry.types) == 1 and arguments.leaves[0] is arguments.args[0]
+    entry.written_as = WRITES_OTHERWISE
+    if alone and written.same == (0,) and written.result.spec.is_leaf():
+        entry.written_as = GIVES_TARGET
+    elif alone and not written.same and written.result.leaves == (None,):
+        entry.written_as = GIVES_NONE
     return entry
+
+
+def call_pure(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function that has a pure form; None where it is no write of a value to a tensor of its type."""
+    target = args[0] if args else None
+    if not isinstance(target, torch.Tensor) or (type(target) is not Value and _is_shared(recorder, target)):
+        return None
+    content = recorder.call(PURE_FORMS[func], args, kwargs)
+    if type(content) is not Value:
+        return None
+    v = target if type(target) is Value else recorder.constant(target)
+    if v is None or v._type != content._type:
+        return None
+    if v is not target:
+        v = becomes_value(recorder, target, v, function_name(func))
+    rebind(recorder, v, content, function_name(func))
+    return target
+
+
+def detach_in_place(recorder: RecordedCalls, v: Value) -> Value:
+    """`v.detach_()`: from here on no gradient goes through it."""
+    if view_of(v) is not None:
+        raise RuntimeError("Can't detach views in-place. Use detach() instead.")
+    content = recorder.call(torch.Tensor.detach, (v,), {})
+    v._value, v._flags = content._value, content._flags
+    return v
+
+
+def _is_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
+    return recorder.shared_operand(t) is not None or (
+        t._base is not None and recorder.shared_operand(t._base) is not None
+    )
 
 
 def written_call(arguments: Arguments, entry: Entry) -> Any:
@@ -112,11 +182,9 @@ def written_call(arguments: Arguments, entry: Entry) -> Any:
     for i in entry.written:
         leaf = arguments.leaves[i]
         if type(leaf) is not Value:
-            if leaf._base is not None and entry.written == (0,) and stored_next():
-                return recorder.row(entry, arguments.ids())[0]  # what follows writes it to where it was read
             leaf = becomes_value(recorder, leaf, arguments.values[i], name)
         targets.append(leaf)
-    outputs = recorder.row(entry, arguments.ids())
+    outputs = recorder.row(entry, arguments.values)
     copies, rest = outputs[: len(targets)], outputs[len(targets) :]
     for target, new in zip(targets, copies, strict=True):
         rebind(recorder, target, new, name)
@@ -139,64 +207,81 @@ def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return written
 
 
-def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
-    """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
-    if recorder.known.grad or not recorder.graded or new._type != old._type:
-        return new
-    if not recorder.type_of(old).differentiable:
+def _with_gradient_of(recorder: RecordedCalls, old: Value, new: Value) -> Value:
+    """The content of `new` with the gradient of `old`."""
+    if new._type != old._type or not recorder.type_of(old).differentiable:
         return new
     with torch.enable_grad():
-        kept: Value = recorder.call(with_content, (recorder.value(old._value, old._type), new), {})
+        before = new_value(recorder, old._value, old._type, old._flags & REQUIRES_GRAD)
+        kept: Value = recorder.call(with_content, (before, new), {})
     recorder.sync_modes()
     return kept
 
 
+def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
+    """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
+    return new if recorder.known.grad or not recorder.graded else _with_gradient_of(recorder, old, new)
+
+
+def _assign(v: Value, new: Value) -> None:
+    v._value, v._type, v._flags = new._value, new._type, new._flags & REQUIRES_GRAD
+
+
 def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
-    """Give v, and whatever shares its memory, the new content."""
-    alias = alias_of(v)
+    """Give v, and what it is a view of, the new content. Views of it are recorded anew when they are used."""
     path = [v]
-    while alias is not None and alias.source is not None:
-        path.append(alias.source)
-        alias = alias_of(alias.source)
+    while (view := view_of(path[-1])) is not None:
+        path.append(view.source)
     root = path[-1]
-    if id(root) in {id(kept) for kept, *_ in recorder.constants.values()}:
+    if root._flags & CONSTANT:
         raise InPlaceError(
             f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
         )
-    if len(path) == 1 and (alias is None or not any(ref() is not None for ref in alias.views or ())):
-        new = _unseen_by_autograd(recorder, v, new)
-        recorder.rewritten.add(new._value)
-        v._value, v._type = new._value, new._type
+    if len(path) == 1:
+        reshaped = new._type != v._type
+        _assign(v, new if reshaped else _unseen_by_autograd(recorder, v, new))
+        v._writes += not reshaped
         return
     if new._type != v._type:
         raise InPlaceError(f"{name} changes the shape of a tensor that has views{at_line()}")
+    index = _row_shown(v)
+    if index is not None and len(path) == 2 and _counts_for_gradients(recorder):
+        _assign(v, new)
+        _write_row(root, index, new)
+        v._view.seen = root._writes
+        return
     contents = [new]
     for node, source in itertools.pairwise(path):
         contents.append(_scatter(recorder, source, node, contents[-1], name))
+    root._writes += 1
     for node, content in zip(path, contents, strict=True):
-        node._value = _unseen_by_autograd(recorder, node, content)._value
+        _assign(node, _unseen_by_autograd(recorder, node, content))
         recorder.rewritten.add(node._value)
-    _refresh(root, {id(p) for p in path}, name)
+        if (view := view_of(node)) is not None:
+            view.seen = root._writes
 
 
-def _scatter(recorder: RecordedCalls, source: Value, view: Value, new: Value, name: str) -> Value:
-    """The content of `source` after its view `view` was given the content `new`."""
-    alias = alias_of(view)
-    assert alias is not None
-    if alias.call is None:
+def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, name: str) -> Value:
+    """The content of `source` after its view `node` was given the content `new`."""
+    view = view_of(node)
+    assert view is not None
+    if view.call is None:
         raise InPlaceError(f"{name} writes to a view that a module made: clone() it first{at_line()}")
-    func, args, kwargs = alias.call
+    func, args, kwargs = view.call
     label = getattr(func, "__name__", "")
-    if label in _NEEDS_STRIDES:
+    if label in NEEDS_STRIDES:
         raise InPlaceError(
             f"{name} writes to the result of {label}(), which is a view or a copy depending on strides: use "
             f"view() or clone(){at_line()}"
         )
-    if not args or args[0] is not source:
+    if not args or (value_of(args[0]) if type(args[0]) is WrittenTensor else args[0]) is not source:
         raise InPlaceError(
             f"{name} writes to a view made by {label}() in a way that can't be recorded{at_line()}"
         )
-    return recorder.call(write_through, (source, new, func, alias.output, *args[1:]), kwargs)
+    if label in _DETACHING:
+        return _with_gradient_of(recorder, source, new)
+    written: Value = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
+    return written if view.grad or not recorder.known.grad else _with_gradient_of(recorder, source, written)
 
 
 def write_through(
@@ -209,32 +294,61 @@ def write_through(
     return copy
 
 
-def _refresh(source: Value, fresh: set[int], name: str) -> None:
-    """Record all other views of a rewritten source anew, top down."""
-    alias = alias_of(source)
-    if alias is None or alias.views is None:
-        return
-    kept = []
-    before = list(alias.views)
-    for ref in before:
-        view = ref()
-        if view is None:
-            continue
-        kept.append(ref)
-        below = alias_of(view)
-        assert below is not None and below.source is not None
-        if id(view) not in fresh:
-            label = getattr(below.call[0], "__name__", "") if below.call is not None else ""
-            if label in _NEEDS_STRIDES:
-                raise InPlaceError(
-                    f"{name} writes to a tensor of which {label}() gave a view or a copy, by its strides: "
-                    f"use view() or clone(){at_line()}"
-                )
-            with torch.set_grad_enabled(below.grad):
-                result = [x for x in tree_leaves(below.viewed_anew()) if type(x) is Value][below.output]
-            view._value = result._value
-        _refresh(view, fresh, name)
-    alias.views[:] = kept
+def _counts_for_gradients(recorder: RecordedCalls) -> bool:
+    """Whether what is written now counts for gradients as what is computed does."""
+    return bool(recorder.known.grad) or not recorder.graded
+
+
+def _row_shown(v: Value) -> int | None:
+    """Which row of its source a view is, None for other views."""
+    view = view_of(v)
+    if view is None or view.call is None or view.call[0] is not GETITEM:
+        return None
+    index = view.call[1][1]
+    return index if type(index) is int else None
+
+
+def _write_row(v: Value, index: int, row: Value) -> None:
+    """Give a row of a value this content; the value's own is recorded when it is used as a whole."""
+    if not hasattr(v, "_rows"):
+        v._rows = {}
+    at = index + v.shape[0] if index < 0 else index
+    v._rows[at] = new_value(v._recorder, row._value, row._type, row._flags & REQUIRES_GRAD)
+    v._writes += 1
+
+
+def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
+    """`x[i] = v` for a number i and a row v of the type of x's; False where it is another write."""
+    if len(args) != 3 or type(args[1]) is not int or not isinstance(args[0], torch.Tensor):
+        return False
+    target, index, row = args
+    if type(row) is not Value or (type(target) is not Value and _is_shared(recorder, target)):
+        return False
+    v = target if type(target) is Value else recorder.constant(target)
+    if v is None or view_of(v) is not None or not v.dim() or not -v.shape[0] <= index < v.shape[0]:
+        return False
+    t, of_row = recorder.type_of(v), recorder.type_of(refresh(row))
+    if (t.shape[1:], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
+        return False
+    if not _counts_for_gradients(recorder) or (v is target and v._flags & CONSTANT):
+        return False
+    if v is not target:
+        v = becomes_value(recorder, target, v, "setitem")
+    _write_row(v, index, row)
+    return True
+
+
+def stores_what_is_there(args: tuple[Any, ...]) -> bool:
+    """Whether `x[i] = v` has for v the view `x[i]`, as it is: what follows `x[i] += h`."""
+    if len(args) != 3 or type(args[2]) is not Value or is_stale(args[2]):
+        return False
+    view = view_of(args[2])
+    if view is None or view.call is None or view.call[0] is not GETITEM or view.source is not args[0]:
+        return False
+    index, at = args[1], view.call[1][1]
+    if type(index) is int and type(at) is int:
+        return index == at or index + args[0].shape[0] == at
+    return index is at
 
 
 def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: str) -> Value:
@@ -242,56 +356,98 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
 
     InPlaceError where something else shares its memory.
     """
+    if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
+        return _view_becomes_value(recorder, t, t._base, name)
     reason = _why_not(t)
     if not reason and t.is_leaf and t.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if not reason:
-        stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            WrittenTensor, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
-        )
-        stand_in.__class__ = torch.Tensor
-        try:
-            torch.utils.swap_tensors(t, stand_in)
-        except RuntimeError:
-            reason = "a view of it, or the graph of its gradient, holds its memory"
+    before = None if reason else _exchanged(t)
+    if before is None:
+        raise _refused(t, reason or "a view of it, or the graph of its gradient, holds its memory", name)
+    _exchange(recorder, t, before)
+    content = new_value(recorder, value._value, value._type, value._flags & REQUIRES_GRAD)
+    _follow(recorder, t, Written(before, content))
+    return content
+
+
+def _view_becomes_value(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor, name: str) -> Value:
+    """A view of a real tensor that is about to be written to (`buffer[i] += h`): the tensor that it shows becomes a
+    value, and it a view of that."""
+    reason = _why_not(base, users=2)
+    if not reason and (base.requires_grad or t.requires_grad or weakref.getweakrefcount(t)):
+        reason = "a view of it is looked at by something else"
     if reason:
-        raise InPlaceError(
-            f"{name} writes a value into a tensor {tuple(t.shape)} that has to stay as it is: {reason}. Write to a "
-            f"clone() of it, or build the result with torch.stack or torch.cat{at_line()}"
-        )
-    before = stand_in  # the two have changed places
+        raise _refused(base, reason, name)
+    geometry = t.shape, t.stride(), t.storage_offset() - base.storage_offset()
+    before = t.clone()
+    _exchange(recorder, t, before)
+    let_go = torch.empty(0)
+    torch.utils.swap_tensors(t, let_go)
+    del let_go  # the view's own hold of the memory
+    constant = recorder.constant(base)
+    assert constant is not None
+    value = becomes_value(recorder, base, constant, name)
+    rows = geometry[0] == before.shape == value.shape[1:] and geometry[1] == before.stride()
+    if rows and before.numel() and geometry[2] % before.numel() == 0:
+        view = value[geometry[2] // before.numel()]
+    else:
+        view = value.as_strided(*geometry)
+    _exchanged(t)
+    _follow(recorder, t, Written(before, view))
+    return view
+
+
+def _exchanged(t: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor was, as another object, the tensor itself without memory; None where something holds its memory."""
+    stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        WrittenTensor, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
+    )
+    stand_in.__class__ = torch.Tensor
+    try:
+        torch.utils.swap_tensors(t, stand_in)
+    except RuntimeError:
+        return None
+    return stand_in  # the two have changed places
+
+
+def _follow(recorder: RecordedCalls, t: torch.Tensor, written: Written) -> None:
     t.__class__ = WrittenTensor
-    _replace(recorder, t, before)
-    found = Written(recorder, t, before, recorder.value(value._value, value._type), recorder.running)
-    vars(t)[RECORD] = found
-    recorder.written[id(t)] = found
-    return found.value
+    vars(t)[RECORD] = written
+    place, followed = id(t), recorder.written
+    followed[place] = weakref.ref(t, lambda _: followed.pop(place, None)), written
 
 
-def _why_not(t: torch.Tensor) -> str:
-    """Why a tensor can't stand for a value; "" where it can."""
+def _refused(t: torch.Tensor, reason: str, name: str) -> InPlaceError:
+    return InPlaceError(
+        f"{name} writes a value into a tensor {tuple(t.shape)} that has to stay as it is: {reason}. Write to a "
+        f"clone() of it, or build the result with torch.stack or torch.cat{at_line()}"
+    )
+
+
+def _why_not(t: torch.Tensor, users: int = 1) -> str:
+    """Why a tensor can't stand for a value; "" where it can. users: how many tensors may have its memory."""
     if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_inference():
         return f"it is a {type(t).__name__} of its own kind"
-    if is_foreign(t):
+    if not t.untyped_storage().resizable():
         return "numpy or another process shares its memory"
     if t._base is not None:
         return "it is a view of another tensor"
     if weakref.getweakrefcount(t):
         return "something refers to it weakly"
-    if storage_users(t) > 1:
+    if storage_users(t) > users:
         return "another tensor shares its memory"
     return ""
 
 
-def _replace(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> None:
+def _exchange(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> None:
     """What was recorded of the tensor until now is of what it was."""
-    known = recorder.constants.pop(id(t), None)
-    if known is None:
+    met = recorder.constants.exchange(t, before)
+    if met is None:
         return
-    v, _, version = known
-    kept = recorder.constants[id(before)] = v, before, version
-    recorder.unchecked[:] = [kept if x is known else x for x in recorder.unchecked]
+    v, place = met
     entry = recorder.known.constant_entries[before.shape, before.dtype, before.device]
-    for payload in (*recorder.phases.constants, recorder.payload):
-        if entry.sid in payload:
-            payload[entry.sid][:] = [before if x is t else x for x in payload[entry.sid]]
+    ran = v._value - recorder.base < recorder.phases.known
+    for payload in recorder.phases.constants if ran else (recorder.payload,):
+        rows = payload.get(entry.sid, ())
+        if place < len(rows) and rows[place] is t:
+            rows[place] = before

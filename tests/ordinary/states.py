@@ -325,7 +325,7 @@ def f(s, x):
     s.log.append(y.detach())
     return y
 m = model(through, l=L(), s=sub(f, log=[]))
-seen = lambda: (len(m.s.log), [type(t).__name__ for t in m.s.log], [round(float(t.sum()), 3) for t in m.s.log])
+seen = lambda: [(isinstance(t, torch.Tensor), round(float(t.sum()), 3)) for t in m.s.log]
 >
 = logged numbers
 def f(s, x):
@@ -491,16 +491,6 @@ m = model(f, l=L(), k=L())
 m = model(lambda self, x: self.l(x)[2:].as_strided((2,), (1,), 0), l=L())
 >
 >
-= buffer of numpy used again
-def f(self, x):
-    out = []
-    for i in range(3):
-        buf[:] = 0; buf[i] = 1
-        out.append(self.l(torch.from_numpy(buf)).detach())
-    return out
-buf = np.zeros(4, dtype=np.float32)
-m = model(f, l=L())
->
 = clamp without gradients
 def f(self, x):
     h = self.l(x)
@@ -597,7 +587,7 @@ MAY_REFUSE = {
     "traced function of torch", "Tensor of a value", "FloatTensor of a value", "strides", "contiguity", "offset",
     "address", "as_strided", "lazy module", "frozen within", "number of the model across a branch",
     "state of a part across a branch", "state across a branch on a value",
-    "buffer of numpy used again", "clamp without gradients", "mask without gradients", "data written",
+    "clamp without gradients", "mask without gradients", "data written",
     "weights of attention kept", "last output kept", "logged tensors",
 }  # fmt: skip
 

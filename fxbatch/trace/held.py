@@ -1,0 +1,103 @@
+"""Values that outlive their call: in tensors that the forward wrote to, in attributes, lists and logs.
+
+In: a recording that is done. Out: the values that the user still refers to. With the results of the run they become
+real tensors, in time proportional to what is asked of them afterwards.
+
+    held = Held.of(recorder)
+    take = held.together(take, renumber, apart=False)     # their rows are taken in the same request as the results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from fxbatch.trace.recorded_calls import RecordedCalls
+from fxbatch.trace.state import tracing
+from fxbatch.trace.values import REQUIRES_GRAD, Value, Written, facts_of, refresh
+
+Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
+Renumber = Callable[[np.ndarray], np.ndarray]  # ids as recorded -> ids in the program that ran
+
+
+class Held:
+    """What outlives a call: values, and tensors that the forward wrote to."""
+
+    def __init__(
+        self, recorder: RecordedCalls, values: list[Value], written: list[tuple[torch.Tensor, Written]]
+    ) -> None:
+        self.recorder = recorder
+        self.written = written  # the user's objects, and what they stand for
+        self._facts = facts_of(values)  # int64 [values, 3]: number, type, flags; the results' are among them
+        self._facts[:, 0] -= recorder.base
+        self._besides = self._facts  # of those that are no results
+
+    @staticmethod
+    def of(recorder: RecordedCalls) -> Held:
+        """What the user holds of a recording, which goes on no more."""
+        with tracing(recorder):
+            for v in recorder.values.stale():
+                refresh(v)
+        return Held(recorder, recorder.let_go(), recorder.take_written())
+
+    def besides(self, results: np.ndarray) -> np.ndarray:
+        """Ids of what is held and no result; results: the ids of those."""
+        self._besides = self._facts[~np.isin(self._facts[:, 0], results)]
+        return self._besides[:, 0]
+
+    def together(self, take: Take, renumber: Renumber, *, apart: bool) -> Take:
+        """`take` that asks for these values as well, in the same request, and after which they are real tensors.
+
+        apart: whether of rows that are taken together some require a gradient and others don't.
+        """
+        ids, kinds = self._besides[:, 0], 2 * self._besides[:, 1] + (self._besides[:, 2] & REQUIRES_GRAD)
+
+        def both(requests: list[np.ndarray]) -> list[torch.Tensor]:
+            every = [*requests, *(renumber(ids[kinds == kind]) for kind in np.unique(kinds).tolist())]
+            blocks = take(every)
+            if apart and any(t.requires_grad for t in blocks):
+                asking = renumber(self._facts[self._facts[:, 2] & REQUIRES_GRAD != 0, 0])
+                blocks = [
+                    t if np.isin(rows, asking).any() else t.detach()
+                    for t, rows in zip(blocks, every, strict=True)
+                ]
+            if len(self._facts):
+                self.recorder.is_real(_Rows(every, blocks, renumber))
+            written, self.written = self.written, []
+            for tensor, record in written:
+                record.give_back(tensor, self.recorder.tensor(record.value))
+            return blocks[: len(requests)]
+
+        return both
+
+    def abandon(self) -> None:
+        """The call has failed, or its results aren't wanted: everything is as it was before."""
+        written, self.written = self.written, []
+        for tensor, record in written:
+            record.give_back(tensor, None)
+
+
+class _Rows:
+    """Which row of which block a value is, looked up when the first is asked for."""
+
+    def __init__(
+        self, requests: Sequence[np.ndarray], blocks: Sequence[torch.Tensor], renumber: Renumber
+    ) -> None:
+        self.requests, self.blocks, self.renumber = requests, blocks, renumber
+        self.places: dict[int, tuple[int, int]] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def __call__(self, v: Value) -> torch.Tensor | None:
+        if not self.places:
+            for block, rows in enumerate(self.requests):
+                self.places.update((n, (block, i)) for i, n in enumerate(rows.tolist()))
+        t = self.tensors.get(v._value)
+        if t is None:
+            place = self.places.get(int(self.renumber(np.array([v.id], dtype=np.int64))[0]))
+            if place is None:
+                return None
+            t = self.blocks[place[0]][place[1]]
+            t = self.tensors[v._value] = t if v._flags & REQUIRES_GRAD or not t.requires_grad else t.detach()
+        return t
