@@ -54,9 +54,9 @@ def script(self: Any, x: Any) -> Any:
 
 def row_view(self: Any, x: Any) -> Any:
     buffer = torch.zeros(2, 4)
-    row = buffer[0]
+    row, other = buffer[0], buffer[1]
     row += self.l(x)
-    return buffer.sum(0)
+    return buffer.sum(0) + other
 
 
 def derivative(self: Any, x: Any) -> Any:
@@ -102,7 +102,7 @@ def dispatch_mode(self: Any, x: Any) -> Any:
 REFUSED = {
     function_mode: r"a torch mode \(Doubling\)", dispatch_mode: r"a torch mode \(Negating\)",
     batch_norm: "BatchNorm1d in training", max_norm: "max_norm", backward_hook: "backward hook", script: "TorchScript",
-    row_view: "a view of", derivative: "torch.autograd.grad", backward: "backward\\(\\) inside",
+    row_view: "another tensor shares its memory", derivative: "torch.autograd.grad", backward: "backward\\(\\) inside",
 }  # fmt: skip
 
 

@@ -241,7 +241,7 @@ def test_a_written_buffer_is_refused() -> None:
 
     keeps = Keeps()
     with pytest.raises((BatchCoupledError, InPlaceError, TraceError)):
-        recorded(lambda x: keeps(x), X)
+        recorded(lambda x: keeps(LIN(x)), X)
     assert (keeps.total == 0).all()
 
 
