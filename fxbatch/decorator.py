@@ -46,7 +46,6 @@ from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
-from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import (
     dispatch_mode_count,
     eval_frame_off,
@@ -355,13 +354,15 @@ class Autobatched:
                 result, reasons = choice.timing.of(lambda: self._batched_with_reasons(engine, instances))
             strategy.reasons = "; ".join(reasons())
             return result
-        unchanged = None
+        scouts, rest, unchanged = instances[: choice.scouts], instances[choice.scouts :], None
         if choice.scouts and not engine.changes and engine.root is not None:
             unchanged = ModuleState(engine.root.modules())
-        results = self._loop(instances[: choice.scouts], choice.timing)
+        if choice.timing is None:
+            results = self._loop(scouts)
+        else:
+            results = choice.timing.of(lambda: self._loop(scouts), apart=True)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
-        rest = instances[choice.scouts :]
         if choice.batches and rest:
             with engine.queue.minibatch(grad=grad):
                 results += self._batched(engine, rest, "list", first=choice.scouts)
@@ -371,19 +372,14 @@ class Autobatched:
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
         return self._put_together(results)
 
-    def _loop(
-        self, instances: Sequence[Instance], timing: Timing | None = None, *, first: int = 0
-    ) -> list[Any]:
+    def _loop(self, instances: Sequence[Instance], *, first: int = 0) -> list[Any]:
         """The result of each instance by the undecorated forward, exactly as the plain loop runs it."""
         results: list[Any] = []
         alone = self._alone if self.options.return_exceptions else self.fn
         with disabled(), shown_modes():
             try:
                 for args, kwargs in instances:
-                    if timing is None:
-                        results.append(alone(*args, **kwargs) if kwargs else alone(*args))
-                    else:
-                        results.append(timing.of(functools.partial(alone, *args, **kwargs)))
+                    results.append(alone(*args, **kwargs) if kwargs else alone(*args))
             except BaseException as error:
                 error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
                 raise

@@ -10,6 +10,7 @@ The one place of the package that reads a clock to choose by; tests put another 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,12 +67,13 @@ class Timing:
     backward: float = 0.0
     building: float = 0.0  # besides
 
-    def of(self, run: Callable[[], T]) -> T:
-        """The result of `run`, whose time is added, as will be that of backward passes through the result."""
+    def of(self, run: Callable[[], T], *, apart: bool = False) -> T:
+        """The result of `run`, whose time is added, as will be that of backward passes through the result. apart: it is
+        a list of results that may go backward one by one, each of as many instances."""
         first = next_sequence_number()
         result = self.forward_of(run)
         if torch.is_grad_enabled():
-            self._await_backward(result, first)
+            self._await_backward(list(result) if apart and isinstance(result, list) else [result], first)
         return result
 
     def forward_of(self, run: Callable[[], T]) -> T:
@@ -83,32 +85,39 @@ class Timing:
         self.building += building
         return result
 
-    def _await_backward(self, result: Any, first: int) -> None:
-        """Time backward passes from the first node of autograd's graph that `result` stands on to the last of those
+    def _await_backward(self, results: list[Any], first: int) -> None:
+        """Time backward passes from the first node of autograd's graph that `results` stand on to the last of those
         that are numbered from `first` on: autograd runs those that were made last first, and those of others before or
-        after."""
-        roots = [
-            x.grad_fn for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.grad_fn is not None
-        ]
+        after. Where some of the results go backward, the time is taken to be so much of the whole."""
         nodes: dict[Any, int] = {}
-        open_nodes: list[Any] = list(roots)
-        while open_nodes:
-            node = open_nodes.pop()
-            if node is not None and node not in nodes and (number := sequence_number(node)) >= first:
-                nodes[node] = number
-                open_nodes += [before for before, _ in node.next_functions]
+        roots: dict[Any, int] = {}  # the first result that stands on it, by number
+        for i, result in enumerate(results):
+            tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            open_nodes: list[Any] = [x.grad_fn for x in tensors]
+            for node in open_nodes:
+                if node is not None and sequence_number(node) >= first:
+                    roots.setdefault(node, i)
+            while open_nodes:
+                node = open_nodes.pop()
+                if node is not None and node not in nodes and (number := sequence_number(node)) >= first:
+                    nodes[node] = number
+                    open_nodes += [before for before, _ in node.next_functions]
         if not nodes:
             return
-        begun: dict[int, float] = {}  # by backward pass
+        every = len(set(roots.values()))
+        passes: dict[int, tuple[float, set[int]]] = {}  # when each began, and of which results
 
-        def begin(gradients: Any) -> None:
-            begun.setdefault(graph_task(), now())
+        def begin(i: int, gradients: Any) -> None:
+            task = graph_task()
+            if task not in passes:
+                passes[task] = now(), set()
+            passes[task][1].add(i)
 
         def end(inputs: Any, outputs: Any) -> None:
-            since = begun.pop(graph_task(), None)
-            if since is not None:
-                self.backward += now() - since
+            begun = passes.pop(graph_task(), None)
+            if begun is not None:
+                self.backward += (now() - begun[0]) * every / len(begun[1])
 
-        for node in dict.fromkeys(root for root in roots if root in nodes):
-            node.register_prehook(begin)
+        for root, i in roots.items():
+            root.register_prehook(functools.partial(begin, i))
         min(nodes, key=nodes.__getitem__).register_hook(end)

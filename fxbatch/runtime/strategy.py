@@ -8,7 +8,8 @@
 Batching is what the decorator is for: it is done from the first minibatch on. A few instances, the scouts, run
 undecorated, and are timed; so is the minibatch after them, which is batched whole. Such a pair is a round; each mode
 (gradients or none) and each class of sizes (a power of two of instances) has its own. Where the loop is faster it runs,
-once a whole minibatch by the loop says so too; the margin is the smaller the more rounds agree. Rounds come again, ever
+once a whole minibatch by the loop says so too, as it does in all rounds where the two are close; the margin is the
+smaller the more rounds agree. Rounds come again, ever
 more rarely, at once where the two are close, and later where the loop is much faster, so that a round costs a small
 part of the time until it.
 """
@@ -19,13 +20,14 @@ import math
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import Literal
 
 from fxbatch.stopwatch import Timing
 
 SCOUTS = 4  # instances of a minibatch that run in the loop to be timed, and at most half of it
+CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole minibatches
 WINDOW = 5  # timings of either way that are looked at
 COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
@@ -62,6 +64,7 @@ class _Case:
         self.batch: deque[Timing] = deque(maxlen=WINDOW)
         self.seconds = 0.0, 0.0  # of one instance by the loop, and batched, as decided by last
         self.loops = False  # whether the loop runs between rounds
+        self.whole = False  # whether it is timed over whole minibatches
 
     def next(self, instances: int) -> Choice:
         """How the next minibatch runs."""
@@ -75,9 +78,12 @@ class _Case:
             if self.loops:
                 self.batch.clear()  # the data may be others by now
             return self._time_batch(instances)
-        if before and self._decide(before):
-            self.loop.clear()
-            return self._time_loop(instances, "loop")
+        if before:
+            self._decide(before)
+            if (
+                self.loops and self.loop[-1].instances < instances // 2
+            ):  # the first of each may be the smallest
+                return self._time_loop(instances, "loop")
         if self.minibatches >= self.next_round:
             if self.rounds == 1:  # in the first all was new, by either way
                 self.loop.clear()
@@ -93,27 +99,27 @@ class _Case:
 
     def _time_loop(self, instances: int, timed: Literal["scouts", "loop"]) -> Choice:
         self.timed = timed
-        scouts = instances if self.loops else min(SCOUTS, (instances + 1) // 2)
+        scouts = instances if self.whole else min(SCOUTS, (instances + 1) // 2)
+        if self.whole:  # which says more than a few instances
+            self.loop = deque((t for t in self.loop if t.instances >= instances // 2), WINDOW)
         self.loop.append(Timing(scouts))
         return Choice(not self.loops, scouts, self.loop[-1])
 
-    def _decide(self, timed: str) -> bool:
-        """Set which way runs from this minibatch on, and when the next round comes. True if the loop has yet to be
-        timed over a whole minibatch: the first instances of each may be the smallest ones."""
+    def _decide(self, timed: str) -> None:
+        """Set which way runs from this minibatch on, and when the next round comes."""
         loop, batch = self._medians()
         if not loop or not batch:  # one of the two has failed
             self.next_round = self.minibatches
-            return False
+            return
         self.seconds = loop, batch
         self.rounds += timed == "batch"
         ratio, margin, over = batch / loop, 1.0 + 2.0 ** (1 - self.rounds), self.minibatches - 1
-        had_looped, self.loops = self.loops, ratio > margin
+        self.loops, self.whole = ratio > margin, ratio > CLOSE
         is_close = 1.0 / margin < ratio <= margin
         wait = max(1, over // 4 if is_close else over)
         if self.loops:
             wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
         self.next_round = self.minibatches + wait - 1
-        return self.loops and not had_looped
 
     def _medians(self) -> tuple[float, float]:
         """What one instance takes by the loop, and batched; 0 where that was not timed. Backward passes count where
@@ -124,7 +130,7 @@ class _Case:
             each = [[(t.forward + t.backward) / t.instances for t in way] for way in ways]
         else:
             each = [[t.forward / t.instances for t in way] for way in ways]
-        loop, batch = [median_low(way) if way else 0.0 for way in each]
+        loop, batch = [_median(way) if way else 0.0 for way in each]
         return loop, batch
 
 
@@ -163,7 +169,7 @@ class Strategy:
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
             times = [t.forward / t.instances for t in ([] if case is None else case.loop) if t.forward]
-            return instances * median_low(times) if times else 0.0
+            return instances * _median(times) if times else 0.0
 
     def look_again(self) -> None:
         """Begin rounds with the next minibatches: batching has become faster, as all is built."""
@@ -204,6 +210,11 @@ class Strategy:
                 return f"a batch: {figures}"
             wait = max(1, case.next_round + 1 - case.minibatches)
             return f"the plain loop: {figures}; batching is timed again {wait} minibatches from now"
+
+
+def _median(numbers: Sequence[float]) -> float:
+    """The lower one of two; the module `statistics` imports decimals and fractions."""
+    return sorted(numbers)[(len(numbers) - 1) // 2]
 
 
 def _figures(case: _Case, instances: int, grad: bool) -> str:

@@ -165,7 +165,7 @@ def test_where_the_loop_is_faster_it_runs_and_finding_out_costs_little(ratio: fl
     cost = lambda xs: sum(1.0 if x else ratio for x in xs) / len(xs)  # noqa: E731
     assert cost(found[:30]) <= most
     assert cost(found) < 1.04 or ratio < 1.2
-    assert strategy.looped(grad=False) == sum(found)
+    assert strategy.looped(grad=False) >= sum(found)
 
 
 def test_it_is_tried_again_ever_more_seldom() -> None:
@@ -292,6 +292,13 @@ def test_a_backward_pass_is_timed_whoever_asks_for_it_and_whenever(clock: Clock)
     assert (one.backward, other.backward, unused.backward) == (6.0, 8.0, 0.0)
     with torch.no_grad():
         Timing(1).of(lambda: before * 2)
+    each = Timing(3)
+    parts = each.of(lambda: [Ticks.apply(before, 1.0) for _ in range(3)], apart=True)
+    torch.stack(parts).sum().backward(retain_graph=True)
+    assert each.backward == 3.0
+    each.backward = 0.0
+    parts[0].sum().backward(retain_graph=True)
+    assert each.backward == 3.0, "one of three goes backward: three times its time"
 
 
 def test_each_result_may_go_backward_by_itself(clock: Clock) -> None:
