@@ -102,12 +102,12 @@ def test_leaving_a_prefetch_loop_does_not_wait_for_the_source() -> None:
     def source() -> Iterator[Any]:
         yield batch
         asked.set()
-        waited.append(left.wait(30))
+        waited.append(left.wait())
         yield batch
 
     for ready in fxbatch.prefetch(model, source()):
         torch.testing.assert_close(model(ready), model(batch))
-        assert asked.wait(30)
+        assert asked.wait()
         break
     left.set()
     for thread in threading.enumerate():
@@ -130,7 +130,7 @@ def test_recordings_under_way_keep_their_table_when_it_is_full() -> None:
             y = self.linear(x)
             if wait:
                 began.set()
-                assert go_on.wait(30)
+                assert go_on.wait()
             return torch.tanh(y) * x[: y.shape[0]]
 
     model, xs = Slow(), [torch.randn(4) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_recordings_under_way_keep_their_table_when_it_is_full() -> None:
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(model(xs, [False, True, False])))
     thread.start()
-    assert began.wait(30)
+    assert began.wait()
     for _ in range(2):
         torch.testing.assert_close(model(xs, [False] * 3), expected)
     assert engine.table.limit == 1 and not len(engine.table) > 8

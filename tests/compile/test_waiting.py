@@ -133,7 +133,7 @@ def test_the_next_minibatch_is_planned_while_one_is_in_use() -> None:
 
     ready = fxbatch.prefetch(model, batches(), ahead=2)
     first = next(ready)
-    assert asked.wait(60) and planned.wait(60), "the first is not run yet, nor is the second asked for"
+    assert asked.wait() and planned.wait(), "the first is not run yet, nor is the second asked for"
     found = [model(first), *(model(other) for other in ready)]
     with fxbatch.disabled():
         torch.testing.assert_close(torch.cat(found), model(trees))

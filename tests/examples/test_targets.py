@@ -44,7 +44,7 @@ def test_scripts_run_from_anywhere(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, *[str(ROOT / path) for path in FILES]]
     found = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env={"PATH": ""}
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={"PATH": ""}
     )
     assert found.returncode == 0, found.stderr
     usages = [line for line in found.stdout.splitlines() if line.startswith("usage: ")]

@@ -84,7 +84,6 @@ class Environment:
             env={**kept, **variables},
             capture_output=True,
             text=True,
-            timeout=280,
             check=False,
         )
         assert found.returncode == 0, f"{command}\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}"

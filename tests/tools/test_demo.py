@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,9 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(empty: Path) -> None:
     for line in process.stdout:
         if line.startswith("training"):
             break
-    time.sleep(0.2)
+    # The step that runs is finished, whenever the signal comes.
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 130, err
     assert "--resume" in err
     stopped = torch.load("checkpoints/demo.pt", weights_only=True)

@@ -14,7 +14,7 @@ def test_a_sample_of_the_databases(part: int) -> None:
     known = entries()
     faults = []
     for k, name in enumerate(sorted(known)[::30][part::4]):
-        line = judge(known[name], samples=1, seconds=10, other=k % 2 == 0)
+        line = judge(known[name], samples=1, seconds=float("inf"), other=k % 2 == 0)
         if line["bad"]:
             faults.append((name, line["bad"]))
     assert not faults

