@@ -8,8 +8,8 @@ examples:
 
 Batched and loop run twice each, on copies of model and instances, from the same
 globals and whatever else instances share. The referee is the loop in float64: a
-batched tensor may be 4 times as far from it as the loop's own (the largest of up
-to four draws), plus a few units in the last place.
+batched tensor may be 4 times as far from it as the loop's own (the largest of
+up to four draws), plus a few units in the last place.
 If the loop gives something else the second time, that can't be compared; the
 command says so, and the status is 1. Random operations are compared in eval().
 

@@ -44,12 +44,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     table = Table("name", "what", "found in", box=None, pad_edge=False)
+    missing: dict[str, str] = {}
     for name, data_set in sorted(DATA_SETS.items()):
         folder = None
         if options.data is None or any((options.data / d).is_dir() for d in (name, ".")):
             folder = _locate_quietly(name, options.data)
-        table.add_row(name, data_set.title, str(folder) if folder else f"not found; {data_set.source}")
+        table.add_row(name, data_set.title, str(folder) if folder else "not found")
+        if folder is None:
+            missing[name] = data_set.source
     output().print(table)
+    for name, source in missing.items():
+        notices().print(f"{name}: {source}", style="dim", soft_wrap=True)
     for why, folder in search_folders(options.data):
         notices().print(f"searched: {folder} ({why})", style="dim", soft_wrap=True)
     return Status.OK

@@ -41,6 +41,17 @@ def test_list_and_where(empty: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out.count("not found") == 3
 
 
+def test_no_address_is_cut_at_80_columns(
+    empty: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["data", "list"]) == 0
+    got = capsys.readouterr()
+    assert max(map(len, got.out.splitlines())) <= 80 and "…" not in got.out
+    for name, data_set in data_command.DATA_SETS.items():
+        assert f"{name}: {data_set.source}\n" in got.err
+
+
 def test_get_fills_the_cache_and_prints_the_folder(
     empty: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
