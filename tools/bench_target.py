@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +97,28 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def step(target: Runnable, instances: Sequence[Any], *, backward: bool) -> None:
-    """One minibatch as a training would run it, or an inference."""
+def _unnamed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def step(
+    target: Runnable,
+    instances: Sequence[Any],
+    *,
+    backward: bool,
+    part: Callable[[str], AbstractContextManager[None]] = _unnamed,
+) -> None:
+    """One minibatch as a training would run it, or an inference. part: what its parts run in, by name."""
     if not backward:
-        with torch.no_grad():
+        with torch.no_grad(), part("call"):
             target.batched(instances)
         return
-    results = target.batched(instances)
+    with part("call"):
+        results = target.batched(instances)
     losses = [t for result in results for t in tensors_of(result) if t.requires_grad]
     if losses:
-        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+        with part("autograd"):
+            torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
     if target.module is not None:
-        target.module.zero_grad(set_to_none=True)
+        with part("zero gradients"):
+            target.module.zero_grad(set_to_none=True)

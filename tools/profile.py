@@ -7,8 +7,10 @@ examples:
   fxbatch profile model.py:minibatch --format json | jq .phases
 
 The phases are trace, merge, rewrite, schedule, plan, compile, constants,
-forward, results, backward and parameter gradients. Times are means of --repeat
-minibatches, each without the phases inside it. Open the trace at
+forward, results, backward and parameter gradients; around them are call (what a
+decorated call does besides), autograd (torch's own engine, and adding gradients
+up) and zero gradients. Times are means of --repeat minibatches, each without
+the phases inside it; other is what results cost to look through. Open the trace at
 ui.perfetto.dev or chrome://tracing; its steps are named by operation and batch
 size: `cell x37 forward`.
 """
@@ -68,6 +70,11 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         sys.stdout.write(json.dumps(_data(watch, options.repeat, loop, len(instances))) + "\n")
     else:
+        whole = loop / options.repeat
+        count = len(instances)
+        output().print(
+            f"{count} instances: {whole * 1e3:.2f} ms a minibatch, {count / whole:,.0f} instances/s"
+        )
         for table in _tables(watch, options.repeat, loop, len(instances)):
             output().print(table)
         if options.trace is not None:
@@ -85,7 +92,7 @@ def measure(
     with watch.instrumented():
         start = watch.now()
         for _ in range(repeat):
-            step(target, instances, backward=backward)
+            step(target, instances, backward=backward, part=watch.phase)
         seconds = watch.now() - start
     return watch, seconds
 
@@ -100,7 +107,7 @@ def write_trace(target: Runnable, instances: Sequence[Any], file: Path, *, backw
         profile(activities=activities, acc_events=True) as profiler,  # torch 2.11 warns without
         watch.instrumented(),
     ):
-        step(target, instances, backward=backward)
+        step(target, instances, backward=backward, part=watch.phase)
     profiler.export_chrome_trace(str(file))
 
 
@@ -140,8 +147,7 @@ def _data(watch: Stopwatch, repeat: int, seconds: float, instances: int) -> dict
 def _tables(watch: Stopwatch, repeat: int, seconds: float, instances: int) -> list[Table]:
     data = _data(watch, repeat, seconds, instances)
     whole = data["milliseconds"]
-    title = f"{instances} instances: {whole:.2f} ms a minibatch, {instances / whole * 1e3:,.0f} instances/s"
-    phases = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    phases = Table(box=None, pad_edge=False)
     for name, justify in (("phase", "left"), ("ms", "right"), ("share", "right")):
         phases.add_column(name, justify=justify)  # type: ignore[arg-type]  # literals
     for name, ms in data["phases"].items():

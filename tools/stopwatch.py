@@ -47,7 +47,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (backward_module, "add_parameter_gradients", "parameter gradients"),
 )
 KERNELS = (("forward", "forward"), ("parameters", "parameter gradients"))
-PHASES = tuple(name for _, _, name in PARTS)
+# What is around these: of a decorated call besides, of torch's autograd besides.
+AROUND = ("call", "autograd", "zero gradients")
+PHASES = (*AROUND, *(name for _, _, name in PARTS))
 
 
 @dataclass

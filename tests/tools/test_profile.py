@@ -17,6 +17,8 @@ def test_phases_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     # The same minibatch again: its schedule is found with its plan.
     for phase in ("trace", "merge", "plan", "constants", "forward", "backward", "parameter gradients"):
         assert found["phases"][phase] > 0, phase
+    for phase in ("call", "autograd", "zero gradients"):  # what would be "other"
+        assert found["phases"][phase] > 0, phase
     assert sum(found["phases"].values()) == pytest.approx(found["milliseconds"], rel=0.02)
     parts = {(row["operation"], row["part"]) for row in found["operations"]}
     assert {("out", "forward"), ("out", "backward"), ("out", "parameter gradients")} <= parts
