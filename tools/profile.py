@@ -7,10 +7,10 @@ examples:
   fxbatch profile model.py:minibatch --format json | jq .phases
 
 The phases are trace, merge, rewrite, schedule, plan, compile, constants,
-forward, results, backward and parameter gradients; around them are call (what a
-decorated call does besides), autograd (torch's own engine, and adding gradients
-up) and zero gradients. Times are means of --repeat minibatches, each without
-the phases inside it; other is what results cost to look through. Open the trace at
+forward, results, backward and parameter gradients. Around them are call (what
+a decorated call does besides), autograd (torch's own engine, and adding
+gradients up) and zero gradients; other is the rest. Times are means of --repeat
+minibatches, each without the phases inside it. Open the trace at
 ui.perfetto.dev or chrome://tracing; its steps are named by operation and batch
 size: `cell x37 forward`.
 """
