@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,10 +227,30 @@ class Explanation:
         yield self._table(narrow=options.max_width < NARROW)
         yield rich_text.Text("\n".join(self._lines(narrow=options.max_width < NARROW)))
 
+    def _repr_html_(self) -> str:
+        """The table and the lines as a notebook shows them."""
+        names = ("operation", "signature", "calls", "launches", "largest", "why an operation", "line")
+        head = "".join(f"<th>{name}</th>" for name in names)
+        rows = [
+            (r.operation, r.signature, r.calls, r.launches, r.largest, r.rule, r.location)
+            for r in _folded(self.operations)
+        ]
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+        )
+        lines, details = ("<br>".join(map(html.escape, x)) for x in (self._lines(narrow=False), self.details))
+        return (
+            f"<table><caption>{html.escape(self._title)}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table><p>{lines}</p><details><summary>more</summary>{details}</details>"
+        )
+
+    @property
+    def _title(self) -> str:
+        return f"{self.instances} instances: {self.launches_before} launches one by one, {self.launches_after} batched"
+
     def _table(self, *, narrow: bool) -> rich_table.Table:
         """A row a signature. Where it is narrow, the line stands below the operation, and the rules below all."""
-        title = f"{self.instances} instances: {self.launches_before} launches one by one, {self.launches_after} batched"
-        table = rich_table.Table(title=title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
+        table = rich_table.Table(title=self._title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
         table.add_column("operation\nline" if narrow else "operation", overflow="fold")
         table.add_column("signature", ratio=1 if narrow else None, overflow="fold")
         for name in ("calls", "launches", "largest"):

@@ -11,6 +11,7 @@ signatures, steps) are objects. All forms are immutable.
 from __future__ import annotations
 
 import functools
+import html
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,6 +211,9 @@ class Program:
     def __str__(self) -> str:
         return print_program(self)
 
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
 
 def print_program(program: Program) -> str:
     """The program as text that `parse_program` reads back."""
@@ -370,6 +374,12 @@ class Plan:
     def __len__(self) -> int:
         return len(self.step_signature)
 
+    def __str__(self) -> str:
+        return print_plan(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps as objects: a view for dumps and checks."""
@@ -389,3 +399,39 @@ class Plan:
             Step(s, n, o, tuple(gathers[g[k] : g[k + 1]]), tuple(blocks[b[k] : b[k + 1]]))
             for k, (s, n, o) in enumerate(columns)
         )
+
+
+def print_plan(plan: Plan, signatures: Sequence[Signature] = ()) -> str:
+    """One line an arena and a step: rows, where each input is read, where each output is written."""
+    lines = [f"plan arenas={len(plan.arenas)} steps={len(plan.steps)} indices={len(plan.indices)}"]
+    for i, (type_, rows) in enumerate(zip(plan.arenas, plan.capacity, strict=True)):
+        lines.append(f"  a{i} {type_} rows={rows}")
+    for k, step in enumerate(plan.steps):
+        lines.append(f"  {step_text(plan, k, step, signatures)}")
+    return "\n".join(lines)
+
+
+def step_text(plan: Plan, k: int, step: Step, signatures: Sequence[Signature] = ()) -> str:
+    """The line of one step of a plan: `step 3: s2 cell x4 (a0 view 0:8) -> a0[8:12]`."""
+    name = f" {quoted(signatures[step.signature].name)}" if step.signature < len(signatures) else ""
+    reads = []
+    for gather in step.inputs:
+        where: object = f"{gather.start}:{gather.start + gather.rows}"
+        if gather.kind == "broadcast":
+            where = gather.start
+        elif gather.kind == "index":
+            rows = plan.indices[gather.start : gather.start + gather.rows].tolist()
+            where = "[" + ",".join(map(str, rows[:8])) + (",..." if len(rows) > 8 else "") + "]"
+        reads.append(f"a{gather.arena} {gather.kind} {where}")
+    writes = ", ".join(f"a{arena}[{row}:{row + step.rows}]" for arena, row in step.outputs)
+    return f"step {k}: s{step.signature}{name} x{step.rows} ({', '.join(reads)}) -> {writes}"
+
+
+_SHOWN = 200  # lines of a form in a notebook
+
+
+def as_html(text: str) -> str:
+    """The text of a form as a notebook shows it, without the lines that nobody would scroll to."""
+    lines = text.splitlines()
+    more = [f"... {len(lines) - _SHOWN:,} more lines: print(...)"] if len(lines) > _SHOWN else []
+    return f"<pre>{html.escape(chr(10).join([*lines[:_SHOWN], *more]))}</pre>"

@@ -31,16 +31,20 @@ from fxbatch.errors import FxbatchError
 from fxbatch.ir import (
     Modes,
     Operation,
-    Plan,
     Program,
     Schedule,
     SharedOperand,
     Signature,
     Slot,
-    Step,
     Template,
     TensorSpec,
     tensor_spec,
+)
+from fxbatch.ir import (
+    print_plan as print_plan,
+)
+from fxbatch.ir import (
+    step_text as step_text,
 )
 from fxbatch.signature import dtype_name, quoted, signature_text
 from fxbatch.torch_private import tree_flatten
@@ -63,32 +67,6 @@ def print_schedule(program: Program, schedule: Schedule) -> str:
         names = " | ".join(f"s{s} {quoted(program.signatures[s].name)}" for s in kinds) or "nothing"
         lines.append(f"  step {k}: {names} x{len(calls)}: {made}")
     return "\n".join(lines)
-
-
-def print_plan(plan: Plan, signatures: Sequence[Signature] = ()) -> str:
-    """One line an arena and a step: rows, where each input is read, where each output is written."""
-    lines = [f"plan arenas={len(plan.arenas)} steps={len(plan.steps)} indices={len(plan.indices)}"]
-    for i, (type_, rows) in enumerate(zip(plan.arenas, plan.capacity, strict=True)):
-        lines.append(f"  a{i} {type_} rows={rows}")
-    for k, step in enumerate(plan.steps):
-        lines.append(f"  {step_text(plan, k, step, signatures)}")
-    return "\n".join(lines)
-
-
-def step_text(plan: Plan, k: int, step: Step, signatures: Sequence[Signature] = ()) -> str:
-    """The line of one step of a plan: `step 3: s2 cell x4 (a0 view 0:8) -> a0[8:12]`."""
-    name = f" {quoted(signatures[step.signature].name)}" if step.signature < len(signatures) else ""
-    reads = []
-    for gather in step.inputs:
-        where: object = f"{gather.start}:{gather.start + gather.rows}"
-        if gather.kind == "broadcast":
-            where = gather.start
-        elif gather.kind == "index":
-            rows = plan.indices[gather.start : gather.start + gather.rows].tolist()
-            where = "[" + ",".join(map(str, rows[:8])) + (",..." if len(rows) > 8 else "") + "]"
-        reads.append(f"a{gather.arena} {gather.kind} {where}")
-    writes = ", ".join(f"a{arena}[{row}:{row + step.rows}]" for arena, row in step.outputs)
-    return f"step {k}: s{step.signature}{name} x{step.rows} ({', '.join(reads)}) -> {writes}"
 
 
 def _ranges(names: list[str], total: int) -> list[str]:

@@ -49,8 +49,11 @@ def notices() -> Console:
 def doing(what: str) -> Iterator[None]:
     """A line with a clock, on a terminal and while it takes: `with doing("64 instances"): ...`."""
     console = notices()
+    if not console.is_terminal:  # in a notebook even what is disabled leaves an empty box
+        yield
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(what, total=None)
         yield
 
@@ -58,6 +61,9 @@ def doing(what: str) -> Iterator[None]:
 def counted(items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """The items, with a bar on a terminal."""
     console = notices()
+    if not console.is_terminal:
+        yield from items
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         yield from progress.track(items, total=total, description=what)

@@ -36,8 +36,16 @@ def _user_file(frame: FrameType) -> str:
         if len(_files) >= _MOST:
             _files.clear()
         own = in_users_code(code, frame.f_globals)
-        found = _files[id(code)] = code, os.path.basename(code.co_filename) if own else ""
+        found = _files[id(code)] = code, shown_name(code.co_filename) if own else ""
     return found[1]
+
+
+def shown_name(path: str) -> str:
+    """ "model.py" of a file; of a notebook's cell "In[3]", as the notebook says itself."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(path)
+    return os.path.basename(path) if cell is None else str(cell[1])
 
 
 def in_users_code(code: CodeType, names: dict[str, Any]) -> bool:
@@ -77,7 +85,7 @@ def line_of(place: UserPlace) -> str:
         return ""
     code, instruction = place
     lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line is not None]
-    return f"{os.path.basename(code.co_filename)}:{lines[0] if lines else code.co_firstlineno}"
+    return f"{shown_name(code.co_filename)}:{lines[0] if lines else code.co_firstlineno}"
 
 
 def source_of(place: UserPlace) -> str:

@@ -22,8 +22,15 @@ from fxbatch.viz.report import Report, Row
 from fxbatch.viz.svg import picture_to_svg
 
 
-def page_of(report: Report) -> str:
-    """The HTML text; open it in any browser of the last years, from disk."""
+class Page(str):
+    """The text of a page. A notebook shows it in a frame."""
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{html.escape(self)}" width="100%" height="640" style="border:0"></iframe>'
+
+
+def page_of(report: Report) -> Page:
+    """The HTML text; open it in any browser of the last years, from disk, or end a notebook's cell with it."""
     files = resources.files("fxbatch.viz")
     template = files.joinpath("page.html").read_text(encoding="utf-8")
     script = files.joinpath("page.js").read_text(encoding="utf-8")
@@ -41,7 +48,7 @@ def page_of(report: Report) -> str:
         "SCRIPT": script,
     }
     # One pass, so that what is put in is never searched for markers.
-    return re.sub(r"<!--([A-Z]+)-->|@([A-Z]+)@", lambda m: parts[m[1] or m[2]], template)
+    return Page(re.sub(r"<!--([A-Z]+)-->|@([A-Z]+)@", lambda m: parts[m[1] or m[2]], template))
 
 
 def _legend(report: Report) -> list[Row]:
