@@ -18,11 +18,12 @@ endif
 # A shell's PYTHONPATH or an activated environment must not leak in, nor that each process compiles all sources anew.
 unexport PYTHONPATH VIRTUAL_ENV PYTHONHOME PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-slow package check format bench guard soak conformance pictures reference constraints clean
+.PHONY: help venv demo test processors test-slow package check format bench guard soak conformance pictures reference constraints clean
 
 help:
 	@echo "make demo         train the Tree-LSTM on the Stanford Sentiment Treebank (ARGS='--epochs 2')"
 	@echo "make test         the test suite (ARGS='tests/data -k tree' for a part)"
+	@echo "make processors   a part of it as older processors compute"
 	@echo "make check        format, lint, types, import direction"
 	@echo "make package      build the archives, and install and try them in clean environments"
 	@echo "make bench        benchmarks           make soak         random models, for hours"
@@ -47,6 +48,12 @@ demo: venv
 # Two workers of one thread each: the suite is many small tensors.
 test: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# As older processors compute: torch's loops, MKL's and ours. Half a minute where nothing else runs.
+OLDER = tests/test_judge.py tests/test_oracle.py tests/codegen/test_native.py tests/codegen/test_native_special.py tests/trust/test_edges.py
+processors: venv
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 FXBATCH_LOOPS=plain $(PY) -m pytest -q -n 2 $(OLDER) $(ARGS)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 FXBATCH_LOOPS=avx2 $(PY) -m pytest -q -n 2 $(OLDER) $(ARGS)
 
 test-slow: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --slow $(ARGS)

@@ -50,7 +50,8 @@ static inline __attribute__((always_inline)) float LOOP(exp1)(float x)
     return p * LOOP(bits_float)((half + 127) << 23) * LOOP(bits_float)((n - half + 127) << 23);
 }
 
-/* tanh: x + x z P(z), z = x^2, below 0.625 and 1 - 2 / (exp(2 |x|) + 1) above. Source: Cephes, single/tanhf.c. */
+/* tanh: x + x z P(z), z = x^2, below 0.625 and 1 - 2 / (exp(2 |x|) + 1) above, with the sign of x, of a zero too.
+   Source: Cephes, single/tanhf.c. */
 static inline __attribute__((always_inline)) float LOOP(tanh1)(float x)
 {
     float z = x * x;
@@ -59,11 +60,11 @@ static inline __attribute__((always_inline)) float LOOP(tanh1)(float x)
     p = p * z + -5.37397155531e-2f;
     p = p * z + 1.33314422036e-1f;
     p = p * z + -3.33332819422e-1f;
-    float near = x * (p * z) + x;
     float size = LOOP(bits_float)(LOOP(float_bits)(x) & 0x7fffffff);
+    float near = size * (p * z) + size;
     float far = 1.0f - 2.0f / (LOOP(exp1)(size + size) + 1.0f);
-    far = LOOP(bits_float)(LOOP(float_bits)(far) | (LOOP(float_bits)(x) & (int32_t)0x80000000));
-    return size < 0.625f ? near : far;
+    float result = size < 0.625f ? near : far;
+    return LOOP(bits_float)(LOOP(float_bits)(result) | (LOOP(float_bits)(x) & (int32_t)0x80000000));
 }
 
 #include "_native_operations.h"

@@ -8,6 +8,7 @@ native.address(weight, weight.nbytes)      # where C finds it, None where C must
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fxbatch.torch_private import product_address, thread_addresses
 from fxbatch.trace.constants import PLAIN_TENSORS
 
+_LEVELS = ("plain", "avx2", "avx512")
 extension: Any
 try:
     extension = importlib.import_module("fxbatch.codegen._native")
@@ -25,6 +27,23 @@ if extension is not None:
     extension.set_products(product_address())
     extension.set_threads(*thread_addresses())
     extension.set_plain(PLAIN_TENSORS)
+
+
+def use_loops(level: str) -> str:
+    """Run the best loops that this processor has up to `level` ("plain", "avx2" or "avx512"); which these are."""
+    if level not in _LEVELS:
+        raise ValueError(f"FXBATCH_LOOPS is one of {', '.join(_LEVELS)}, not {level}")
+    for lower in reversed(_LEVELS[: _LEVELS.index(level) + 1]):
+        try:
+            extension.set_loops(lower)
+        except ValueError:  # not on this processor
+            continue
+        return lower
+    raise AssertionError("plain loops run everywhere")
+
+
+if extension is not None and "FXBATCH_LOOPS" in os.environ:
+    use_loops(os.environ["FXBATCH_LOOPS"])
 
 
 def available() -> str:

@@ -61,7 +61,7 @@ def pointwise(node: fx.Node) -> Pointwise | None:
     if target in _SCALED:
         name, position, factor = _SCALED[target]
         given: Any = args[position] if len(args) > position else kwargs.get(name, 1)
-        args, kwargs, number = args[:position], {}, factor * float(given)
+        args, kwargs, number = args[:position], {}, factor * float(given) + 0.0  # not -0.0
         if target in (aten.rsub.Tensor, aten.rsub.Scalar):
             args = (args[1], args[0])
     found = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, args))

@@ -218,7 +218,7 @@ class Lowering:
         """Where a node, or a number, is."""
         if not isinstance(node, fx.Node):
             if isinstance(node, (bool, int, float)):
-                return Span(-1, 0, (), (), torch.float32, float(node))
+                return Span(-1, 0, (), (), torch.float32, node)
             raise NotNative("an argument that is no tensor")
         found = self.spans.get(node)
         if found is None:

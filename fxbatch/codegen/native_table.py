@@ -16,7 +16,8 @@ _C_TYPES = {"f": "float", "i": "int64_t", "b": "uint8_t"}
 
 
 class Loop(NamedTuple):
-    """A pointwise operation: one element of the result, in C, of elements a[i], b[i], c[i] and a number k.
+    """A pointwise operation: one element of the result, in C, of elements a[i], b[i], c[i] and a number k,
+    `number` in double.
 
     aten: calls that it is where types fit; `native_calls.pointwise` takes a number from their arguments. cost: of an
     element, in additions.
@@ -72,7 +73,7 @@ LOOPS = (
     Loop("lt_f32", "a[i] < b[i]", "b ff", ("lt.Scalar", "lt.Tensor")),
     Loop("le_f32", "a[i] <= b[i]", "b ff", ("le.Scalar", "le.Tensor")),
     Loop("lt_i64", "a[i] < b[i]", "b ii", ("lt.Scalar", "lt.Tensor")),
-    Loop("add_i64", "a[i] + (int64_t)k * b[i]", "i ii", _SUMS),
+    Loop("add_i64", "a[i] + (int64_t)number * b[i]", "i ii", _SUMS),
     Loop("copy_i64", "a[i]", "i i"),
     Loop("copy_bool", "a[i]", "b b"),
 )

@@ -110,16 +110,16 @@ def _frozen(tree: Any) -> Any:
 
 
 def constant_value(node: Any) -> float | None:
-    """1.0 or 0.0 (or another number) if the node is a tensor filled with it, else None."""
+    """1.0 or 0.0 (or another number) if the node is a tensor filled with it, else None. Integers keep all digits."""
     while isinstance(node, fx.Node) and node.target in (aten.expand.default, aten.reshape.default):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
         fill = node.args[2] if node.target is aten.new_full.default else node.args[1]
-        return float(fill) if isinstance(fill, (int, float)) else None
+        return fill if isinstance(fill, (int, float)) else None
     if node.target is aten.scalar_tensor.default:
-        return float(node.args[0])
+        return node.args[0]
     if node.target in _ZEROS:
         return 0.0
     return 1.0 if node.target in _ONES else None

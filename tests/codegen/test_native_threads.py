@@ -18,7 +18,7 @@ from torch import fx
 
 from fxbatch.codegen import products
 from fxbatch.codegen.kernel import Workspace, emit_kernel
-from fxbatch.codegen.native import extension
+from fxbatch.codegen.native import extension, use_loops
 from fxbatch.codegen.operation_graphs import add_call
 from fxbatch.torch_private import thread_addresses
 from tests.codegen import test_native as native
@@ -364,3 +364,23 @@ def test_programs_on_every_level(level: str) -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="no loops for neon"):
         extension.set_loops("neon")
+
+
+def test_loops_up_to_a_level(level: str) -> None:
+    """As FXBATCH_LOOPS says: the best that there are up to it."""
+    best = use_loops("avx512")
+    assert best == levels()[-1] and use_loops("plain") == "plain"
+    assert use_loops(level) == level == extension.products()[1] or not extension.products()[1]
+    with pytest.raises(ValueError, match="FXBATCH_LOOPS is one of plain, avx2, avx512, not neon"):
+        use_loops("neon")
+
+
+def test_the_environment_chooses_loops() -> None:
+    code = "from fxbatch.codegen.native import extension; print(extension.set_loops('plain'))"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"FXBATCH_LOOPS": "plain"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.strip() == "plain", found.stderr
