@@ -224,7 +224,7 @@ class Twins(RuleBasedStateMachine):
             try:
                 found, noted = self._call(self.batched, way, batched=True)
             except fxbatch.TraceError as error:  # a hook's list, where instances wait: refused
-                assert "log is changed while other instances wait" in str(error)
+                assert "log is changed, and an instance waits for a value" in str(error)
                 self.batched["m"].s.log[:] = log
                 continue
             with _precision(True):
