@@ -16,8 +16,11 @@ pip install 'fxbatch[bench]'.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fxbatch.ir import Program
 from fxbatch.viz.draw_form import Form
@@ -29,6 +32,7 @@ from fxbatch.viz.picture import Picture, SignatureKey
 from fxbatch.viz.report import make_report
 from fxbatch.viz.svg import picture_to_svg
 
+from .bench_target import measure
 from .dump import write, write_picture_png
 from .errors import CommandError
 from .forms import (
@@ -42,10 +46,15 @@ from .forms import (
     packed_report,
     parse_options,
     short_title,
+    user_errors,
 )
+from .profile import measure as measure_parts
+from .run_target import Runnable
 from .target import load_target
 from .terminal import notices
 
+ROUNDS = 3  # of each way, for the picture of milliseconds
+Times = dict[str, dict[str, float]]
 LARGE = 2_000  # steps; above, stages that insert nodes for every depth are left out of the page
 
 
@@ -61,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--instances", metavar="N,N,...", help="which instances are drawn one by one (default: the first few)"
+    )
+    parser.add_argument(
+        "--no-times", action="store_true", help="of a page: without milliseconds, which take ten runs"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: FUNCTION.FORMAT; - is standard output"
@@ -88,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
                     forms.program,
                     forms.schedule,
                     instances=instances,
+                    times=None if options.no_times else _times(options.target, model, data, overrides),
                 )
             ),
             file,
@@ -101,6 +114,24 @@ def run(options: argparse.Namespace) -> int:
         else:
             write(picture_to_svg(picture, key) + "\n", file)
     return _wrote(file)
+
+
+def _times(target: str, model: Any, data: Sequence[Any], overrides: dict[str, Any]) -> Times:
+    """Milliseconds of the loop and of the batch, these by part; none where parts can't be told apart."""
+    runnable = Runnable.of(model, overrides)
+    options = runnable.decorated.options
+    if options.mode != "looped" or options.backward != "compiled":
+        return {}
+    with user_errors(target):
+        whole = measure(runnable, data, rounds=ROUNDS, backward=True)
+        watch, _ = measure_parts(runnable, data, ROUNDS, backward=True)
+    seconds = {name: spent.seconds for name, spent in watch.phases.items() if spent.seconds}
+    batched = statistics.median(whole.batched) * 1e3 / sum(seconds.values())
+    alone = statistics.median(whole.one_by_one) * 1e3
+    return {
+        "one by one": {f"{len(data)} instances": alone},
+        "batched": {name: s * batched for name, s in seconds.items()},
+    }
 
 
 def _draw_packed(options: argparse.Namespace, packed: list[PackedProgram]) -> int:

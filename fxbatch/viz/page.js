@@ -48,7 +48,7 @@ class View {
     this.scale = scale;
     const bw = w / scale, bh = h / scale;
     const x = bw >= this.full.w ? (this.full.w - bw) / 2 : 0;
-    const y = bh >= this.full.h ? (this.full.h - bh) / 2 : this.name === "timeline" || this.name === "trace" ? 0 : (this.full.h - bh) / 2;
+    const y = bh >= this.full.h ? (this.full.h - bh) / 2 : ["timeline", "trace", "source", "time"].includes(this.name) ? 0 : (this.full.h - bh) / 2;
     this.place({ x, y, w: bw, h: bh });
   }
   whole() {

@@ -18,7 +18,7 @@ from typing import Any
 from fxbatch.viz.describe import SCHEMA_VERSION, describe_signature
 from fxbatch.viz.palette import DARK, LIGHT, Surface, colour
 from fxbatch.viz.picture import Picture
-from fxbatch.viz.report import Report, Row
+from fxbatch.viz.report import EXPLAINED, Report, Row, Stage
 from fxbatch.viz.svg import picture_to_svg
 
 
@@ -41,7 +41,7 @@ def page_of(report: Report) -> Page:
         "TITLE": html.escape(report.title),
         "STYLE": style,
         "COUNTS": "".join(_count(name, value) for name, value in report.counts),
-        "TABS": "".join(_tab(i, stage.name) for i, stage in enumerate(report.stages)),
+        "TABS": "".join(_tab(i, stage) for i, stage in enumerate(report.stages)),
         "LEGEND": "".join(_legend_row(report, row) for row in _legend(report)),
         "PICTURES": "\n".join(_template(report, name, picture) for name, picture in _pictures(report)),
         "DATA": _json(_data(report)),
@@ -113,13 +113,15 @@ def _hash(text: str) -> str:
 
 
 def _count(name: str, value: str) -> str:
-    return f'<div class="count"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+    title = html.escape(EXPLAINED.get(name, ""))
+    return f'<div class="count" title="{title}"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
 
 
-def _tab(i: int, name: str) -> str:
-    text = html.escape(name)
+def _tab(i: int, stage: Stage) -> str:
+    text = html.escape(stage.name)
+    idle = "" if stage.ran else ' class="idle" title="not what ran: to be compared with"'
     return (
-        f'<button role="tab" id="tab-{text}" data-stage="{text}" aria-selected="false" tabindex="-1">'
+        f'<button role="tab" id="tab-{text}" data-stage="{text}" aria-selected="false" tabindex="-1"{idle}>'
         f"<i>{i + 1}</i>{text}</button>"
     )
 

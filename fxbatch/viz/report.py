@@ -20,6 +20,8 @@ from fxbatch.passes.schedule import lower_bound
 from fxbatch.viz.draw_form import Form, draw_form
 from fxbatch.viz.draw_program import draw_instances
 from fxbatch.viz.draw_schedule import draw_schedule
+from fxbatch.viz.draw_source import draw_source, read_sources
+from fxbatch.viz.draw_times import draw_times
 from fxbatch.viz.picture import Picture, SignatureKey, is_constant
 
 CAPTIONS = {
@@ -31,18 +33,32 @@ CAPTIONS = {
     "batched": "A box a step: all calls that one launch runs. Its height grows with the batch.",
     "gathered": "Gathers collect the rows that a step reads, cats put the outputs of a depth together.",
     "packed": "A box an operator, which runs once for all instances; * is a size of their own.",
+    "source": "Your lines: calls → launches. Calls of one signature stand at the line that made the first of them.",
+    "time": "Milliseconds of one minibatch, forward and backward: the loop above, the batch and its parts below.",
     "plan": "Memory: one row per tensor type, one block per output of a step. Contiguous rows are read in place.",
+}
+
+FOLDS = ("pass-through", "gathered")  # graphs of Fold's algorithm, which other schedules don't run
+# What the numbers at the top say, on hover.
+EXPLAINED = {
+    "calls": "what the forwards called, of all instances: so many launches one by one",
+    "steps": "batched launches: calls of one signature that run at once",
+    "calls a step": "calls over steps: the mean size of a batch",
+    "lower bound": "no order of launches needs fewer steps: the longest chain of calls of each signature, summed",
+    "schedule": "the policy that put the calls into steps",
+    "gathers elided": "inputs of steps that are read where they lie, and not copied together first",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One tab of the page."""
+    """One tab of the page. ran: whether it is of what ran, and not only there to be compared with."""
 
     name: str
     caption: str
     picture: Picture
     rows: tuple[Row, ...]  # of the legend, while it is shown
+    ran: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +90,10 @@ def make_report(
     schedule: Schedule,
     *,
     instances: Sequence[int] | None = None,
+    times: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Report:
-    """Draw every form; `program` is the one that `schedule` runs, `instances` those drawn one by one.
+    """Draw every form; `program` is the one that `schedule` runs, `instances` those drawn one by one, `times` the
+    milliseconds of each way and part.
 
     The tab `trace` draws the calls of `forms["merged"]` instance by instance.
     """
@@ -92,14 +110,16 @@ def make_report(
     for name, form in forms.items():
         same = schedule if _program_of(form, program) is program else None
         picture = draw_form(form, key, title=name, program=program, schedule=same)
-        stages.append(
-            Stage(
-                name,
-                CAPTIONS.get(name.partition(" ")[0], ""),
-                picture,
-                _rows_of(form, program, schedule, key),
-            )
-        )
+        ran = name not in FOLDS or schedule.policy == "fold"
+        caption = CAPTIONS.get(name.partition(" ")[0], "")
+        caption = caption if ran else f"Not what ran ({schedule.policy} did), but Fold's way: {caption}"
+        stages.append(Stage(name, caption, picture, _rows_of(form, program, schedule, key), ran))
+    rows = signature_rows(program, schedule, key)
+    if sources := read_sources(program):
+        picture = draw_source(program, schedule, key, sources)
+        stages.append(Stage("source", CAPTIONS["source"], picture, rows))
+    if times:
+        stages.append(Stage("time", CAPTIONS["time"], draw_times(times), ()))
     plan = next((f for f in forms.values() if isinstance(f, Plan)), None)
     return Report(
         title,
@@ -107,7 +127,7 @@ def make_report(
         tuple(stages),
         draw_schedule(program, schedule, key),
         _counts(program, schedule, plan),
-        signature_rows(program, schedule, key),
+        rows,
     )
 
 

@@ -89,6 +89,14 @@ class Browser:
         """The value that a script returns."""
         return self._call("POST", f"{self.session}/execute/sync", {"script": script, "args": list(arguments)})
 
+    def resize(self, width: int, height: int) -> None:
+        """Show pages as on a screen of this size; 0, 0: as the window is."""
+        what = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width > 0}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": what}
+        if not width:
+            command = {"cmd": "Emulation.clearDeviceMetricsOverride", "params": {}}
+        self._call("POST", f"{self.session}/goog/cdp/execute", command)
+
     def point(self, selector: str, *, click: bool = False) -> None:
         """Move the mouse to the middle of the first element that matches, and click there."""
         x, y = self.run(

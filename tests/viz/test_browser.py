@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,3 +243,94 @@ def test_the_header_has_no_empty_band(page: Browser) -> None:
             ".getBoundingClientRect()).map(r => [r.top, r.bottom])"
         )
         assert max(top for top, _ in tops) < min(bottom for _, bottom in tops), width
+
+
+# What stands beside one another on a page, and how far each reaches.
+PLACES = """
+    const shown = Array.from(document.querySelectorAll(
+        'h1, .count, .search, #theme, [role=tab], #caption, .canvas, .note, .zoom, #timeline h2'));
+    return shown.map(e => [e.id || e.className || e.tagName, e.getBoundingClientRect()])
+        .filter(([, r]) => r.width && r.height).map(([n, r]) => [n, r.left, r.top, r.right, r.bottom])
+"""
+
+
+@pytest.mark.parametrize("height", [844, 664])
+def test_on_a_phone_nothing_covers_anything(
+    browser: Browser, program: Program, tmp_path: Path, height: int
+) -> None:
+    browser.resize(390, height)
+    try:
+        page = show(browser, page_of(report_of(program)), tmp_path)
+        for name in page.run(
+            "return Array.from(document.querySelectorAll('[role=tab]')).map(t => t.dataset.stage)"
+        ):
+            stage(page, name)
+            places = page.run(PLACES)
+            assert len(places) > 15
+            for n, (a, left, top, right, bottom) in enumerate(places):
+                assert 0 <= left < right <= 390 and 0 <= top < bottom <= height, (name, a)
+                for b, left_, top_, right_, bottom_ in places[:n]:
+                    apart = (
+                        right <= left_ + 1 or right_ <= left + 1 or bottom <= top_ + 1 or bottom_ <= top + 1
+                    )
+                    assert apart, f"{name}: {a} covers {b}"
+            canvas = page.run(
+                "return document.querySelector('#graph .canvas').getBoundingClientRect().height"
+            )
+            assert canvas > 120, "the picture is to be seen"
+    finally:
+        browser.resize(0, 0)
+
+
+def test_what_did_not_run_is_marked(browser: Browser, program: Program, page: Browser) -> None:
+    idle = page.run("return Array.from(document.querySelectorAll('.idle')).map(t => t.dataset.stage)")
+    assert idle == ["pass-through", "gathered"]
+    for name in idle:
+        stage(page, name)
+        caption = page.run("return document.getElementById('caption').textContent")
+        assert caption.startswith("Not what ran (depth did), but Fold's way: ")
+
+
+def test_numbers_are_explained_on_hover(page: Browser) -> None:
+    titles = dict(
+        page.run(
+            "return Array.from(document.querySelectorAll('.count')).map(c => [c.lastChild.textContent, c.title])"
+        )
+    )
+    assert "longest chain" in titles["lower bound"]
+    assert "not copied" in titles["gathers elided"]
+
+
+def test_milliseconds_of_both_ways_on_one_axis(page: Browser) -> None:
+    stage(page, "time")
+    wide = dict(
+        page.run(
+            "return Array.from(document.querySelectorAll('#graph .box')).map(g =>"
+            "[g.dataset.id, +g.querySelector('rect').getAttribute('width') + 1])"
+        )
+    )
+    assert list(wide) == ["time-0-4 instances", "time-1-trace", "time-1-forward", "time-1-backward"]
+    assert wide["time-0-4 instances"] == pytest.approx(12 * wide["time-1-trace"], abs=1)
+    assert "one by one  12.0 ms" in page.run("return document.querySelector('#graph').textContent")
+    page.point('#graph [data-id="time-1-forward"]')
+    assert "milliseconds\n2.00" in page.run("return document.getElementById('card').innerText")
+
+
+def test_the_source_has_calls_and_launches_at_each_line(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["import torch", "", "def f(x):", "    h = cell(x)", "    return h"]
+    monkeypatch.setitem(
+        linecache.cache, "/home/a/model.py", (1, None, [f"{t}\n" for t in text], "/home/a/model.py")
+    )
+    build = ProgramBuilder()
+    calls = [build.call("cell", build.constant(k), location="model.py:4", instance=k) for k in range(3)]
+    program = build.program(*calls)
+    page = show(browser, page_of(report_of(program)), tmp_path)
+    stage(page, "source")
+    assert labels(page, "#graph .box") == ["3 → 1"]
+    shown = page.run(
+        "return Array.from(document.querySelectorAll('#graph .lane text')).map(t => t.textContent)"
+    )
+    assert shown[0] == "model.py" and shown[-2].endswith("h\u00a0=\u00a0cell(x)") and len(shown) == 5
+    assert page.errors() == []
