@@ -70,28 +70,19 @@ class FractalNet(Layer):
         self.mixer = mixer or average
         self.drop_path = drop_path
         self.p_local, self.p_base, self.p_recursive = probabilities
-        self.builder = base_layer_builder
+        self.written = call_text(
+            "FractalNet",
+            num_fractal_blocks,
+            fractal_block_depth,
+            base_layer_builder,
+            drop_path=(drop_path, False),
+        )
         self.blocks = nn.ModuleList(
-            self._fractal(fractal_block_depth, f"block{b}") for b in range(num_fractal_blocks)
+            _fractal(base_layer_builder, fractal_block_depth, f"block{b}") for b in range(num_fractal_blocks)
         )
 
     def expression(self) -> str:
-        return call_text(
-            "FractalNet",
-            self.num_fractal_blocks,
-            self.fractal_block_depth,
-            self.builder,
-            drop_path=(self.drop_path, False),
-        )
-
-    def _fractal(self, depth: int, name: str) -> _Fractal:
-        base = self.builder(f"{name}_base")
-        if not isinstance(base, nn.Module):
-            raise BlockTypeError(f"FractalNet: base_layer_builder gives {base!r}, no layer")
-        if depth == 0:
-            return _Fractal(base, None, None)
-        parts = [self._fractal(depth - 1, f"{name}_{side}") for side in ("first", "second")]
-        return _Fractal(base, *parts)
+        return self.written
 
     def make(self, input_type: ResultType) -> ResultType:
         for block in self.blocks:
@@ -109,6 +100,16 @@ class FractalNet(Layer):
         for block in self.blocks:
             x = block(x, self, is_local, column)
         return x
+
+
+def _fractal(builder: Callable[[str], Layer], depth: int, name: str) -> _Fractal:
+    """A fractal block of this depth, its base layers made by a builder."""
+    base = builder(f"{name}_base")
+    if not isinstance(base, nn.Module):
+        raise BlockTypeError(f"FractalNet: base_layer_builder gives {base!r}, no layer")
+    if depth == 0:
+        return _Fractal(base, None, None)
+    return _Fractal(base, *(_fractal(builder, depth - 1, f"{name}_{side}") for side in ("first", "second")))
 
 
 class _Fractal(nn.Module):

@@ -466,7 +466,7 @@ class Walk:
             if is_own(name) and not isinstance(value, torch.Tensor):
                 self.names.add(name)
                 self._item(IN_DICT, m.__dict__, name, value, f"{thing.path}.{name}", own=True)
-                if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                if isinstance(value, functools.partial) or is_users(getattr(value, "__func__", value)):
                     self._call(self._value(value, f"{thing.path}.{name}"), (DATA,), {}, spread=True)
         for c in cls.__mro__:
             if is_library(c.__module__):

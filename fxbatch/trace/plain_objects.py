@@ -55,6 +55,7 @@ TYPES = frozenset(x for x in vars(builtins).values() if isinstance(x, type)) | {
 _TORCH_HOMES = (
     "torch.functional", "torch.nn.functional", "torch._C", "torch._VF", "torch.linalg", "torch.fft", "torch.special",
     "torch.nn.utils.rnn", "torch.nn.attention", "torch.func", "torch._functorch", "torch.utils.checkpoint",
+    "torch.utils._pytree",
     "torch.nn.init", "torch._ops", "torch._higher_order_ops", "torch._jit_internal", "torch.distributions",
 )  # fmt: skip
 _TORCH_STATE = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import runpy
@@ -73,7 +74,19 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
 def run(page: Path, blocks: list[tuple[int, str]], names: dict[str, object]) -> None:
     """Run blocks one after the other in one namespace; an error names the line of the page."""
     for line, source in blocks:
+        _show_as_source(page, line, source)
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
+
+
+def _show_as_source(page: Path, line: int, source: str) -> None:
+    """Let Python find the lines of a block as those of a file that is code alone, as it finds those of a notebook."""
+    name = str(page)
+    _, when, lines, _ = linecache.cache.get(name, (0, 0.0, [], name))  # type: ignore[misc]  # of four, once loaded
+    before = list(lines) if when is None else []
+    here = source.splitlines(keepends=True)
+    before += ["\n"] * (line - 1 + len(here) - len(before))
+    before[line - 1 : line - 1 + len(here)] = here
+    linecache.cache[name] = (1, None, before, name)
 
 
 def run_page(page: Path, folder: Path) -> list[str]:

@@ -15,13 +15,14 @@ import functools
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 import fxbatch
 from fxbatch.errors import FxbatchError
-from fxbatch.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from fxbatch.torch_private import tree_leaves
 from tests.conformance.databases import Call, entries
 from tests.ragged.against_loop import Instances, Results, difference
 
@@ -31,6 +32,33 @@ LEFT_OUT = ("Dropout", "RReLU", "FractionalMaxPool", "Lazy")
 KINDS = ("wrong", "refused", "recorded", "alone", "packed", "no loop")
 
 
+_TENSOR, _PLAIN, _ROW, _LIST, _NAMED = range(5)
+
+
+def described(x: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """An argument as nested tuples of numbers, which `built` makes it from again; its tensors are added to a list."""
+    if isinstance(x, torch.Tensor):
+        tensors.append(x.detach())
+        return _TENSOR, len(tensors) - 1
+    if type(x) in (tuple, list):
+        return _ROW if type(x) is tuple else _LIST, tuple(described(y, tensors) for y in x)
+    if type(x) is dict:
+        return _NAMED, tuple((k, described(y, tensors)) for k, y in x.items())
+    return _PLAIN, x
+
+
+def built(what: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Any:
+    """The argument that was described."""
+    kind, x = what
+    if kind == _TENSOR:
+        return tensors[x]
+    if kind == _ROW:
+        return tuple([built(y, tensors) for y in x])
+    if kind == _LIST:
+        return [built(y, tensors) for y in x]
+    return {k: built(y, tensors) for k, y in x} if kind == _NAMED else x
+
+
 class Holder(nn.Module):
     """One sample's module, called on the tensors of an instance and on the sample's other arguments."""
 
@@ -38,18 +66,14 @@ class Holder(nn.Module):
         super().__init__()
         assert call.module is not None
         self.module = call.module
-        leaves, self.spec = tree_flatten((call.args, call.kwargs))
-        self.plain = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        self.tensors = [leaves[i].detach() for i in self.places]
+        self.tensors: list[torch.Tensor] = []
+        self.args = described(call.args, self.tensors)
+        self.kwargs = described(call.kwargs, self.tensors)
 
     @fxbatch.autobatch(out="list", adaptive=False)
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = list(self.plain)
-        for i, x in zip(self.places, given, strict=True):
-            leaves[i] = x
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return tuple(x for x in tree_leaves(self.module(*args, **kwargs)) if isinstance(x, torch.Tensor))
+        result = self.module(*built(self.args, given), **built(self.kwargs, given))
+        return tuple([x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 
     def how(self) -> str:
         """How its last minibatch ran."""
