@@ -20,7 +20,8 @@ from typing import Any
 
 # Typed Python: these files are what one reads, and what runs where they are not compiled.
 TYPED = (
-    "passes/deduplicate", "passes/gradients", "passes/plan", "passes/room", "passes/schedule", "passes/select",
+    "passes/deduplicate",
+    "passes/fuse_runs", "passes/gradients", "passes/plan", "passes/room", "passes/schedule", "passes/select",
     "passes/signature_graph", "ragged/row_places", "ragged/segment_loops", "runtime/operands", "runtime/pool",
     "trace/places",
 )  # fmt: skip

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
+from fxbatch.passes.fuse_runs import RunTables, find_runs, put_runs
 from fxbatch.passes.select import reorder, select_calls
 from fxbatch.passes.signature_graph import called, source_calls
 
@@ -471,11 +472,90 @@ class Fuser:
         blocks = self._learned(program).blocks
         if not blocks:
             return program
+        walked = self._put_in_one_walk(program, blocks)
+        if walked is not None:
+            return walked
         stream = Stream(program)
         if not stream.ordered:
             return program
         found = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
         return _Fusing(program, self, found).run() if found else program
+
+    def _put_in_one_walk(self, program: Program, blocks: list[CallBlock]) -> Program | None:
+        """The program with fused calls; None where its calls don't stand as this needs them."""
+        number = {id(s): n for n, s in enumerate(program.signatures)}
+        members = [[number.get(id(s), -1) for s in block.signatures] for block in blocks]
+        if len({run[0] for run in members}) < len(members) or min(map(min, members)) < 0:
+            return None
+        c, signatures = program.columns, program.signatures
+        alias = [{slot: o for g in b.groups for slot, o in g.alias.items()} for b in blocks]
+        tables = RunTables(
+            members, [b.wired for b in blocks], alias, [len(b.owner_out) for b in blocks], len(signatures)
+        )
+        head, place = np.empty(len(program), dtype=np.int64), np.empty(len(program), dtype=np.int64)
+        outside = np.zeros(int(tables.first_output[-1]), dtype=np.uint8)
+        if not find_runs(
+            program.sig, program.instance, program.inputs, program.outputs, c.width, c.arity,
+            c.constant.view(np.uint8), program.known, tables.begins, tables.member, tables.first_member,
+            tables.wired, tables.first_slot, tables.alias, tables.first_output, head, place, outside,
+        ):  # fmt: skip
+            return None
+        occurring = np.bincount(program.sig[head[head >= 0]], minlength=len(signatures))
+        added: list[Signature] = []
+        pieces: list[tuple[int, list[int], list[int]]] = []  # signature, slots that are read, outputs
+        first_piece = [0]
+        for n, block in enumerate(blocks):
+            if occurring[members[n][0]]:
+                asked = outside[tables.first_output[n] : tables.first_output[n + 1]].nonzero()[0].tolist()
+                pieces += self._pieces(block, members[n], asked, len(signatures), added)
+            first_piece.append(len(pieces))
+        if not added:
+            return program
+        sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
+        inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+        calls, entries = put_runs(
+            program.sig, program.instance, program.inputs, program.outputs, c.width, c.arity, program.known,
+            tables.begins, tables.first_member, np.array(first_piece, dtype=np.int64), head, place,
+            np.array([piece[0] for piece in pieces], dtype=np.int64), *_flat([piece[1] for piece in pieces]),
+            *_flat([piece[2] for piece in pieces]), sig, instance, inputs, outputs,
+        )  # fmt: skip
+        return dataclasses.replace(
+            program,
+            signatures=(*signatures, *added),
+            sig=sig[:calls],
+            instance=instance[:calls],
+            inputs=inputs[:entries],
+            outputs=outputs,
+        )
+
+    def _pieces(
+        self, block: CallBlock, members: list[int], asked: list[int], first: int, added: list[Signature]
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """The calls that take a run's place, in order: signature, flat slots that are read, flat outputs. members: the
+        numbers of its signatures; asked: outputs that are read outside; new signatures are added, numbered from
+        `first`."""
+        for group in block.groups:
+            alone = tuple(block.signatures[k] for k in group.members)
+            if len(alone) == 1 or alone in self.refused:
+                for k in group.members:
+                    slots, given = range(*block.first_in[k : k + 2]), range(*block.first_out[k : k + 2])
+                    yield members[k], list(slots), list(given)
+                continue
+            mine = {o for o, k in enumerate(block.owner_out) if k in group.members}
+            read_by_others = {
+                o
+                for slot, o in enumerate(block.wired)
+                if o in mine and block.owner_in[slot] not in group.members
+            }
+            needed = sorted(mine & {*asked, *read_by_others})
+            group.outputs += [o for o in needed if o not in group.outputs]
+            if not group.outputs:  # dead calls: any one output keeps the operation well formed
+                group.outputs.append(min(mine))
+            read = [slot for slot in group.slots if slot not in group.alias]
+            signature = self.signature(_wiring(block, group, read))
+            if signature not in added:
+                added.append(signature)
+            yield first + added.index(signature), read, list(group.outputs)
 
     def idle_below(self, program: Program) -> int:
         """Programs of these signatures with fewer calls are left as they are."""
@@ -512,6 +592,12 @@ class Fuser:
         if len(self.families) > self.capacity:
             self.families.popitem(last=False)
         return self.families[key]
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """int64: all of the rows, one after another; where each begins, and the end."""
+    flat = np.array([x for row in rows for x in row], dtype=np.int64)
+    return flat, np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
 
 
 class _Fusing:
