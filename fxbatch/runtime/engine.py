@@ -148,7 +148,7 @@ class Engine(Planner):
                 first=first,
                 changes=self.changes if may_loop else None,
             )
-        self.changes = self.changes or recording.recorder.changes.first_set()
+        self.changes = recording.changed or recording.recorder.changes.first_set()
         if recording.changed and may_loop:
             self.refuse(f"{recording.changed}, and an instance {recording.recorder.changes.waited}")
         return recording

@@ -216,7 +216,7 @@ def record_minibatch(
     except BaseException:
         run.abandon()
         raise
-    changed = (recorder.changes.first() or changes or "") if recorder.changes.waited else ""
+    changed = (recorder.changes.first() or run.unseen) if recorder.changes.waited else ""
     return Recording(recorder, run.results, run.statistics, held=held, changed=changed)
 
 
@@ -251,6 +251,7 @@ class _Run:
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
     closing = False
+    unseen = ""  # a change of what modules hold that was not noted as it was made
 
     def __init__(
         self,
@@ -287,7 +288,9 @@ class _Run:
             self._start()
             while self.parked:
                 self._phase()
-            self._refuse_unseen_changes()
+            self.unseen = self._unseen_change()
+            if self.unseen and not self.stays and not self.alone:
+                raise self.changes.refusal(self.unseen)
         except BaseException:
             self.modes.restore()
             self._close()
@@ -467,20 +470,16 @@ class _Run:
                 "deterministic algorithms) while other instances wait for values, which have begun without"
             )
 
-    def _refuse_unseen_changes(self) -> None:
-        """After the last instance, of which some waited: nothing was changed that is not seen as it is set."""
-        changes = self.changes
-        if not changes.waited or self.stays or self.alone:
-            return
+    def _unseen_change(self) -> str:
+        """After the last instance: what was changed besides attributes that are seen as they are set, if some instance
+        has waited; "" where nothing was."""
+        changes, known = self.changes, self.recorder.known.modules
+        if not changes.waited:
+            return ""
         changed = changes.changed_container()
-        if (
-            not changed
-            and not changes.first_set()
-            and first_changed(self.recorder.known.modules.places or [])
-        ):
+        if not changed and not changes.first_set() and first_changed(known.places or []):
             changed, changes.lasts = "what a module holds is changed, not by setting an attribute", True
-        if changed:
-            raise changes.refusal(changed)
+        return changed
 
     def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
         """The answer to `_ask` without leaving this instance: what is pending runs now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -86,6 +87,24 @@ def test_prints_of_instances_that_wait_are_interleaved(capsys: pytest.CaptureFix
     with fxbatch.disabled():
         made(vectors(4, 4))
     assert capsys.readouterr().out.split() == ["before", "after"] * 2
+
+
+def test_a_lock_is_held_while_its_instance_waits() -> None:
+    lock = threading.Lock()
+
+    def forward(self: Any, x: Any) -> Any:
+        free = lock.acquire(blocking=False)  # without that, the second instance would wait for good
+        h = self.a(x)
+        if h.sum() > 1e9:
+            h = h * 2
+        if free:
+            lock.release()
+        return h, free
+
+    made = model(forward, two(), out="list")
+    assert [free for _, free in made(vectors(4, 4))] == [True, False]
+    with fxbatch.disabled():
+        assert [free for _, free in made(vectors(4, 4))] == [True, True]
 
 
 def test_random_numbers_are_drawn_in_another_order() -> None:

@@ -331,6 +331,25 @@ def test_what_waits_and_sets_nothing_is_batched(batches: list[int]) -> None:
     assert len(batches) == 2
 
 
+def test_what_the_first_instance_alone_sets_is_no_change_for_those_after_it(
+    monkeypatch: pytest.MonkeyPatch, batches: list[int]
+) -> None:
+    """A cache that is made at the first call: a scout's."""
+
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = torch.arange(4.0)
+        h = self.l(x + self.cache)
+        return h * 2 if h.sum() > 0 else h
+
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(True, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_state(model(forward, l=linear, cache=None), instances(6), times=3)
+    assert len(batches) == 3
+
+
 @pytest.mark.usefixtures("chooses")
 def test_what_sets_attributes_and_does_not_wait_is_batched(batches: list[int]) -> None:
     def forward(self: Any, x: Any) -> Any:
