@@ -6,6 +6,7 @@ from benchmarks.task import Task
 from benchmarks.tasks import (
     ablations,
     figures,
+    idioms,
     lines_of_code,
     looks_table_1,
     neubig_figure_2,
@@ -22,6 +23,7 @@ TASKS: tuple[Task, ...] = (
     figures.TASK,
     peers.TASK,
     public.TASK,
+    idioms.TASK,
     looks_table_1.TASK,
     neubig_figure_2.TASK,
     neubig_table_1.TASK,

@@ -1,0 +1,202 @@
+"""Any idiom: one model written in many ways gives the same, nearly all calls take the short way, and no write, wait or
+held value costs more for what came before it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxbatch
+from benchmarks.idiom_models import WAYS, Sizes, Way, random_tree
+from fxbatch.trace.minibatch import record_minibatch
+from fxbatch.trace.table import SignatureTable
+from tests.oracle import check_equal
+
+SIZES = Sizes(words=20, embedding=6, hidden=8)
+TREES = 8
+
+# Calls of an instance that Python records in minibatches whose calls were all met, the most there may be: to be lowered
+# only. A sum that begins with the number 0; the first write to a real tensor; a stack of a number of parts that is new.
+LONG_CALLS = {
+    "attributes of nodes": 0.25,
+    "writes in place": 1,
+    "any number of children": 9,
+    "postfix order": 1,
+    "generators": 1,
+    "explicit stack": 1,
+}
+
+
+def way(name: str) -> Way:
+    torch.manual_seed(0)
+    return WAYS[name](SIZES)
+
+
+def trees(rng: random.Random) -> list[Any]:
+    return [random_tree(rng, rng.randint(2, 10), SIZES.words) for _ in range(TREES)]
+
+
+class OfSeeds(nn.Module):
+    """Seeds -> the losses of new trees: whatever a way leaves on a tree is not there in the next run."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        return self.way([random_tree(random.Random(k), 2 + k, SIZES.words) for k in seeds])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_equals_its_loop(name: str) -> None:
+    check_equal(OfSeeds(way(name)), list(range(TREES)))
+
+
+def test_states_left_on_nodes_can_be_read() -> None:
+    model, batch = way("attributes of nodes"), trees(random.Random(1))
+    model(batch)
+    states = [tree.state for tree in batch]
+    with fxbatch.disabled():
+        model(batch)
+    for tree, state in zip(batch, states, strict=True):
+        for left, expected in zip(state, tree.state, strict=True):
+            assert left.requires_grad and left.grad_fn is not None
+            torch.testing.assert_close(left * 1, expected * 1)
+
+
+def test_all_ways_are_the_same_function() -> None:
+    batch = trees(random.Random(2))
+    losses = [way(name)(batch) for name in WAYS]
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_calls_that_were_met_take_the_short_way(name: str, grad: bool, recorded_by: str) -> None:
+    model, table, rng = way(name), SignatureTable(), random.Random(3)
+    counts = []
+    for _ in range(6):
+        batch = [((tree,), {}) for tree in trees(rng)]
+        with torch.set_grad_enabled(grad):
+            recording = record_minibatch(model.total, batch, table, None)  # type: ignore[arg-type]
+        counts.append(recording.recorder.long_calls / TREES)
+    assert recorded_by == "python" or max(counts[2:]) <= LONG_CALLS.get(name, 0), counts
+
+
+# -- what one call costs, after many and after few -------------------------------------------------------
+
+
+class Sequences(nn.Module):
+    """A form of writing `forward`, and an instance `[T, 4]`."""
+
+    def __init__(self, form: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 4), form
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self, x)
+
+
+def adds_to_a_total(m: Any, x: Tensor) -> Any:
+    total = torch.zeros(())
+    for row in x:
+        total += m.linear(row).sum()
+    return total
+
+
+def fills_rows(m: Any, x: Tensor) -> Any:
+    buffer = torch.zeros(len(x), 4)
+    for i, row in enumerate(x):
+        buffer[i] = m.linear(row)
+    return buffer.sum(0)
+
+
+def adds_to_rows(m: Any, x: Tensor) -> Any:
+    buffer = torch.zeros(2, 4)
+    for i, row in enumerate(x):
+        buffer[i % 2] += m.linear(row)
+    return buffer
+
+
+def scales(m: Any, x: Tensor) -> Any:
+    h = m.linear(x[0])
+    for row in x:
+        h = h + m.linear(row)
+        h.mul_(row)
+    return h
+
+
+def waits(m: Any, x: Tensor) -> Any:
+    h = m.linear(x[0])
+    for row in x:
+        h = m.linear(row) + h if h.sum() > 0 else m.linear(row) - h
+    return h
+
+
+def holds(m: Any, x: Tensor) -> Any:
+    states = []
+    for row in x:
+        states.append(m.linear(row))
+        states[-1].states = states
+    return states[-1] * 2
+
+
+def steps_of(call: Callable[[], Any]) -> int:
+    """Lines of the recorder's Python that a call runs."""
+    folder, count = str(Path(fxbatch.__file__).parent / "trace"), 0
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(folder) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def steps_between(form: Callable[[Any, Tensor], Any], few: tuple[int, int], many: tuple[int, int]) -> int:
+    """By how many steps a minibatch of (instances, rows) takes more than another."""
+    torch.manual_seed(0)
+    model, counts = Sequences(form), []
+    for instances, rows in (few, many):
+        batch = [torch.randn(rows, 4) for _ in range(instances)]
+        for _ in range(2):
+            model(batch)
+        counts.append(steps_of(lambda batch=batch: model(batch)))  # type: ignore[misc]
+    return counts[1] - counts[0]
+
+
+FEW = 4  # steps that come with no number of instances or rows
+FORMS = (adds_to_a_total, fills_rows, adds_to_rows, scales, waits, holds)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_instance_costs_the_same_after_many_as_after_few(form: Callable[[Any, Tensor], Any]) -> None:
+    early = steps_between(form, (16, 4), (32, 4))
+    late = steps_between(form, (240, 4), (256, 4))
+    assert abs(late - early) <= 0.05 * early + FEW, (early, late)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_write_or_wait_costs_the_same_after_many_as_after_few(form: Callable[[Any, Tensor], Any]) -> None:
+    early = steps_between(form, (2, 16), (2, 32))
+    late = steps_between(form, (2, 240), (2, 256))
+    assert abs(late - early) <= 0.05 * early + FEW, (early, late)
