@@ -8,8 +8,9 @@ In: a model, encoded trees, Settings. Out: a trained model, a step at a time.
     fine, binary = accuracy(model, dev)
 
 A checkpoint holds all that the next step depends on: parameters, optimizer, random state, epoch and position
-in the epoch's order. Training that was interrupted and resumed ends with the same parameters, bit for bit, as
-training that was not.
+in the epoch's order. Training that was interrupted and resumed takes the same minibatches as training that was not,
+and ends with the same parameters: bit for bit where no clock chooses between batches and the loop
+(`FXBATCH_ADAPTIVE=0`, `torch.use_deterministic_algorithms(True)`), else up to rounding, which training amplifies.
 """
 
 from __future__ import annotations

@@ -217,6 +217,16 @@ class Lengths:
         found: torch.Tensor = _Extreme.apply(rows, self, fill, how)
         return found
 
+    def extreme_of_all(self, rows: torch.Tensor, fill: Any, how: str) -> torch.Tensor:
+        """[total, ...] => [n]: "max" or "min" of all elements, where equal ones share the gradient."""
+        extreme: torch.Tensor = _ExtremeOfAll.apply(rows, self, fill, how)
+        return extreme
+
+    def variance(self, rows: torch.Tensor, count: torch.Tensor, how: str) -> torch.Tensor:
+        """[total, ...] => [n, ...]: "var" or "std" of the rows; count: what sums are divided by, of each instance."""
+        variance: torch.Tensor = _Variance.apply(rows, self, count, how)
+        return variance
+
     def each(self, per_instance: torch.Tensor) -> torch.Tensor:
         """[n, ...] => [total, ...]: every row gets its instance's."""
         return per_instance.index_select(0, self.segment)
@@ -431,9 +441,53 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         rows, found = ctx.saved_tensors
         (gradient,), size = gradients, ctx.size
-        chosen = rows.detach() == size.each(found.detach())
-        share = gradient / size.sum(chosen.to(rows.dtype))
-        return size.each(share).masked_fill(~chosen, 0), None, None, None
+        chosen = (rows.detach() == size.each(found.detach())).to(rows.dtype)
+        # As torch's own: where the largest is NaN nothing equals it, and every row gets 0 / 0.
+        return size.each(gradient) * chosen / size.each(size.sum(chosen)), None, None, None
+
+
+class _ExtremeOfAll(torch.autograd.Function):
+    """The largest (or smallest) element of each instance."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, size: Lengths, fill: Any, how: str) -> torch.Tensor:
+        padded = size.pad(rows, fill).flatten(1)
+        extreme = padded.amax(1) if how == "max" else padded.amin(1)
+        ctx.size = size
+        ctx.save_for_backward(rows, extreme)
+        return extreme
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        rows, extreme = (t.detach() for t in ctx.saved_tensors)
+        (gradient,), size = gradients, ctx.size
+        reference = size.each(extreme).view(-1, *[1] * (rows.dim() - 1))
+        chosen = (rows == reference) | (rows.isnan() & reference.isnan())
+        count = size.sum(chosen.flatten(1).sum(1).to(rows.dtype))
+        return chosen * size.each(gradient / count).view_as(reference), None, None, None
+
+
+class _Variance(torch.autograd.Function):
+    """The variance or standard deviation of the rows of each instance, on the CPU in double, as torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, size: Lengths, count: torch.Tensor, how: str) -> torch.Tensor:
+        wide = rows.double() if rows.is_cpu else rows
+        centred = wide - size.each(size.divided(size.sum(wide), 1))
+        variance = size.sum(centred.square()) / count
+        spread = (variance.sqrt() if how == "std" else variance).to(rows.dtype)
+        ctx.size, ctx.how = size, how
+        ctx.save_for_backward(rows, count, spread)
+        return spread
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        rows, count, spread = ctx.saved_tensors
+        (gradient,), size = gradients, ctx.size
+        if ctx.how == "std":
+            gradient = (gradient / (spread * 2)).masked_fill(spread == 0, 0)
+        centred = rows - size.each(size.divided(size.sum(rows), 1))
+        return size.each(2 / count * gradient) * centred, None, None, None
 
 
 def interleaved(parts: Sequence[Lengths], device: torch.device) -> torch.Tensor:

@@ -322,11 +322,6 @@ class PackedMinibatch:
             return kept.to(dtype)
         return weight[torch.where(kept, target, 0)] * kept
 
-    def root(self, variance: torch.Tensor) -> torch.Tensor:
-        """A square root whose gradient at zero is zero, as that of torch.std is."""
-        zero = variance == 0
-        return variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
-
     def at_least(self, size: Lengths, correction: float, dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The sizes less a correction, not below 0, as [n, 1, ...] for values of this rank."""
         count = (size.column.to(dtype) - correction).clamp(min=0)

@@ -486,7 +486,8 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
         raise NoRule("an extreme of all elements of two sizes of its own")
     size = e.lengths(x.shape[x.axes[0]])
     return e.made(
-        f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).flatten(1).a{how}(1)", node.meta["val"]
+        f"{size}.none_empty().extreme_of_all({x.name}, z.fill({e.const(x.dtype)}, {how!r}), {how!r})",
+        node.meta["val"],
     )
 
 
@@ -591,15 +592,14 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
     arguments = e.bound(node)
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("over more than the rows")
+    if x.dtype.is_complex:
+        raise NoRule("a variance of complex numbers")
     correction = arguments.get("correction", 1 if arguments.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
     size = e.lengths(x.shape[x.axes[0]])
     mean = e.line(f"{size}.divided({size}.sum({x.name}), 1)")
-    square = e.line(f"({x.name} - {size}.each({mean})).square()")
-    name = e.line(
-        f"{size}.sum({square}) / z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})"
-    )
-    return name if how == "var" else e.line(f"z.root({name})"), mean
+    count = e.line(f"z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})")
+    return e.line(f"{size}.variance({x.name}, {count}, {how!r})"), mean
 
 
 @over("norm", "linalg_vector_norm")

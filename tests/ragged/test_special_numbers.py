@@ -1,0 +1,100 @@
+"""Packed rules on numbers at the edge, values, gradients and what requires gradients, against the loop: infinities,
+NaN, huge and subnormal numbers, zeros of both signs, ties, rows of -inf only, large numbers that differ little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxbatch.judge import differences
+from fxbatch.ragged.packed_function import PackedFunction
+from tests.ragged.against_loop import difference
+
+inf = math.inf
+Body = Callable[[torch.Tensor], torch.Tensor]
+
+
+def drawn_from(*numbers: float) -> Callable[[int], torch.Tensor]:
+    return lambda t: torch.tensor(numbers)[torch.randint(len(numbers), (t, 5))]
+
+
+NUMBERS: dict[str, Callable[[int], torch.Tensor]] = {
+    "all": drawn_from(
+        0.0, -0.0, 1.0, 1.0, -2.5, inf, -inf, math.nan, 1e30, -1e30, 3e37, 1e-45, -1e-45, 89.0, -104.0, 7.0
+    ),
+    "infinities": drawn_from(0.0, -0.0, 1.0, 1.0, -1.0, inf),
+    "ties": drawn_from(1.0, 1.0, 0.0, -0.0, 2.0),
+    "of -inf": lambda t: torch.full((t, 5), -inf),
+    "zeros": lambda t: torch.zeros(t, 5),
+    "large": lambda t: 1e4 + torch.randn(t, 5),
+    "larger": lambda t: 1e6 * (1 + 1e-4 * torch.randn(t, 5)),
+}
+REDUCTIONS: dict[str, Body] = {
+    "sum": lambda x: x.sum(0), "mean": lambda x: x.mean(0), "prod": lambda x: x.prod(0), "amax": lambda x: x.amax(0),
+    "amax, kept": lambda x: x.amax(0, keepdim=True), "amax of columns": lambda x: x.t().amax(1, keepdim=True),
+    "amax of every second row": lambda x: x[::2].amax(0, keepdim=True),
+    "amax of what is spread": lambda x: x.view(-1, 5, 1).expand(-1, 5, 3).amax(0, keepdim=True),
+    "share of the largest": lambda x: x / x.amax(0, keepdim=True), "amin": lambda x: x.amin(0),
+    "max": lambda x: x.max(0)[0], "place of max": lambda x: x.max(0)[1], "min": lambda x: x.min(0)[0],
+    "max of all": lambda x: x.max(), "min of all": lambda x: x.min(), "amax of all": lambda x: x.amax(),
+    "argmax": lambda x: x.argmax(0), "argmin": lambda x: x.argmin(0), "softmax": lambda x: x.softmax(0),
+    "log_softmax": lambda x: x.log_softmax(0), "logsumexp": lambda x: x.logsumexp(0),
+    "softmax of columns": lambda x: x.softmax(1).sum(0), "weighted sum": lambda x: (x.softmax(0) * x).sum(0),
+    "var": lambda x: x.var(0), "std": lambda x: x.std(0), "var, divided by n": lambda x: x.var(0, unbiased=False),
+    "var of all": lambda x: x.var(), "var and mean": lambda x: torch.var_mean(x, 0)[0],
+    "norm 1": lambda x: x.norm(1, dim=0),
+    "largest norm": lambda x: x.norm(inf, dim=0), "cumsum": lambda x: x.cumsum(0), "cummax": lambda x: x.cummax(0)[0],
+    "logcumsumexp": lambda x: x.logcumsumexp(0), "nansum": lambda x: x.nansum(0), "nanmean": lambda x: x.nanmean(0),
+    "any": lambda x: (x > 0).any(0), "all": lambda x: (x > 0).all(0), "sort": lambda x: x.sort(0)[0],
+    "median": lambda x: x.median(0)[0], "attention": lambda x: torch.softmax(x @ x.t(), -1) @ x,
+    "flip": lambda x: x.flip(0),
+    "product": lambda x: x @ torch.ones(5, dtype=x.dtype), "layer_norm": lambda x: F.layer_norm(x, (5,)),
+    "mse": lambda x: F.mse_loss(x, x * 2), "clamp": lambda x: x.clamp(-1, 1).sum(0), "diff": lambda x: x.diff(dim=0),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "remainder": lambda x: torch.fmod(x, 2.5).sum(0), "count": lambda x: x.count_nonzero(0),
+}  # fmt: skip
+
+
+def loop_of(body: Body, rows: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [[body(row[0])] for row in rows]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+def test_rules_at_the_edge(name: str) -> None:
+    body = REDUCTIONS[name]
+    function = PackedFunction.of(lambda *tensors: [body(tensors[0])], [torch.randn(3, 5)], ((0,),), [])
+    for kind, make in NUMBERS.items():
+        if (name, kind) == ("prod", "all"):
+            continue  # a product that overflows on the way depends on the order
+        torch.manual_seed(7)
+        instances = [[make(t).requires_grad_()] for t in (3, 5, 1, 8)]
+        sizes = function.columns_of(list(zip(*instances, strict=True)))
+        instances = [i for i, fits in zip(instances, function.graph.fitting(sizes), strict=True) if fits]
+        columns = list(zip(*instances, strict=True))
+        outputs, z = function(columns, [], function.columns_of(columns), torch.device("cpu"))
+        packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+        flags = [row[0].requires_grad for row in loop_of(body, instances)]
+        assert [t.requires_grad for t in packed[0]] == flags
+        wrong = difference(packed, instances, lambda rows, _: loop_of(body, rows))
+        assert not wrong, f"{kind}: {wrong}"
+
+
+@pytest.mark.parametrize("body", [lambda x: x.var(0), lambda x: x.std(0)], ids=["var", "std"])
+def test_second_derivatives_of_variances(body: Body) -> None:
+    """The mean is part of the derivative."""
+    function = PackedFunction.of(
+        lambda *tensors: [body(tensors[0])], [torch.randn(3, 2).double()], ((0,),), []
+    )
+    leaves = [torch.randn(t, 2, dtype=torch.float64, requires_grad=True) for t in (3, 4)]
+    outputs, z = function([leaves], [], function.columns_of([leaves]), torch.device("cpu"))
+    packed = function.apart(function.lowered.outputs[0], outputs[0], z)
+    second = []
+    for results in (packed, [body(x) for x in leaves]):
+        first = torch.autograd.grad([t.square().sum() for t in results], leaves, create_graph=True)
+        second += torch.autograd.grad([g.square().sum() for g in first], leaves)
+    assert not differences(second[:2], second[2:])
