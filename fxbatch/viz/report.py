@@ -119,7 +119,7 @@ def make_report(
         picture = draw_source(program, schedule, key, sources)
         stages.append(Stage("source", CAPTIONS["source"], picture, rows))
     if times:
-        stages.append(Stage("time", CAPTIONS["time"], draw_times(times), ()))
+        stages.append(Stage("time", CAPTIONS["time"], draw_times(times), rows))
     plan = next((f for f in forms.values() if isinstance(f, Plan)), None)
     return Report(
         title,
