@@ -66,9 +66,9 @@ _TORCH_CLASSES = (
     torch.Size, torch.device, torch.Tensor, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast,
     torch.finfo, torch.iinfo, torch.cuda.amp.autocast, torch.cpu.amp.autocast,
 )  # fmt: skip
-_FUNCTIONS = (
+_FUNCTIONS = frozenset({
     functools.reduce, torch.autograd.grad, torch.cuda.is_available, np.prod, np.sum, np.cumsum, np.arange, np.array,
-)  # fmt: skip
+})  # fmt: skip
 # Modules without parameters, which a body may make: of these files of torch.nn.modules.
 _STATELESS = frozenset(
     {"activation", "distance", "dropout", "flatten", "fold", "loss", "padding", "pooling", "pixelshuffle"}
@@ -132,7 +132,7 @@ def is_in(x: Any, among: frozenset[Any]) -> bool:
 
 def is_torchs_or_pythons(x: Any) -> bool:
     """Whether something that can be called, or holds functions, is written in C or belongs to torch."""
-    if isinstance(x, _COMPUTING):
+    if isinstance(x, _COMPUTING) or is_in(x, _FUNCTIONS):
         return True
     if isinstance(x, _IN_C):
         owner = getattr(x, "__self__", None)
@@ -162,7 +162,7 @@ def only_computes(f: Any) -> bool:
         )
     if home.partition(".")[0] == "torch_geometric" or home in ("math", "cmath", "_operator", "itertools"):
         return True
-    if f in _FUNCTIONS or getattr(math, name, None) is f or getattr(operator, name, None) is f:
+    if is_in(f, _FUNCTIONS) or getattr(math, name, None) is f or getattr(operator, name, None) is f:
         return True
     if getattr(torch.Tensor, name, None) is f:
         return name not in REFUSED_METHODS and not name.startswith("_")

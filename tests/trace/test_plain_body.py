@@ -600,7 +600,7 @@ def raises(self: Any, x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{x.shape} is no vector")
     assert isinstance(x, torch.Tensor), "a tensor"
     with torch.no_grad():
-        scale = math.sqrt(x.shape[-1])
+        scale = math.sqrt(np.prod(x.shape[-1:]))
     return F.relu(x) / scale if self.training else torch.tanh(x)
 
 
