@@ -654,6 +654,7 @@ def autobatch(
     check_gradients: bool = False,
     adaptive: bool | Literal["loop"] = True,
     batch_norm: Literal["refuse", "minibatch"] = "refuse",
+    plain: bool = False,
 ) -> Stacked: ...
 
 
@@ -676,6 +677,7 @@ def autobatch(
     check_gradients: bool = False,
     adaptive: bool | str = True,
     batch_norm: str = "refuse",
+    plain: bool = False,
     **unknown: Any,
 ) -> Any:
     """Make a function that is written for ONE instance take a minibatch of instances.
@@ -718,6 +720,8 @@ def autobatch(
         verify: check every internal form after every rewrite. Slow; for finding a mistake of fxbatch.
         batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, once per
             minibatch. "refuse": an error, since instances would be mixed.
+        plain: you state that the forward does the same in Python for every instance, sizes apart, and keeps nothing: a
+            model of a library whose source says too much else. It is packed then; `check` finds where it is not so.
 
     Errors:
         OptionError: an unknown option, or a value that an option does not take.
@@ -760,6 +764,7 @@ def autobatch(
         check_gradients=check_gradients,
         adaptive=adaptive,
         batch_norm=batch_norm,
+        plain=plain,
         **unknown,
     )
     return (lambda function: decorate(function, options)) if fn is None else decorate(fn, options)

@@ -42,9 +42,9 @@ class Size:
 
     batch: int = 32
     first: int = 30
-    warm: int = 9
+    warm: int = 7
     compared: int = 5
-    seconds: float = 100.0  # of the first ones, and of the warm ones, at most
+    seconds: float = 40.0  # of the first ones, and of the warm ones, at most
 
     @staticmethod
     def quick() -> Size:

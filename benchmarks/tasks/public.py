@@ -44,7 +44,7 @@ MODELS = tuple(
         "concept_programs",
     )
 )
-LONGEST = 600  # seconds of a row's process
+LONGEST = 300  # seconds of a row's process
 
 
 def cases(settings: Settings) -> Iterator[Case]:

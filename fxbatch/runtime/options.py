@@ -44,6 +44,7 @@ class Options:
     backward pass of each.
     batch_norm: `minibatch`: BatchNorm layers in training go over the rows of all instances, where the whole forward is
     packed (docs/sizes.md); `refuse`: an error.
+    plain: the user states that the forward is plain, so that it is packed though its source doesn't show it.
     adaptive: True: where the undecorated forward is faster, by the clock, it runs (runtime/strategy.py), and where a
     minibatch can't be recorded (runtime/refusals.py). False: all are batched, or an error. "loop": none is.
     native: on the CPU, run the steps of operations whose kernels have native programs in C
@@ -66,6 +67,7 @@ class Options:
     check_gradients: bool = False
     adaptive: bool | str = True
     batch_norm: str = "refuse"
+    plain: bool = False
 
     @property
     def chooses(self) -> bool:
@@ -95,7 +97,7 @@ class Options:
         when = given.get("deduplicate", "auto")
         if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
             raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients"):
+        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients", "plain"):
             if name in given and not isinstance(given[name], bool):
                 raise OptionError(f"{name}={given[name]!r}: takes True or False")
         adaptive = given.get("adaptive", True)

@@ -227,7 +227,7 @@ class PackedForward:
         assert self.root is not None
         found = self.examined
         if found is None:
-            roots = Roots(self.root, "forward", fn, self.classes)
+            roots = Roots(self.root, "forward", fn, self.classes, loose=self.options.plain)
             found = self._now(Examined(self.root, Reads(roots)))
         elif not found.unchanged():
             found = self._now(Examined(self.root, found.reads.again()))
