@@ -363,11 +363,17 @@ class Autobatched:
             results = choice.timing.of(lambda: self._loop(scouts), apart=True)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
-        if choice.batches and rest:
+        batches = choice.batches and bool(rest)
+        if batches and unchanged is not None and engine.changes:  # one alone tells whether it waits, too
             with engine.queue.minibatch(grad=grad):
-                results += self._batched(engine, rest, "list", first=choice.scouts)
+                results += self._batched(engine, rest[:1], "list", first=len(results))
+            rest = rest[1:]
+            batches = bool(rest) and not engine.refusals.reason(training=engine.training)
+        if batches:
+            with engine.queue.minibatch(grad=grad):
+                results += self._batched(engine, rest, "list", first=len(results))
         else:
-            results += self._loop(rest, first=choice.scouts)
+            results += self._loop(rest, first=len(results))
         if text := strategy.warning(count, grad=grad):
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
         return self._put_together(results)

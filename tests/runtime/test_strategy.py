@@ -345,6 +345,30 @@ def test_a_minibatch_that_is_checked_is_batched(batches: list[int]) -> None:
     assert batches == [4] * 4
 
 
+def test_what_changes_modules_and_waits_is_recorded_for_one_instance_alone(batches: list[int]) -> None:
+    """The first minibatch too is the loop's, but for one instance: each of its waits would be a phase of its own."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.layer(x) + self.last.detach())
+            self.last = h
+            return h * 2 if float(h.detach().sum()) > 0 else h
+
+    one, other = Keeps(), Keeps()
+    other.load_state_dict(one.state_dict())
+    f, data = decorated(one), list(torch.randn(12, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxbatch.LoopWarning)
+        for _ in range(3):
+            found, expected = f(data), torch.stack([Keeps.forward(other, x) for x in data])
+            torch.testing.assert_close(found, expected)
+    assert batches == [1]
+
+
 # Exactness
 
 
