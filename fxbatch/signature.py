@@ -356,7 +356,7 @@ def kept_by_signatures(size: int) -> Callable[[Callable[..., T]], Callable[..., 
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        lock, name = threading.Lock(), f"_{function.__name__}_kept"
+        lock, name = threading.Lock(), f"_{function.__module__}.{function.__qualname__}_kept"
 
         @functools.wraps(function)
         def kept(signatures: tuple[Signature, ...], *rest: Any) -> T:

@@ -17,6 +17,7 @@ from fxbatch.passes.deduplicate import Deduplicator, deduplicate
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.signature_graph import survey
+from fxbatch.passes.unstack_rows import RowUnstacker
 from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_program
 
@@ -27,6 +28,7 @@ _FEW = 1000  # calls: with more, the passes take less time than finding the fami
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("eliminate_dead", lambda: eliminate_dead, "first: what nobody needs costs all others time"),
+    ("unstack_rows", RowUnstacker, "before unstack_sums: stacks that are taken apart are no more there"),
     ("unstack_sums", Unstacker, "before fuse: what it makes batches, and may be part of what is fused"),
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),

@@ -64,6 +64,7 @@ class Planner:
         self.structures = StructureCache()
         chosen = [
             "eliminate_dead",
+            "unstack_rows",
             "unstack_sums",
             *(["fuse"] if options.fuse else []),
             *deduplication(options),

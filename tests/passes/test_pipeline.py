@@ -47,6 +47,6 @@ def test_the_result_of_a_pass_is_verified_and_the_pass_named() -> None:
 def test_unknown_passes_list_the_known() -> None:
     with pytest.raises(
         OptionError,
-        match="unknown pass 'fusee'; known are eliminate_dead, unstack_sums, fuse, deduplicate",
+        match="unknown pass 'fusee'; known are eliminate_dead, unstack_rows, unstack_sums, fuse, deduplicate",
     ):
         Pipeline({"fusee"})
