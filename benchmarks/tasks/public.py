@@ -89,7 +89,10 @@ def figures_of(place: str, mode: str, settings: Settings) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.public.row", place, "--mode", mode]
     command += ["--quick"] if settings.quick else []
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=one_thread)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=one_thread)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"took longer than {LONGEST} s") from None
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no words"])[-1])
     figures = json.loads(done.stdout.splitlines()[-1])
