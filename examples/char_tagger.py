@@ -252,7 +252,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, what is scored by name, the tags' names, how many words, characters and tags."""
+    """The training sentences, the scored sets by name, the tags' names, how many words, characters and tags."""
 
     train: list[Sentence]
     parts: dict[str, Part]

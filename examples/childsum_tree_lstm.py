@@ -43,7 +43,7 @@ class Node:
 
 
 class ForgottenMemory(nn.Module):
-    """What a node keeps of one child's memory: a forget gate of its own (equations 4 and 7)."""
+    """The part of one child's memory that a node keeps: a forget gate of its own (equations 4 and 7)."""
 
     def __init__(self, inputs: int, hidden: int):
         super().__init__()

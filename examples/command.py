@@ -1,4 +1,4 @@
-"""What the examples' command lines share: checked options, errors in one line, checkpoints after each epoch.
+"""Shared by the examples' command lines: checked options, errors in one line, checkpoints after each epoch.
 
 In: an example's `main`, its options, its model and optimizer. Out: an exit status; a training that goes on.
 

@@ -50,7 +50,7 @@ class Molecule:
 
 
 class Message(nn.Module):
-    """What an atom tells a neighbour: `[hidden]` of the atom and of the bond to `[hidden]`."""
+    """The message of an atom to a neighbour: `[hidden]` of the atom and of the bond to `[hidden]`."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -61,7 +61,7 @@ class Message(nn.Module):
 
 
 class Readout(nn.Module):
-    """What an atom gives to the molecule, gated (Li et al. 2016, equation 7)."""
+    """The part of an atom in the molecule, gated (Li et al. 2016, equation 7)."""
 
     def __init__(self, hidden: int):
         super().__init__()

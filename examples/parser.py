@@ -143,11 +143,11 @@ class Classifier(nn.Module):
         self.out = nn.Linear(hidden, actions)
 
     def forward(self, *places: Tensor) -> Tensor:
-        """Scores `[..., actions]` from vectors `[..., width]`, one a place."""
+        """Scores `[..., actions]` from vectors `[..., width]`, one per place."""
         return self.score(torch.cat(places, -1))
 
     def score(self, row: Tensor) -> Tensor:
-        """The same from one row `[..., places * width]`."""
+        """Scores `[..., actions]` from one row `[..., places * width]`."""
         scores: Tensor = self.out(torch.tanh(self.hidden(row)))
         return scores
 

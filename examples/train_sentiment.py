@@ -37,7 +37,7 @@ FORMAT = 1  # of checkpoints
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is defined by; stored in its checkpoints."""
+    """The settings that define a run; stored in its checkpoints."""
 
     epochs: int = 5
     batch_size: int = 25

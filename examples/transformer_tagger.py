@@ -147,7 +147,7 @@ def shape(form: str) -> str:
 def load(
     data: str | None, limit: int | None, held_out: int, device: str
 ) -> tuple[list[Sentence], dict[str, Part], list[int], Sequence[str]]:
-    """What is trained on, what is scored by name, how many ids each feature has, the names of the tags."""
+    """The training sentences, the scored sets by name, how many ids each feature has, the names of the tags."""
     folder = find_data("ner", data)
     raw = read_ner(file_in(folder / "wikiner10k", "train.conll"))
     held_out = min(held_out, len(raw) // 2)

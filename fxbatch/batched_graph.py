@@ -82,7 +82,7 @@ class BatchedGraph:
         return [(name, node) for name, node in found if not kinds or node.kind in kinds]
 
     def reads(self, name: str) -> Iterator[tuple[str, Read]]:
-        """What a node reads, and from which nodes."""
+        """The inputs of a node, and the nodes that they come from."""
         for before, _, reads in self.graph.in_edges(name, data="reads"):
             for read in reads:
                 yield before, read

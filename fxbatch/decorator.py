@@ -66,7 +66,7 @@ class InstanceArguments(tuple[Any, ...]):
 
 
 class Autobatched:
-    """What `@autobatch` knows of one decorated function: its options, and an Engine a module.
+    """One decorated function: its options, and one Engine per module.
 
     Its callables take the owner first: the object that a method is called on, None for a function.
     """
@@ -264,7 +264,7 @@ class Autobatched:
         return self._batched(engine, instances, self.options.out)
 
     def by_the_settled_loop(self, args: tuple[Any, ...]) -> Any:
-        """What the call gives where its strategy has settled on the loop for minibatches like this one; NOT_SETTLED
+        """The results of a call whose strategy has settled on the loop for minibatches like this one; NOT_SETTLED
         where it has not, or where anything is unusual. The short way of what `__call__` does then, as code that is
         out of the caches costs 80 ns an opcode."""
         owner = args[0] if self._may_settle and args else None
@@ -531,7 +531,7 @@ class _Same:
 
 
 class BoundAutobatched:
-    """What `autobatch(model.forward)` gives: the decorated method of one object.
+    """The decorated method of one object, as `autobatch(model.forward)` returns it.
 
     Copying and pickling the object copies this with it, bound to the copy.
     """
@@ -710,9 +710,9 @@ def autobatch(
         fuse: make one operation of calls that always occur together, when that removes at least 1/8 of all calls.
 
     How it runs:
-        adaptive: run the plain loop where it is faster, by the clock. False: always batch, as with
-            torch.use_deterministic_algorithms(True). Options that say how to batch (schedule, mode, backward, compile,
-            verify) always batch, too.
+        adaptive: run the plain loop where it is faster, by the clock, and where the forward can't be batched exactly.
+            False: always batch, as with torch.use_deterministic_algorithms(True). Options that say how to batch
+            (schedule, mode, backward, compile, verify) always batch, too. "loop": always the plain loop.
         backward: "compiled": gradient code of each operation, built once. "autograd": torch's own, slower, for double
             backward and forward-mode derivatives.
         mode: "looped": one module runs any minibatch. "unrolled": an fx.GraphModule for each structure.
@@ -725,7 +725,7 @@ def autobatch(
         check_gradients: compare gradients as well.
         verify: check every internal form after every rewrite. Slow; for finding a mistake of fxbatch.
         batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, once per
-            minibatch. "refuse": an error, since instances would be mixed.
+            minibatch. "refuse": that can't be batched exactly, so the plain loop runs.
         plain: you state that the forward does the same in Python for every instance, sizes apart, and keeps nothing: a
             model of a library whose source says too much else. It is packed then; `check` finds where it is not so.
 
@@ -733,7 +733,8 @@ def autobatch(
         OptionError: an unknown option, or a value that an option does not take.
         MinibatchError: a call's arguments are not minibatches of one length.
         ResultError: the results can't be stacked or nested.
-        TraceError: the forward does something that can't be batched exactly.
+        TraceError: with adaptive=False, the forward does something that can't be batched exactly. By default the loop
+            runs instead, and a LoopWarning names the line.
 
     Example:
         >>> class Reader(nn.Module):
@@ -800,7 +801,7 @@ def find_autobatched(target: Any) -> tuple[Autobatched, Any]:
 
 
 def _undecorated_one(fn: Callable[..., Any], owner: Any) -> Autobatched:
-    """What `autobatch(fn)` would make: for an owner that has an engine of such a one already, that one."""
+    """`Autobatched(fn)` with default options: that of the owner, where it has an engine of one already."""
     known: _Engines = getattr(owner, "__dict__", {}).get("_fxbatch_engines", _Engines())
     plain = Options()
     found = next((a for a in list(known) if a.fn is fn and a.options == plain), None)

@@ -24,14 +24,18 @@ class ResultError(FxbatchError, ValueError):
 
 
 class TraceError(FxbatchError):
-    """The forward did something that can't be batched exactly. The message names your line."""
+    """The forward did something that can't be batched exactly. The message names your line.
+
+    By default the plain loop runs instead, and a LoopWarning says the same. With `adaptive=False`, in traces and in
+    `explain` it is this error.
+    """
 
     again = False  # whether the minibatch can be run by the loop instead: modules are what they were before
     begun = 0  # instances that had begun
 
 
 class InPlaceError(TraceError):
-    """A write in place that can't be batched exactly, such as one to a view of a real tensor that is held meanwhile."""
+    """A write in place that can't be batched exactly, such as one through one of two views of an ordinary tensor."""
 
 
 class BatchCoupledError(TraceError):
@@ -103,4 +107,4 @@ class CheckWarning(UserWarning):
 
 
 class LoopWarning(UserWarning):
-    """Minibatches run the plain loop, one instance at a time (`adaptive=True`); the message says why."""
+    """Minibatches run the plain loop, which is faster or the only exact way; the message says why, with your line."""

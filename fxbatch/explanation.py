@@ -121,7 +121,7 @@ def _folded(rows: Sequence[OperationRow]) -> list[OperationRow]:
 
 
 def describe_compiled(compiled: CompiledOperation) -> str:
-    """What `compile=` made of an operation: "forward, backward", why not, or ""."""
+    """The graphs of an operation that `compile=` compiled ("forward, backward"), and why others are not; or ""."""
     names = ", ".join(graph.name.rpartition(": ")[2] for graph in compiled.compiled)
     return "; ".join(x for x in (names, *(f"not {reason}" for reason in compiled.uncompiled)) if x)
 
@@ -194,7 +194,7 @@ class Explanation:
 
     @property
     def advice(self) -> list[str]:
-        """What would help."""
+        """Lines that say what would help."""
         found = [
             f"{row.signature} runs call by call ({row.calls} calls): {row.reason} ({row.location})"
             for row in self.unbatched

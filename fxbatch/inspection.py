@@ -323,7 +323,7 @@ def _reasons(minibatch: Minibatch) -> list[str]:
 
 
 def _strategy(minibatch: Minibatch) -> str:
-    """What is chosen for minibatches like this one; "" where all are batched."""
+    """How minibatches like this one are run, in words; "" where all are batched."""
     engine = minibatch.engine
     chosen = engine.strategy
     if reason := engine.refusals.reason(training=engine.training):

@@ -1,4 +1,4 @@
-"""What is a minibatch: the containers that an argument may come in, and the items that they hold.
+"""Minibatches: the containers that an argument may come in, and the items that they hold.
 
 In: an argument of a decorated call. Out: a list with one item per instance, or an error that says what to write.
 

@@ -141,7 +141,7 @@ class Program:
 
     @functools.cached_property
     def columns(self) -> SignatureColumns:
-        """What is the same for all programs with these signatures."""
+        """The columns that are equal for all programs with these signatures."""
         return signature_columns(self.signatures)
 
     @functools.cached_property
@@ -337,7 +337,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the looped module needs, as data: columns over steps, their input groups and output blocks.
+    """All that the looped module needs, as data: columns over steps, their input groups and output blocks.
 
     Arena a holds the values of type `arenas[a]`; a value is one row. The gathers of step k are
     `first_gather[k] : first_gather[k + 1]`, its output blocks `first_block[k] : first_block[k + 1]`.

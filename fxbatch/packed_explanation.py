@@ -1,4 +1,4 @@
-"""What packing did to a minibatch, for `explain`: signatures with sizes (`f32[*,64]`), rows, padding, what runs alone.
+"""The part of `explain` about packed minibatches: signatures with sizes (`f32[*,64]`), rows, padding, what runs alone.
 
 In: a decorated callable's engine and a minibatch. Out: an Explanation where the whole forward was packed; lines about
 packed calls inside a forward that was recorded.
@@ -46,9 +46,9 @@ def padding_text(z: PackedMinibatch) -> str:
     found = []
     for size in z.lengths:
         padded = "" if size.uniform or not {"places", "sources"} & set(size.__dict__) else (
-            f", {1 - size.total / (size.n * size.longest):.0%} padding where it is padded"
+            f", {1 - size.total / (size.n * size.longest):.0%} padding where rows are padded"
         )  # fmt: skip
-        found.append(f"{size.total} rows of {size.shortest} to {size.longest}{padded}")
+        found.append(f"{size.total} rows, {size.shortest} to {size.longest} per instance{padded}")
     return "; ".join(found)
 
 
@@ -79,14 +79,14 @@ def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any])
         text = function_text(name, variant.function)
         nodes = sum(n.op == "call_function" for n in variant.function.graph.module.graph.nodes)
         rows.append(OperationRow(name, text, RULE, "", calls=z.n, steps=1, launches=1, largest=z.n))
-        lines.append(f"packed: {text}: {nodes} calls of ATen for {z.n} instances, {padding_text(z)}")
+        lines.append(f"packed: {text}: {nodes} operators for {z.n} instances; {padding_text(z)}")
         unbatched += [
             UnbatchedRow(target, f"{reason}: instance by instance inside the forward", "", z.n)
             for target, reason in variant.function.lowered.alone
         ]
     by_themselves = len(instances) - sum(row.calls for row in rows)
     if by_themselves:
-        lines.append(f"packed: {by_themselves} instances ran by themselves: no graph is for their sizes")
+        lines.append(f"packed: {by_themselves} instances ran one by one: nothing is built for their sizes")
     return Explanation(
         instances=len(instances), operations=rows, launches_before=len(instances),
         launches_after=len(rows) + by_themselves, steps=len(rows), lower_bound=len(rows), gathers_indexed=0,

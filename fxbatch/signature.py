@@ -1,4 +1,4 @@
-"""What may be batched together: tensor types, operations, signatures. Small, immutable, interned.
+"""Which calls may be batched together: tensor types, operations, signatures. Small, immutable, interned.
 
 signature = Signature(operation, inputs=(f32_150,), outputs=(f32_150,), ...)
 str(signature)                                  # "cell(f32[150]) -> (f32[150])"
@@ -225,7 +225,7 @@ class Operation:
 
 
 class Readings(Protocol):
-    """What a body reads besides its tensors, as it was (`trace/plain_body.py`)."""
+    """The content of everything that a body reads besides its tensors (`trace/plain_body.py`)."""
 
     items: Any  # places, each with what it held; `own`: of the body's own modules
 
@@ -235,7 +235,7 @@ class Readings(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frozen:
-    """What a signature's body is made of, as it was when it was recorded: its graphs may be built much later."""
+    """The body of a signature as it was recorded; its graphs may be built much later."""
 
     module: torch.nn.Module | None
     reads: Readings
@@ -319,7 +319,7 @@ class Signature:
 
     @functools.cached_property
     def only_reads(self) -> Any:
-        """What to call, where it is code of torch that only reads what it is given, from wherever in memory."""
+        """The function to call, if it is code of torch that only reads its arguments, from wherever in memory."""
         op = self.operation
         if op.kind == "function" and self.frozen is None and self.arguments is not None:
             return op.target if _only_reads(op.target, self.arguments) else None

@@ -54,7 +54,7 @@ def building() -> Iterator[None]:
 
 
 def seconds_of_building() -> float:
-    """What this thread has spent in `building()` until now."""
+    """The seconds that this thread has spent in `building()` until now."""
     return _building.seconds
 
 

@@ -1,4 +1,4 @@
-"""What stands for the module `cython` where a pass runs as plain Python: types and decorators that do nothing.
+"""A stand-in for the module `cython` where a pass runs as plain Python: types and decorators that do nothing.
 
 The passes whose loops are hot (signature_graph, select, deduplicate, schedule, plan, room, gradients) are typed Python.
 Cython compiles them where there is a compiler (setup.py); elsewhere the same files run as they are, slowly and right.

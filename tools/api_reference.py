@@ -86,7 +86,10 @@ def docstring(target: Any) -> str:
 
 
 def signature(name: str, target: Any) -> str:
-    """`fxbatch.name(...)` with types and defaults, one argument per line where one line is too short."""
+    """`fxbatch.name(...)` with types and defaults, one argument per line where one line is too short.
+
+    Of several overloads it is the last one, which lists all arguments; what it returns depends on them.
+    """
     overloads = typing.get_overloads(target) if inspect.isfunction(target) else []
     known = inspect.signature(overloads[-1] if overloads else target)
     arguments = [_argument(p) for p in known.parameters.values() if p.name != "self"]
@@ -96,7 +99,7 @@ def signature(name: str, target: Any) -> str:
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             arguments.insert(first, "*")
     text = f"{name}({', '.join(arguments)})"
-    if known.return_annotation not in (inspect.Signature.empty, "None", None):
+    if not overloads and known.return_annotation not in (inspect.Signature.empty, "None", None):
         text += f" -> {known.return_annotation}"
     if len(text) > 100:
         head, tail = f"{name}(\n", text[text.rindex(")") :] if ") -> " in text else ")"

@@ -58,7 +58,7 @@ ROUNDS = 2  # the second time everything is cached
 
 @dataclass
 class Comparison:
-    """What was compared; `differences` is empty where batched equals the loop."""
+    """The outcome of a comparison; `differences` is empty where batched equals the loop."""
 
     values: int = 0
     gradients: int = 0
@@ -179,7 +179,7 @@ def _note_place(found: Comparison, key: Key) -> None:
 def _run(
     target: Runnable, material: Material, shared: SharedState, batched: bool, seed: int
 ) -> list[Outcome]:
-    """What the minibatch gives, run ROUNDS times in a row from here."""
+    """The results of the minibatch, run ROUNDS times in a row from here."""
     shared.restore()
     runnable, count = Runnable(target.decorated, material.owner), len(material.instances)
     outcomes = []
@@ -220,7 +220,8 @@ def _first(
     if place is not None:
         return str(place)
     if found.instances:
-        return f"instance {found.instances[0]}; every call agrees, so its result is put together wrongly"
+        asks = "do instances share something that changes while others wait?"
+        return f"instance {found.instances[0]}, though every call agrees; {asks}"
     users: Sequence[str] = []
     if found.parameters and target.module is not None and not found.parameters[0].startswith("input "):
         signatures = [o.signature for o in minibatch.operations]

@@ -24,7 +24,7 @@ _NONE: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What can follow `path`: words (subcommands, choices of positionals), options, choices of options, a TARGET."""
+    """The words that can follow `path`: subcommands, choices of positionals and options, options, a TARGET."""
 
     path: tuple[str, ...]
     words: tuple[tuple[str, str], ...]  # (word, help)

@@ -1,4 +1,4 @@
-"""What the demo shows before it trains: launches and speed of one minibatch, and two loss curves.
+"""The figures that the demo shows before it trains: launches and speed of one minibatch, and two loss curves.
 
 In: a model and trees. Out: lines on a console, each figure measured here and now.
 

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dump_packed(options: argparse.Namespace, packed: list[PackedProgram], name: str) -> int:
-    """What is packed, in one of the formats; a picture of one of several needs its name."""
+    """The packed programs in one of the formats; a picture of one of several needs its name."""
     if not packed:
         raise CommandError("nothing of it is packed", hint=NOT_PACKED)
     chosen = [p for p in packed if name in ("", p.name)]

@@ -51,7 +51,7 @@ def build(layers: Layers, dtype: str = "float32") -> fb.Block:
 
 # [plain
 def plain(layers: Layers, instance: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one instance."""
+    """The model in plain PyTorch, for one instance."""
     sequence, target = instance
     dtype = layers.hidden.weight.dtype
     h = [layers.hidden(torch.tensor(x, dtype=dtype)) for x in sequence]

@@ -52,7 +52,7 @@ def build(layers: Layers, dtype: str = "float32") -> fb.Block:
 
 # [plain
 def plain(layers: Layers, expression: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one expression."""
+    """The model in plain PyTorch, for one expression."""
 
     def value(x: Any) -> torch.Tensor:
         if not isinstance(x, dict):

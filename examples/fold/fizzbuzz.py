@@ -42,7 +42,7 @@ def build(layers: Layers, dtype: str = "float32") -> fb.Block:
 
 # [plain
 def plain(layers: Layers, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one number."""
+    """The model in plain PyTorch, for one number."""
     x = torch.tensor([i >> d & 1 for d in range(BITS)], dtype=layers.logits.weight.dtype)
     for layer in layers.hidden:
         x = layer(x)

@@ -75,7 +75,7 @@ def build(layers: Layers) -> fb.Block:
 
 # [plain
 def plain(layers: Layers, instance: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one word."""
+    """The model in plain PyTorch, for one word."""
     word, language = instance
     letters = [layers.letter(torch.tensor(_number(c))) for c in word]
     ends = []

@@ -26,7 +26,7 @@ from fxbatch.data.paths import find_data
 
 
 class Layers:
-    """What both implementations use: the words, and the layers with the parameters."""
+    """The words, and the layers with the parameters, for both implementations."""
 
     def __init__(self, words: Sequence[str], size: int = 50, hidden: int = 64) -> None:
         self.size, self.hidden = size, hidden
@@ -56,7 +56,7 @@ def build(layers: Layers) -> fb.Block:
 
 # [plain
 def plain(layers: Layers, instance: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one instance."""
+    """The model in plain PyTorch, for one instance."""
     sentence, label = instance
     dtype = layers.vectors.weight.dtype
     state, total = torch.zeros(layers.hidden, dtype=dtype), torch.zeros(layers.size, dtype=dtype)

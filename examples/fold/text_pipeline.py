@@ -28,7 +28,7 @@ CLASSES = 5
 
 
 class Layers:
-    """What both implementations use: the words, and the modules with the parameters."""
+    """The words, and the modules with the parameters, for both implementations."""
 
     def __init__(self, words: Sequence[str], size: int = 50, hidden: int = 64, vectors: Any = None) -> None:
         self.number = {w: i for i, w in enumerate(words)}
@@ -55,7 +55,7 @@ def build(layers: Layers) -> fb.Block:
 
 # [plain
 def plain(layers: Layers, instance: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one instance."""
+    """The model in plain PyTorch, for one instance."""
     sentence, label = instance
     dtype = layers.vectors.weight.dtype
     h = c = torch.zeros(layers.cell.hidden_size, dtype=dtype)

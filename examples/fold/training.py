@@ -1,4 +1,4 @@
-"""What the examples share: a plain PyTorch training loop over a compiled block.
+"""Shared by the examples: a plain PyTorch training loop over a compiled block.
 
 In: an nn.Module from a list of instances to losses, instances. Out: the mean loss of each epoch.
 

@@ -53,7 +53,7 @@ class WordCell(nn.Module):
 
 
 class Layers:
-    """What both implementations use; n is the size of word vectors and states."""
+    """The parameters of both implementations; n is the size of word vectors and states."""
 
     def __init__(self, words: Sequence[str], n: int = 64) -> None:
         self.n = n
@@ -95,7 +95,7 @@ def build(layers: Layers, dtype: str = "float32") -> fb.Block:
 
 # [plain
 def plain(layers: Layers, tree: Tree[int, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one instance."""
+    """The model in plain PyTorch, for one instance."""
 
     def node(t: Any) -> tuple[State, torch.Tensor, torch.Tensor]:
         if t.is_leaf:

@@ -87,7 +87,7 @@ def build(layers: Layers, dtype: str = "float32") -> fb.Block:
 
 # [plain
 def plain(layers: Layers, instance: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for one molecule."""
+    """The model in plain PyTorch, for one molecule."""
     (atoms, pairs), target = instance
     dtype = layers.atom.weight.dtype
     a = [torch.tensor(x, dtype=dtype) for x in atoms]

@@ -562,7 +562,7 @@ class Composition(Block):
         give(reader, "input", self._type_of(source), giver, "output")
 
     def _infer_item(self, source: Source, t: ResultType | None, reader: Block) -> None:
-        """What the type that a reader takes says about what it reads."""
+        """The type of the input, as far as the type that its reader takes implies it."""
         if isinstance(source, str):
             give(self._node(source), "output", t, reader, "input")
         elif isinstance(t, PyObjectType) or (isinstance(t, TupleType) and len(t) == len(source)):

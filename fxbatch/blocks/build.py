@@ -26,7 +26,7 @@ ToArray = Callable[[Any], np.ndarray]
 
 
 class Builder:
-    """What blocks are built over. This one is eager: a handle is the tensor itself."""
+    """The values that blocks are built over. This one is eager: a handle is the tensor itself."""
 
     def tensor(
         self, block: Typed, convert: Callable[[Any], torch.Tensor], array: ToArray | None = None

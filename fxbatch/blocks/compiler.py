@@ -220,7 +220,7 @@ def _wrap(to: RecordBuilder, t: ResultType, device: torch.device) -> Run:
 
 
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
-    """What templates depend on, besides modes: training flags, hooks, shapes and dtypes of parameters."""
+    """The state that templates depend on, besides modes: training flags, hooks, shapes and dtypes of parameters."""
     return tuple(
         (m.training, len(m._forward_hooks), len(m._forward_pre_hooks))
         + tuple(

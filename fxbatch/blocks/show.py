@@ -26,7 +26,7 @@ WIDTH = 400
 
 
 class Shown(Protocol):
-    """What can be shown: all that is typed."""
+    """The objects that can be shown: all that are typed."""
 
     name: str | None
     built_at: str

@@ -1,4 +1,4 @@
-"""What has an input type and an output type; types flow between them until nothing changes, or two of them clash.
+"""Objects with an input type and an output type; types flow between them until nothing changes, or two of them clash.
 
 In: parts whose `infer_types` states their rule. Out: their `input_type` and `output_type`, or a BlockTypeError that
 names both parts, both types and where in the expression they stand.
@@ -57,7 +57,7 @@ class _InferredWhenBuilt(abc.ABCMeta):
 
 
 class Typed(nn.Module, metaclass=_InferredWhenBuilt):
-    """What has an input type and an output type: blocks, and layers.
+    """An object with an input type and an output type: a block, or a layer.
 
     `input_type_classes` and `output_type_classes`: kinds of types that the ends can have, () for any.
     """

@@ -32,7 +32,7 @@ class ResultType:
     __slots__ = ()
 
     def sort_key(self) -> tuple[Any, ...]:
-        """What types are ordered by: their kind, then their fields."""
+        """The key that types are ordered by: their kind, then their fields."""
         raise NotImplementedError
 
     def __lt__(self, other: object) -> bool:

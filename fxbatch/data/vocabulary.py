@@ -74,7 +74,7 @@ class Vocabulary:
         return [self.tensor(word) for word in words]
 
     def encode_tree(self, tree: Tree[int, str]) -> Tree[torch.Tensor, torch.Tensor]:
-        """The same tree with words and labels as 0-dim int64 tensors."""
+        """A tree with words and labels as int64 tensors without dimensions."""
         stack: list[Tree[torch.Tensor, torch.Tensor]] = []
         labels = label_tensors(self.device)
         for node in tree.postorder():

@@ -35,7 +35,7 @@ NOT_THERE = "a column names a call or a value that is not there"
 
 
 class PhaseGradients(NamedTuple):
-    """What backward knows of one phase. The tuples are one a signature."""
+    """The plan of backward for one phase. The tuples have one item per signature."""
 
     program: Program
     plan: Plan

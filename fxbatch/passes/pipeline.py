@@ -37,7 +37,7 @@ PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
 
 
 class PassRecord(NamedTuple):
-    """What a pass did to the last program."""
+    """Counts and seconds of a pass on the last program."""
 
     name: str
     before: int  # calls
@@ -61,7 +61,7 @@ class Pipeline:
 
     @property
     def records(self) -> tuple[PassRecord, ...]:
-        """What each pass did to the last program."""
+        """The records of all passes on the last program."""
         left = self._did[-1].after if self._did else 0
         others = [PassRecord(name, left, left, 0.0) for name in [*self.passes][len(self._did) :]]
         return (*self._did, *others)

@@ -257,7 +257,7 @@ class RunColumns:
 
 
 def _longer(column: Any, items: int) -> np.ndarray:
-    """The same with more items, zeros."""
+    """An array with more items, which are zeros."""
     found = np.zeros(items, dtype=np.int64)
     found[: len(column)] = column
     return found
@@ -426,7 +426,7 @@ class _ArenaPlanner:
     @cython.cfunc
     @cython.exceptval(check=False)
     def lay_out(self) -> cython.void:
-        """What each step gathers and makes: blocks of an arena one after another."""
+        """The gathers and the output blocks of each step: blocks of an arena one after another."""
         g = 0
         b = 0
         entry = 0

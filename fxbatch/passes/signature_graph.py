@@ -89,7 +89,7 @@ class SignatureGraph:
 
 
 class Survey(NamedTuple):
-    """What is known of a program; arrays are not to be written to."""
+    """Facts about a program as arrays, which are not to be written to."""
 
     counts: np.ndarray  # int64 [signatures]: calls of each
     before: np.ndarray  # int32 [calls]: calls of its signature before it on a path of such calls alone

@@ -343,6 +343,8 @@ def fix_uniform_numbers(
     changed = sig.copy()
     for sid in may_be_fixed:
         rows = (sig == sid).nonzero()[0]
+        if not len(rows):
+            continue  # its calls were taken back: rows of a buffer, once it is used as a whole
         lifted = table.lifted[sid]
         places = first[rows] + lifted.position
         used = inputs[places]

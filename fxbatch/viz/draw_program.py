@@ -147,7 +147,7 @@ def _draw(
 
 
 def _label(graph: CallGraph, i: int, payloads: dict[int, str]) -> tuple[str, str]:
-    """What the box says: name and, of groups, how many calls; constants say their payload."""
+    """The text of a box: name and, of groups, how many calls; constants say their payload."""
     s, count = int(graph.signature[i]), int(graph.count[i])
     if s < 0:
         return (f"v{-1 - int(graph.call[i])}", "") if count == 1 else ("known", f"×{count:,}")

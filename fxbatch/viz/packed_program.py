@@ -37,7 +37,7 @@ HELD = {
 
 @dataclass(frozen=True, eq=False)
 class PackedProgram:
-    """What runs for a minibatch, or for the calls of a submodule. `source` is the function as it was written."""
+    """The program of a minibatch, or of the calls of a submodule. `source` is the function as it was written."""
 
     name: str
     text: str  # its signature: `Tagger.forward(i64[*]) -> (f32[*,5])`
@@ -59,7 +59,7 @@ class PackedProgram:
 
     @property
     def counts(self) -> tuple[tuple[str, str], ...]:
-        """What the head of a page tells."""
+        """The counts at the head of a page."""
         alone = ("instance by instance", f"{self.alone:,}")
         return ("packed", self.rows), ("operators", f"{self.calls:,}"), alone
 

@@ -67,7 +67,7 @@ def _pictures(report: Report) -> list[tuple[str, Picture]]:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """What hovering shows: the signatures, and of each picture its boxes."""
+    """The data that hovering shows: the signatures, and of each picture its boxes."""
     signatures = [describe_signature(s) for s in report.key.signatures]
     pictures = {
         name: {

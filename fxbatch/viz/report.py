@@ -1,4 +1,4 @@
-"""What the page shows: the pictures of all stages, the timeline, counts and the signatures' rows.
+"""All that a page shows: the pictures of all stages, the timeline, counts and the signatures' rows.
 
 Comes in: the forms of one minibatch, by name. Goes out: a Report, which `page_of` writes.
 
@@ -138,7 +138,7 @@ def _program_of(form: Form, program: Program) -> Program:
 
 
 def _rows_of(form: Form, program: Program, schedule: Schedule, key: SignatureKey) -> tuple[Row, ...]:
-    """What the legend counts in a stage: calls of a program, batches of a graph, else what the schedule runs."""
+    """The counts of the legend for a stage: calls of a program, batches of a graph, else what the schedule runs."""
     if isinstance(form, Program):
         return _call_rows(form, key)
     if isinstance(form, BatchedGraph):

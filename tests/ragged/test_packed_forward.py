@@ -277,7 +277,7 @@ def test_an_argument_that_some_instances_lack() -> None:
 def test_explain_shows_sizes_rows_and_padding() -> None:
     text = str(fxbatch.explain(Tagger(), words(3, 5, 2, 10)))
     assert "Tagger.forward(i64[*]) -> (f32[*,3])" in text
-    assert "20 rows of 2 to 10, 50% padding where it is padded" in text
+    assert "20 rows, 2 to 10 per instance, 50% padding where rows are padded" in text
 
 
 def test_explain_tells_what_runs_instance_by_instance() -> None:

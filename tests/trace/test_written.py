@@ -421,3 +421,27 @@ def test_a_chain_as_torchcrf_writes_it() -> None:
         found.append([losses.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]])
     assert len(found[0]) == 5
     torch.testing.assert_close(found[0], found[1])
+
+
+class Recurrence(nn.Module):
+    """Rows of a buffer, each made of the sum of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(SIZE, SIZE)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, rows: torch.Tensor) -> Any:
+        buffer, total = torch.zeros(3, SIZE), torch.zeros(SIZE)
+        for i, row in enumerate(rows):
+            buffer[i] = self.cell(row, total)
+            total += buffer[i]
+        return buffer, total
+
+
+def test_rows_of_a_buffer_that_are_written_with_numbers_and_read_back() -> None:
+    model, instances = Recurrence(), [torch.randn(3, SIZE) for _ in range(4)]
+    with fxbatch.disabled():
+        expected = model(instances)
+    for _ in range(2):
+        torch.testing.assert_close(model(instances), expected)
