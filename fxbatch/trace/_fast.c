@@ -400,7 +400,7 @@ static struct {
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "settled", &at.settled},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls},
-    {&Recorder, "values", &at.values}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
+    {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
     {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},
     {&View, "grad", &at.through}, {&View, "seen", &at.seen, 1}, {&Written, "value", &at.stands_for},

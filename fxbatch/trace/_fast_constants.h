@@ -404,9 +404,23 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
     return v;
 }
 
+/* Remember that a view of a tensor was met, by the id of that (RecordedCalls.views_met); -1 on error. */
+static int note_view(PyObject *recorder, PyObject *base, PyObject *t)
+{
+    PyObject *met = SLOT(recorder, at.views_met), *none = NULL;
+    if (!met || !PyDict_Check(met))
+        return 0;
+    PyObject *views = PyDict_GetItemWithError(met, base);
+    if (!views && !PyErr_Occurred() && (none = PyList_New(0)) && PyDict_SetItem(met, base, none) == 0)
+        views = none;
+    int done = views ? PyList_Append(views, t) : -1;
+    Py_XDECREF(none);
+    return done;
+}
+
 /* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
 static int perhaps_shared_view(PyObject *recorder, PyObject *t)
-{
+{ /* a view of another tensor is noted: it has to let go of the memory before that is written to */
     PyObject *base = get_base->get(t, get_base->closure);
     if (!base)
         return -1;
@@ -415,6 +429,8 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
         PyObject *key = PyLong_FromVoidPtr(base);
         found = key ? PyDict_Contains(owners, key) : -1;
+        if (!found && note_view(recorder, key, t) < 0)
+            found = -1;
         Py_XDECREF(key);
     }
     Py_DECREF(base);

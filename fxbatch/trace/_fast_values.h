@@ -9,7 +9,7 @@ static struct {
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
     Py_ssize_t carries, operands, asked_in, requires, written;
     Py_ssize_t sigs, inputs, count, base, known, constants, payload, settled, lifted, row_calls; /* of the recorder */
-    Py_ssize_t values, graded;
+    Py_ssize_t values, graded, views_met;
     Py_ssize_t stands_for; /* of a Written */
     Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */
 } at;

@@ -56,7 +56,10 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
     if type(t) is BareView and (shown := vars(t).get(VIEW_KEY)) is not None:
         return shown if type(shown) is Value else None
     base = t._base
-    if base is None or t.dim() > 1:
+    if base is None:
+        return None
+    if t.dim() > 1:
+        recorder.views_met.setdefault(id(base), []).append(t)
         return None
     key = (
         id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.grad_fn is None, t.is_conj(),
@@ -68,6 +71,7 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
         if row is None or strides != base.stride():
             row = _row(recorder, t, base)
             if row is None:
+                recorder.views_met.setdefault(id(base), []).append(t)
                 return None
             recorder.row_numbers[key] = row, base.stride()
         args = base, recorder.number(row, torch.int64, t.device), base.dim() - t.dim()

@@ -25,7 +25,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh
+from fxbatch.trace.values import GETITEM, REQUIRES_GRAD, Value, link_view, new_value, refresh
 
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
@@ -224,13 +224,14 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
     recorder.sync_modes()
     known = recorder.row_calls.get((recorder.known.mode, v._type, index))
     entry, number, row = _lift_row(recorder, v, index) if known is None else known
-    recorder.lifted[entry.sid] = True
     rows = getattr(v, "_rows", None)
     if rows is not None and row in rows:
-        result = new_value(recorder, rows[row]._value, rows[row]._type, rows[row]._flags)
+        flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
+        result = new_value(recorder, rows[row]._value, rows[row]._type, flags)
     else:
         if rows is None:
             refresh(v)
+        recorder.lifted[entry.sid] = True
         kind = recorder.table.number(torch.int64, recorder.type_of(v).device).types[0]
         result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
     link_view(result, v, (GETITEM, (v, row), {}))

@@ -56,10 +56,11 @@ class Columns:
 
     __slots__ = (
         "base", "constants", "count", "graded", "inputs", "known", "lifted", "payload", "row_calls", "settled", "sigs",
-        "values",
+        "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
+    views_met: dict[int, list[torch.Tensor]]  # of real tensors, by the id of what they are views of
     graded: bool  # whether some call was made with gradients on
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
@@ -172,6 +173,7 @@ class RecordedCalls(Columns):
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
+        self.views_met = {}
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
@@ -388,6 +390,10 @@ class RecordedCalls(Columns):
         real = self.tensor(v)
         if real is not None:
             return real.requires_grad
+        if hasattr(v, "_rows"):
+            return any(x._flags & REQUIRES_GRAD for x in (v, *v._rows.values()))
+        if state.recorder is self:
+            refresh(v)
         return bool(v._flags & REQUIRES_GRAD)
 
     def gradient_switched(self, t: torch.Tensor) -> None:
@@ -567,6 +573,7 @@ class RecordedCalls(Columns):
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
         self.sigs, self.inputs = new_column(), new_column()
         self.payload, self.lifted, self.parameter_rows = {}, {}, {}
+        self.views_met = {}
         self.constants.read()
         self.starts, self.runs = [0], [self.runs[-1]]
         return program

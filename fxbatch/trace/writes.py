@@ -358,6 +358,7 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
     """
     if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
         return _view_becomes_value(recorder, t, t._base, name)
+    _let_go_of_views(recorder, t)
     reason = _why_not(t)
     if not reason and t.is_leaf and t.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -373,12 +374,15 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
 def _view_becomes_value(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor, name: str) -> Value:
     """A view of a real tensor that is about to be written to (`buffer[i] += h`): the tensor that it shows becomes a
     value, and it a view of that."""
+    _let_go_of_views(recorder, base)
     reason = _why_not(base, users=2)
     if not reason and (base.requires_grad or t.requires_grad or weakref.getweakrefcount(t)):
         reason = "a view of it is looked at by something else"
     if reason:
         raise _refused(base, reason, name)
-    geometry = t.shape, t.stride(), t.storage_offset() - base.storage_offset()
+    index = _index_of(t, base)
+    if index is None:
+        raise _refused(base, "a view of it is no part along its dimensions", name)
     before = t.clone()
     _exchange(recorder, t, before)
     let_go = torch.empty(0)
@@ -387,14 +391,43 @@ def _view_becomes_value(recorder: RecordedCalls, t: torch.Tensor, base: torch.Te
     constant = recorder.constant(base)
     assert constant is not None
     value = becomes_value(recorder, base, constant, name)
-    rows = geometry[0] == before.shape == value.shape[1:] and geometry[1] == before.stride()
-    if rows and before.numel() and geometry[2] % before.numel() == 0:
-        view = value[geometry[2] // before.numel()]
-    else:
-        view = value.as_strided(*geometry)
+    view = value[index]
     _exchanged(t)
     _follow(recorder, t, Written(before, view))
     return view
+
+
+def _index_of(t: torch.Tensor, base: torch.Tensor) -> Any:
+    """The index by which a view was taken of a tensor: rows and slices of step one; None for other views."""
+    if not base.is_contiguous() or not t.numel():
+        return None
+    offset, j = t.storage_offset() - base.storage_offset(), 0
+    index: list[Any] = []
+    for size, stride in zip(base.shape, base.stride(), strict=True):
+        start, offset = divmod(int(offset), int(stride))
+        if j < t.dim() and t.stride(j) == stride and start + t.shape[j] <= size:
+            index.append(slice(start, start + t.shape[j]))
+            j += 1
+        else:
+            index.append(start)
+    while len(index) > 1 and index[-1] == slice(0, base.shape[len(index) - 1]):
+        index.pop()
+    if not index:
+        return None
+    wanted = base[tuple(index)]
+    same = (wanted.shape, wanted.stride(), wanted.storage_offset()) == (
+        t.shape,
+        t.stride(),
+        t.storage_offset(),
+    )
+    return (index[0] if len(index) == 1 else tuple(index)) if same else None
+
+
+def _let_go_of_views(recorder: RecordedCalls, t: torch.Tensor) -> None:
+    """Pending calls that have met views of a tensor keep what these held: nothing here shares its memory any more."""
+    views = recorder.views_met.pop(id(t), [])
+    while views:
+        recorder.keep_content(views.pop())
 
 
 def _exchanged(t: torch.Tensor) -> torch.Tensor | None:
