@@ -463,7 +463,7 @@ class _ExtremeOfAll(torch.autograd.Function):
         (gradient,), size = gradients, ctx.size
         reference = size.each(extreme).view(-1, *[1] * (rows.dim() - 1))
         chosen = (rows == reference) | (rows.isnan() & reference.isnan())
-        count = size.sum(chosen.flatten(1).sum(1).to(rows.dtype))
+        count = size.sum((chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen).to(rows.dtype))
         return chosen * size.each(gradient / count).view_as(reference), None, None, None
 
 

@@ -23,9 +23,11 @@ import torch, fxbatch
 def wave(x):
     return torch.sin(x) * x
 
+gain = torch.nn.Identity()
+
 @fxbatch.autobatch
 def forward(x):
-    return wave(x)
+    return wave(gain(x))
 
 xs = torch.randn(5, 40)
 with torch.no_grad():
@@ -36,7 +38,9 @@ with torch.no_grad():
 
 def run(folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=folder, capture_output=True,
+    script = folder / "wave.py"  # a body is read in its source
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, str(script)], env=environment, cwd=folder, capture_output=True,
                          text=True, check=False)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()

@@ -78,7 +78,7 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 
 def test_pages_keep_their_length() -> None:
     assert len(PAGE.read_text().splitlines()) <= 250
-    assert len((DOCS / "benchmarks.md").read_text().splitlines()) <= 220
+    assert len((DOCS / "benchmarks.md").read_text().splitlines()) <= 300
 
 
 def slug(heading: str) -> str:

@@ -347,7 +347,7 @@ def test_what_the_first_instance_alone_sets_is_no_change_for_those_after_it(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_state(model(forward, l=linear, cache=None), instances(6), times=3)
-    assert len(batches) == 3
+    assert sum(batches) == 3 * (6 - 2)
 
 
 @pytest.mark.usefixtures("chooses")
@@ -361,7 +361,7 @@ def test_what_sets_attributes_and_does_not_wait_is_batched(batches: list[int]) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_state(model(forward, l=linear, n=0, h=None, log=list), instances(6))
-    assert len(batches) == 2
+    assert sum(batches) in (2 * 6, 2 * (6 - 2))  # without and with two scouts
 
 
 def test_all_wait_together_where_nothing_is_set() -> None:

@@ -81,7 +81,7 @@ def test_few_instances_and_bad_arguments() -> None:
     assert deal([], [], 2) == [[], []]
     assert list(BalancedBatchSampler([], 4)) == []
     assert len(BalancedBatchSampler([1] * 9, 4, drop_last=True)) == 2
-    with pytest.raises(DataError, match="rank=2 of 2"):
+    with pytest.raises(DataError, match="rank=2, ranks=2"):
         BalancedBatchSampler([1], 1, rank=2, ranks=2)
     with pytest.raises(DataError, match="negative"):
         BalancedBatchSampler([-1], 1)

@@ -321,10 +321,12 @@ def test_the_source_has_calls_and_launches_at_each_line(
 ) -> None:
     text = ["import torch", "", "def f(x):", "    h = cell(x)", "    return h"]
     monkeypatch.setitem(
-        linecache.cache, "/home/a/model.py", (1, None, [f"{t}\n" for t in text], "/home/a/model.py")
+        linecache.cache,
+        "/home/a/cells_here.py",
+        (1, None, [f"{t}\n" for t in text], "/home/a/cells_here.py"),
     )
     build = ProgramBuilder()
-    calls = [build.call("cell", build.constant(k), location="model.py:4", instance=k) for k in range(3)]
+    calls = [build.call("cell", build.constant(k), location="cells_here.py:4", instance=k) for k in range(3)]
     program = build.program(*calls)
     page = show(browser, page_of(report_of(program)), tmp_path)
     stage(page, "source")
@@ -332,5 +334,5 @@ def test_the_source_has_calls_and_launches_at_each_line(
     shown = page.run(
         "return Array.from(document.querySelectorAll('#graph .lane text')).map(t => t.textContent)"
     )
-    assert shown[0] == "model.py" and shown[-2].endswith("h\u00a0=\u00a0cell(x)") and len(shown) == 5
+    assert shown[0] == "cells_here.py" and shown[-2].endswith("h\u00a0=\u00a0cell(x)") and len(shown) == 5
     assert page.errors() == []
