@@ -114,6 +114,9 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     recorder.long_calls += 1
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])
+    if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
+        # A size is a shape there and a tuple is data; pytrees make tuples of sizes.
+        func = torch.Tensor.new_empty
     if func in PURE_FORMS:
         result = call_pure(recorder, func, args, kwargs)
         if result is not None:

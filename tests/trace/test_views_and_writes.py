@@ -319,6 +319,16 @@ def real_rows_in_order(m: Any, x: Tensor) -> Any:
 # -- before torch 0.4 ------------------------------------------------------------------------------------
 
 
+def new_tensors_of_a_size(m: Any, x: Tensor) -> Any:
+    y = m.one(x[:2])
+    return (
+        y.data.new(y.size()).zero_() + y,
+        y.new(y.size()).fill_(2.0),
+        y.new(2, 3).zero_(),
+        y.new((1.0, 3.0)),
+    )
+
+
 def new_tensors(m: Any, x: Tensor) -> Any:
     h = m.one(x[0])
     z = h.detach().new(1, 4).fill_(0.0)
@@ -381,8 +391,8 @@ FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     through_a_transpose, through_a_view_of_another_shape, row_and_its_source, rows_of_an_iteration, swaps_rows,
     expanded_views_are_read, through_detach, through_data, detached_row, views_of_detached, without_gradients,
     view_without_gradients, detached_in_place, buffer_of_detached, row_of_a_real_buffer, slice_of_a_real_buffer,
-    real_rows_in_order, new_tensors, variables, last_symbol_in_a_long_tensor, best_by_data, by_numpy,
-    hidden_of_zeros, ranges_and_lists, ends_at_a_value,
+    real_rows_in_order, new_tensors_of_a_size, new_tensors, variables, last_symbol_in_a_long_tensor, best_by_data,
+    by_numpy, hidden_of_zeros, ranges_and_lists, ends_at_a_value,
 )  # fmt: skip
 UNDEFINED = {new_tensors: 1}  # which result has no defined content, only a type
 
