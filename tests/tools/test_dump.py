@@ -45,7 +45,7 @@ def test_packed_forward_in_every_format(capsys: pytest.CaptureFixture[str]) -> N
     _, out, _ = run(capsys, "dump", BAGS)
     head, rows, calls, *lines = out.splitlines()
     assert head == "packed Bag.forward(f32[*,4]) -> (f32[3])"
-    assert rows.strip().startswith("3 instances: 9 rows of 1 to 5")
+    assert rows.strip().startswith("3 instances: 9 rows, 1 to 5 per instance")
     assert calls.strip().endswith("operators, 1 of them instance by instance")
     assert next(x for x in lines if "aten.linear" in x).split()[2:] == [
         *("f32[*,3]", "packed", "v0,", "linear.weight,", "linear.bias"),
