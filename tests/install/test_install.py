@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # By Cython.
 TYPED = [
-    "deduplicate", "gradients", "operands", "places", "plan", "pool", "room", "row_places", "schedule",
+    "deduplicate", "fuse_runs", "gradients", "operands", "places", "plan", "pool", "room", "row_places", "schedule",
     "segment_loops", "select", "signature_graph",
 ]  # fmt: skip
 pytestmark = pytest.mark.slow  # a minute or two of compiling: `make package`
