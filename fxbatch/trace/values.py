@@ -20,6 +20,7 @@ away meanwhile, so that nothing reads the old numbers, which takes a tensor that
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -107,9 +108,8 @@ class Value(torch.Tensor):
     __slots__ = ("_flags", "_recorder", "_rows", "_type", "_value", "_view", "_writes")
     _flags: int  # REQUIRES_GRAD, CONSTANT
     _recorder: Any  # the RecordedCalls that made it, which stands above this
-    _rows: dict[
-        int, Value
-    ]  # rows that were written to since `_value` was recorded; absent where there are none
+    # Rows that were written to since `_value` was recorded; absent where there are none.
+    _rows: dict[int, Value]
     _type: int  # type id in the recorder's table
     _value: int  # the value's number, in the recorder's range
     _view: View  # absent where it is no view
@@ -610,6 +610,14 @@ def is_stale(v: Value) -> bool:
 NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
 
 
+@contextlib.contextmanager
+def recorded_with(recorder: Any, grad: bool) -> Iterator[None]:
+    """Record with gradients or without; after it, calls are recorded under the user's modes again."""
+    with torch.set_grad_enabled(grad):
+        yield
+    recorder.sync_modes()
+
+
 def refresh(v: Value) -> Value:
     """The same value, with its content as it is now: a view of what was written to is recorded anew."""
     if hasattr(v, "_rows"):
@@ -626,7 +634,7 @@ def refresh(v: Value) -> Value:
         )
     if view.source._type != view.source_type:
         raise InPlaceError(f"the shape of a tensor that has views was changed in place{at_line()}")
-    with torch.set_grad_enabled(view.grad):
+    with recorded_with(view.source._recorder, view.grad):
         new = [x for x in tree_leaves(view.recorded_anew()) if type(x) is Value][view.output]
     v._value, v._flags = new._value, new._flags
     view.seen = view.root._writes
@@ -638,11 +646,13 @@ def _put_rows(v: Value) -> None:
     rows, recorder = v._rows, v._recorder
     del v._rows
     before = new_value(recorder, v._value, v._type, v._flags & REQUIRES_GRAD)
-    if 2 * len(rows) < v.shape[0]:
-        index = torch.tensor(list(rows), device=v.device)
-        content = before.index_copy(0, index, torch.stack(list(rows.values())))
-    else:
-        content = torch.stack([rows[i] if i in rows else before[i] for i in range(v.shape[0])])
+    # The rows were written while gradients counted, whoever reads the whole first.
+    with recorded_with(recorder, recorder.graded):
+        if 2 * len(rows) < v.shape[0]:
+            index = torch.tensor(list(rows), device=v.device)
+            content = before.index_copy(0, index, torch.stack(list(rows.values())))
+        else:
+            content = torch.stack([rows[i] if i in rows else before[i] for i in range(v.shape[0])])
     assert type(content) is Value and content._type == v._type
     v._value, v._flags = content._value, content._flags
 

@@ -36,6 +36,7 @@ from fxbatch.trace.values import (
     WrittenTensor,
     is_stale,
     new_value,
+    recorded_with,
     refresh,
     value_of,
     view_of,
@@ -211,10 +212,9 @@ def _with_gradient_of(recorder: RecordedCalls, old: Value, new: Value) -> Value:
     """The content of `new` with the gradient of `old`."""
     if new._type != old._type or not recorder.type_of(old).differentiable:
         return new
-    with torch.enable_grad():
+    with recorded_with(recorder, grad=True):
         before = new_value(recorder, old._value, old._type, old._flags & REQUIRES_GRAD)
         kept: Value = recorder.call(with_content, (before, new), {})
-    recorder.sync_modes()
     return kept
 
 

@@ -319,6 +319,24 @@ def real_rows_in_order(m: Any, x: Tensor) -> Any:
 # -- before torch 0.4 ------------------------------------------------------------------------------------
 
 
+def read_without_gradients_first(m: Any, x: Tensor) -> Any:
+    few, all_rows = torch.zeros(5, 4), torch.zeros(2, 4)
+    few[1] = m.one(x[0])
+    all_rows[0], all_rows[1] = m.one(x[1]), m.two(x[2])
+    with torch.no_grad():
+        mean, total = few.mean(), all_rows.mean()
+    return few * 2, all_rows.sum() + mean * total, mean, total
+
+
+def stale_view_read_without_gradients(m: Any, x: Tensor) -> Any:
+    y = m.one(x) * 1
+    part = y[1:3]
+    y.mul_(2)
+    with torch.no_grad():
+        mean = part.mean()
+    return part.sum() + mean, mean
+
+
 def new_tensors_of_a_size(m: Any, x: Tensor) -> Any:
     y = m.one(x[:2])
     return (
@@ -391,7 +409,8 @@ FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     through_a_transpose, through_a_view_of_another_shape, row_and_its_source, rows_of_an_iteration, swaps_rows,
     expanded_views_are_read, through_detach, through_data, detached_row, views_of_detached, without_gradients,
     view_without_gradients, detached_in_place, buffer_of_detached, row_of_a_real_buffer, slice_of_a_real_buffer,
-    real_rows_in_order, new_tensors_of_a_size, new_tensors, variables, last_symbol_in_a_long_tensor, best_by_data,
+    real_rows_in_order, read_without_gradients_first, stale_view_read_without_gradients, new_tensors_of_a_size,
+    new_tensors, variables, last_symbol_in_a_long_tensor, best_by_data,
     by_numpy, hidden_of_zeros, ranges_and_lists, ends_at_a_value,
 )  # fmt: skip
 UNDEFINED = {new_tensors: 1}  # which result has no defined content, only a type
