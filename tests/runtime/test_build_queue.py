@@ -12,31 +12,16 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch import stopwatch
 from fxbatch.runtime import build_queue as module
 from fxbatch.runtime import operation_cache
 from fxbatch.runtime.build_queue import AHEAD, FIRST, MOST, SHARE, BuildQueue
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
+from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.stopwatch import building
+from tests.clock import Clock
 from tests.oracle import check_equal
 
-
-class Clock:
-    """Stands still but where it is moved."""
-
-    time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-@pytest.fixture(autouse=True)
-def clock(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(stopwatch, "now", found)
-    return found
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 @dataclass

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxbatch
 from fxbatch.errors import FxbatchError, LoopWarning, TraceError
-from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
 
 
@@ -120,20 +119,6 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy batches each minibatch, from the first instance on."""
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
     monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(True))
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many instances each recording of the test had."""
-    found: list[int] = []
-    record = Engine.record
-
-    def counted(self: Engine, fn: Any, instances: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(len(instances))
-        return record(self, fn, instances, *args, **kwargs)
-
-    monkeypatch.setattr(Engine, "record", counted)
-    return found
 
 
 def losses(model: Any, xs: list[torch.Tensor]) -> list[torch.Tensor]:

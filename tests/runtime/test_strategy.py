@@ -14,32 +14,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxbatch
-from fxbatch import stopwatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import RETIMED, SCOUTS, AdaptiveSwitch, Choice, Strategy
+from fxbatch.runtime.strategy import RETIMED, SCOUTS, Choice, Strategy
 from fxbatch.stopwatch import Timing, building
 from fxbatch.trace.state import current_recorder
+from tests.clock import Clock
 from tests.oracle import check_equal
 
-
-class Clock:
-    """Stands still but where it is moved."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-@pytest.fixture(autouse=True)
-def clock(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that strategies read; they choose in this file."""
-    found = Clock()
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(stopwatch, "now", found)
-    return found
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Chain(nn.Module):
@@ -94,20 +77,6 @@ def strategy_of(f: Any, model: nn.Module) -> Strategy:
     engine: Engine = f.__fxbatch__.engine(model)
     assert engine.strategy is not None
     return engine.strategy
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many instances each recording of the test had."""
-    found: list[int] = []
-    record = Engine.record
-
-    def counted(self: Engine, fn: Any, instances: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(len(instances))
-        return record(self, fn, instances, *args, **kwargs)
-
-    monkeypatch.setattr(Engine, "record", counted)
-    return found
 
 
 # Choices
