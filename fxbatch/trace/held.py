@@ -9,6 +9,7 @@ real tensors, in time proportional to what is asked of them afterwards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -64,7 +65,7 @@ class Held:
                     for t, rows in zip(blocks, every, strict=True)
                 ]
             if len(self._facts):
-                self.recorder.is_real(_Rows(every, blocks, renumber))
+                self.recorder.is_real(_Rows(self._facts[:, 0], renumber, every, blocks))
             written, self.written = self.written, []
             for tensor, record in written:
                 record.give_back(tensor, self.recorder.tensor(record.value))
@@ -83,21 +84,28 @@ class _Rows:
     """Which row of which block a value is, looked up when the first is asked for."""
 
     def __init__(
-        self, requests: Sequence[np.ndarray], blocks: Sequence[torch.Tensor], renumber: Renumber
+        self,
+        ids: np.ndarray,
+        renumber: Renumber,
+        requests: Sequence[np.ndarray],
+        blocks: Sequence[torch.Tensor],
     ) -> None:
-        self.requests, self.blocks, self.renumber = requests, blocks, renumber
-        self.places: dict[int, tuple[int, int]] = {}
+        self.ids, self.renumber, self.requests, self.blocks = ids, renumber, requests, blocks
         self.tensors: dict[int, torch.Tensor] = {}
 
+    @functools.cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """By id as recorded: the block, and the row of it."""
+        rows = {
+            n: (block, i) for block, taken in enumerate(self.requests) for i, n in enumerate(taken.tolist())
+        }
+        numbers = zip(self.ids.tolist(), self.renumber(self.ids).tolist(), strict=True)
+        return {n: rows[m] for n, m in numbers if m in rows}
+
     def __call__(self, v: Value) -> torch.Tensor | None:
-        if not self.places:
-            for block, rows in enumerate(self.requests):
-                self.places.update((n, (block, i)) for i, n in enumerate(rows.tolist()))
-        t = self.tensors.get(v._value)
-        if t is None:
-            place = self.places.get(int(self.renumber(np.array([v.id], dtype=np.int64))[0]))
-            if place is None:
-                return None
-            t = self.blocks[place[0]][place[1]]
-            t = self.tensors[v._value] = t if v._flags & REQUIRES_GRAD or not t.requires_grad else t.detach()
+        t = self.tensors.get(v.id)
+        if t is None and v.id in self.places:
+            block, row = self.places[v.id]
+            t = self.blocks[block][row]
+            t = self.tensors[v.id] = t if v._flags & REQUIRES_GRAD or not t.requires_grad else t.detach()
         return t
