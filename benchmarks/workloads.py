@@ -22,6 +22,7 @@ from examples.bilstm_tagger import Sentence
 from examples.bilstm_tagger import encode as encode_sentence
 from fxbatch.data.conllu import read_conllu
 from fxbatch.data.generated import generate_treebank
+from fxbatch.data.molecules import read_molecules
 from fxbatch.data.paths import file_in, find_data, locate
 from fxbatch.data.sst import Tree, read_trees
 from fxbatch.data.vocabulary import Vocabulary
@@ -181,7 +182,8 @@ def esol_molecules(
 ) -> tuple[molecules.MoleculeNetwork, Batches[molecules.Molecule]]:
     """The graph network and minibatches of ESOL. Skip without."""
     path = _folder("molecules", settings.data) / "graphs_delaney.npz"
-    found, sizes, _ = molecules.load(path, settings.size(None, 100), str(settings.device))
+    raw = read_molecules(path)[: settings.size(None, 100)]
+    found, sizes, _ = molecules.prepare(raw, str(settings.device))
     torch.manual_seed(settings.seed)
     return molecules.build(*sizes, hidden=hidden).to(settings.device), Batches.of(found, batch)
 
