@@ -155,7 +155,7 @@ def test_outcomes_are_judged_by_several_draws() -> None:
 @pytest.mark.parametrize("wrong", [WRONG, HALF])
 def test_an_operation_of_wrong_values_is_refused(wrong: torch.Tensor) -> None:
     graphs, shared = scaled()
-    assert check_graphs(graphs, (True,), (True,), shared)
+    assert check_graphs(graphs, (True,), (True,), shared).numbers
     forward: Any = adding(graphs.forward, wrong)
     with pytest.raises(NotBatchable, match="output 0 differs"):
         check_graphs(dataclasses.replace(graphs, forward=forward), (True,), (True,), shared)

@@ -27,7 +27,13 @@ from fxbatch.codegen.body import (
 )
 from fxbatch.codegen.built import content_of, find, forget, keep, warn_of_folder
 from fxbatch.codegen.call_by_call import UnbatchedKernel
-from fxbatch.codegen.check import ZeroGradient, check_autograd, check_graphs, refuse_backward_arguments
+from fxbatch.codegen.check import (
+    Checked,
+    ZeroGradient,
+    check_autograd,
+    check_graphs,
+    refuse_backward_arguments,
+)
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, Unbatched
 from fxbatch.codegen.partition import partition
 from fxbatch.codegen.rewrites import rewrite
@@ -94,7 +100,7 @@ def _build_checked(
         try:
             found = find(content, signature)
             if found is not None:
-                return replace(found, checked=check_graphs(found, *needs, shared))
+                return _judged(found, check_graphs(found, *needs, shared))
         except Exception:  # noqa: BLE001  # a custom gradient, a file that somebody changed: built like any other
             forget(content)
         joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros)
@@ -107,10 +113,14 @@ def _build_checked(
                 raise
             zeros += ((missing.shared, missing.index),)
             continue
-        if not checked and not graphs.random:
+        if not checked.numbers and not graphs.random:
             build_joint(body, signature, needs, shared, mode, zeros, third=True)
         keep(content, graphs)
-        return replace(graphs, checked=checked)
+        return _judged(graphs, checked)
+
+
+def _judged(graphs: OperationGraphs, checked: Checked) -> OperationGraphs:
+    return replace(graphs, checked=checked.numbers, without_gradient=checked.without_gradient)
 
 
 def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, ...]) -> OperationGraphs:

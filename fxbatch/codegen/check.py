@@ -16,7 +16,7 @@ from torch import fx
 
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
-from fxbatch.ir import TensorSpec
+from fxbatch.ir import Signature, TensorSpec
 from fxbatch.judge import Draw, Judged, dense, differences, draws, on_common_rows
 from fxbatch.torch_private import QuietDispatchMode
 
@@ -137,29 +137,29 @@ class ValuesAndGradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Check:
-    """The graphs, and for which operands gradients are compared."""
+class _Eager:
+    """An operation one row at a time, and which operands gradients are asked for of."""
 
-    graphs: OperationGraphs
+    signature: Signature
     needs: Sequence[bool]  # of inputs
     shared_needs: Sequence[bool]
     shared: Sequence[torch.Tensor]
 
     def draw(self, draw: Numbers, n: int, seed: int) -> tuple[Rows, Rows]:
         """Numbers for the inputs, and gradients for the outputs."""
-        gen, signature = torch.Generator().manual_seed(seed), self.graphs.signature
-        inputs = [draw(kind, n, gen) for kind in signature.inputs]
-        return inputs, [_normal(kind, n, gen) for kind in signature.outputs]
+        gen = torch.Generator().manual_seed(seed)
+        inputs = [draw(kind, n, gen) for kind in self.signature.inputs]
+        return inputs, [_normal(kind, n, gen) for kind in self.signature.outputs]
 
-    def eager(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients | None:
+    def run(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients | None:
         """One row at a time, gradients `given`; None where the numbers are not in this operation's domain."""
         try:
-            return _lean(self.shared, lambda: self._eager(inputs, given, n))
+            return _lean(self.shared, lambda: self._run(inputs, given, n))
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             return None
 
-    def _eager(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
-        signature = self.graphs.signature
+    def _run(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
+        signature = self.signature
         rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
         weights = [  # as they are: bodies that write to them are refused before
             x.detach().requires_grad_(need and (x.is_floating_point() or x.is_complex()))
@@ -178,6 +178,19 @@ class _Check:
         starts = [g[i].clone() for i in range(n) for g in given]
         found = gradients_of(ends, starts, [*rows, *weights])
         return ValuesAndGradients([o.detach() for o in outputs], found[: len(rows)], found[len(rows) :])
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The graphs of an operation, beside eager."""
+
+    graphs: OperationGraphs
+    eager: _Eager
+
+    @property
+    def shared(self) -> Sequence[torch.Tensor]:
+        """The shared operands."""
+        return self.eager.shared
 
     def batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         """The same from the three graphs."""
@@ -212,15 +225,17 @@ class _Check:
                 raise NotBatchable(f"it keeps {x.dtype}{list(x.shape[1:])}, {kind} on fake tensors")
         return ValuesAndGradients(results[:width], input_grads, shared_grads)
 
-    def agrees(self, draw: Numbers) -> bool:
-        """Whether these numbers could be compared on. Raises NotBatchable where the graphs differ from eager."""
-        for n in (3, 1):
-            inputs, given = self.draw(draw, n, n)
-            reference = self.eager(inputs, given, n)
-            if reference is None:
-                return False
-            self.compare(inputs, given, reference)
-        return True
+    def agrees(self, draw: Numbers) -> ValuesAndGradients | None:
+        """Eager on several of these numbers; None where they can't be compared on. Raises NotBatchable where the
+        graphs differ from eager."""
+        several: ValuesAndGradients | None = None
+        for n in (1, 3):
+            inputs, given = self.eager.draw(draw, n, n)
+            several = self.eager.run(inputs, given, n)
+            if several is None:
+                return None
+            self.compare(inputs, given, several)
+        return several
 
     def compare(self, inputs: Rows, given: Rows, reference: ValuesAndGradients) -> None:
         """Raises NotBatchable where what the graphs give of these numbers differs from eager's."""
@@ -231,8 +246,8 @@ class _Check:
     def eager_of(self, tensors: Rows, n: int) -> ValuesAndGradients:
         """Eager on inputs, gradients of outputs, and shared operands."""
         inputs, outputs = len(self.graphs.signature.inputs), len(self.graphs.signature.outputs)
-        check = replace(self, shared=tensors[inputs + outputs :])
-        reference = check.eager(tensors[:inputs], tensors[inputs : inputs + outputs], n)
+        eager = replace(self.eager, shared=tensors[inputs + outputs :])
+        reference = eager.run(tensors[:inputs], tensors[inputs : inputs + outputs], n)
         if reference is None:
             raise ValueError("these numbers are not in its domain")
         return reference
@@ -245,8 +260,8 @@ class _Check:
             x = _normal(kind, n, gen)
             return (40 * x).to(kind.dtype) if kind.differentiable else x
 
-        inputs, given = self.draw(large, 2, 2)
-        reference = self.eager(inputs, given, 2)
+        inputs, given = self.eager.draw(large, 2, 2)
+        reference = self.eager.run(inputs, given, 2)
         if reference is None:
             return
         for a, b in zip(self.batched(inputs, given, 2).all, reference.all, strict=True):
@@ -269,10 +284,18 @@ class _Check:
                     return _normal(kind, n, gen)
                 return torch.randint(low, high, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
 
-            inputs, given = self.draw(integers, 3, high)
-            reference = self.eager(inputs, given, 3)
+            inputs, given = self.eager.draw(integers, 3, high)
+            reference = self.eager.run(inputs, given, 3)
             if reference is not None:
                 self.compare(inputs, given, reference)
+
+
+class Checked(NamedTuple):
+    """numbers: whether there were any to compare on; without_gradient: the inputs that eager gives none, of those
+    that need one (a custom backward that returns None)."""
+
+    numbers: bool
+    without_gradient: tuple[int, ...] = ()
 
 
 def check_graphs(
@@ -280,17 +303,48 @@ def check_graphs(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-) -> bool:
-    """Whether there were numbers to compare on. Raises NotBatchable where the graphs differ from eager."""
+) -> Checked:
+    """What comparing has shown. Raises NotBatchable where the graphs differ from eager."""
     if graphs.random:
-        return False
-    needs = [a and t.differentiable for a, t in zip(input_needs, graphs.signature.inputs, strict=True)]
-    check = _Check(graphs, needs, shared_needs, shared)
-    if not any(map(check.agrees, (_normal, _positive, _definite))):
-        return False
+        return Checked(False)
+    check = _Check(graphs, _eager(graphs.signature, input_needs, shared_needs, shared))
+    references = [x for x in map(check.agrees, (_normal, _positive, _definite)) if x is not None]
+    if not references:
+        return Checked(False)
     check.check_large()
     check.check_integers()
-    return True
+    return Checked(True, _without_gradient(check.eager.needs, references))
+
+
+def inputs_without_gradient(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> tuple[int, ...]:
+    """The inputs that eager gives no gradient, of those that need one; none where no numbers are in its domain."""
+    if not signature.modes.grad or not any(input_needs):
+        return ()
+    eager = _eager(signature, input_needs, shared_needs, shared)
+    with torch.random.fork_rng([]):
+        drawn = [eager.run(*eager.draw(draw, 1, 1), 1) for draw in (_normal, _positive, _definite)]
+    return _without_gradient(eager.needs, [x for x in drawn if x is not None])
+
+
+def _eager(
+    signature: Signature,
+    input_needs: Sequence[bool],
+    shared_needs: Sequence[bool],
+    shared: Sequence[torch.Tensor],
+) -> _Eager:
+    needs = [a and t.differentiable for a, t in zip(input_needs, signature.inputs, strict=True)]
+    return _Eager(signature, needs, shared_needs, shared)
+
+
+def _without_gradient(needs: Sequence[bool], drawn: Sequence[ValuesAndGradients]) -> tuple[int, ...]:
+    if not drawn:
+        return ()
+    return tuple([i for i, need in enumerate(needs) if need and all(x.inputs[i] is None for x in drawn)])
 
 
 def _grouped(graphs: OperationGraphs, rows: Rows) -> Rows:
@@ -318,10 +372,10 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
         return
     needs = [t.differentiable for t in signature.inputs]
     weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
-    check = _Check(graphs, needs, [x.requires_grad for x in weights], shared)
+    check = _Check(graphs, _Eager(signature, needs, [x.requires_grad for x in weights], shared))
     for draw in (_normal, _positive, _definite):
-        inputs, given = check.draw(draw, 3, 3)
-        reference = check.eager(inputs, given, 3)
+        inputs, given = check.eager.draw(draw, 3, 3)
+        reference = check.eager.run(inputs, given, 3)
         if reference is not None:
             _compare_by_autograd(check, inputs, given, weights, reference)
             return
@@ -330,9 +384,16 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
 def _compare_by_autograd(
     check: _Check, inputs: Rows, given: Rows, weights: Rows, eager: ValuesAndGradients
 ) -> None:
-    operands = [*(x.requires_grad_(need) for x, need in zip(inputs, check.needs, strict=True)), *weights]
+    operands = [
+        *(x.requires_grad_(need) for x, need in zip(inputs, check.eager.needs, strict=True)),
+        *weights,
+    ]
     outputs = check.graphs.forward(3, *_grouped(check.graphs, inputs), *weights)[: len(eager.outputs)]
-    ours = _or_zeros(gradients_of(outputs, given, operands), operands)
+    found = gradients_of(outputs, given, operands)
+    for i, (x, y) in enumerate(zip(found, (*eager.inputs, *eager.shared), strict=True)):
+        if x is not None and y is None:
+            raise NotBatchable(f"operand {i} has a gradient by autograd, and none in eager")
+    ours = _or_zeros(found, operands)
 
     def gradients(reference: ValuesAndGradients) -> Rows:
         return _or_zeros([*reference.inputs, *reference.shared], operands)

@@ -77,6 +77,9 @@ class OperationGraphs(Flows):
     parameters: fx.GraphModule | None
     random: bool = False
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
+    without_gradient: tuple[
+        int, ...
+    ] = ()  # inputs that eager gives None, where a group or a graph gives zeros
 
     def group_type(self, group: int) -> TensorSpec:
         """The type of the rows of an input group's members."""

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.build_operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
+from fxbatch.codegen.check import inputs_without_gradient
 from fxbatch.codegen.inductor import (
     CompiledGraph,
     CompileOptions,
@@ -35,6 +36,7 @@ from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
 from fxbatch.stopwatch import building
 from fxbatch.torch_fakes import no_collections
 from fxbatch.torch_private import without_saved_tensor_hooks
+from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.torch_patches import patched, patching
 
 MANY_NEW = 64  # new signatures in one program from which on building is put off
@@ -119,6 +121,7 @@ class CompiledOperation:
     parameter_inputs: tuple[Ref, ...] = ()
     saved_types: tuple[TensorSpec, ...] = ()
     extra_types: tuple[TensorSpec, ...] = ()
+    without_gradient: tuple[int, ...] = ()  # inputs that eager gives none
 
     def __post_init__(self) -> None:
         graphs, signature = self.graphs, self.signature
@@ -127,6 +130,7 @@ class CompiledOperation:
             self.grad_groups, self.grad_shared = graphs.grad_groups, graphs.grad_shared
             self.parameter_inputs = graphs.parameter_inputs
             self.saved_types, self.extra_types = graphs.saved_types, graphs.extra_types
+            self.without_gradient = graphs.without_gradient
         else:
             runs = self.unbatched is not None
             self.layout = Layout(tuple((i,) for i in range(len(signature.inputs) if runs else 0)))
@@ -209,7 +213,12 @@ def compile_operation(
         if not isinstance(built, Unbatched):
             return _emit(signature, needs, built, [t.detach() for t in shared], compile, native=native)
         reason = built.reason
-    return CompiledOperation(signature, needs, unbatched=UnbatchedKernel(signature), reason=reason)
+    without: tuple[int, ...] = ()
+    if not late or type(signature.operation.target) is CustomFunction:
+        with patching, patched(), torch.inference_mode(False), torch.enable_grad():
+            without = inputs_without_gradient(signature, *needs, shared)
+    kernel = UnbatchedKernel(signature)
+    return CompiledOperation(signature, needs, unbatched=kernel, reason=reason, without_gradient=without)
 
 
 def _emit(

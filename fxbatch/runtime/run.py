@@ -20,6 +20,7 @@ import torch
 
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule
+from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import (
     early_needs,
     find_needs,
@@ -331,9 +332,10 @@ class kernel_modes:
 
 def _given_back(compiled: CompiledOperation | None, needs: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which inputs an operation's backward gives gradients, of those that need some: not those of `x > 0` within it."""
-    if compiled is None or compiled.graphs is None:
+    if compiled is None or is_constant(compiled.signature):
         return needs
     given = {i for group in compiled.grad_groups for i in compiled.layout.groups[group]}
+    given.difference_update(compiled.without_gradient)
     return tuple([need and i in given for i, need in enumerate(needs)])
 
 

@@ -81,3 +81,82 @@ def test_packed_results_that_were_computed_without_gradients_require_none() -> N
     for _ in range(2):
         found = made([Item(torch.randn(n, 4)) for n in (3, 5, 2, 4)])
         assert all(a.requires_grad and not b.requires_grad for a, b in found)
+
+
+class First(torch.autograd.Function):
+    """2x; its backward gives y no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 2 + y * 0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 2, None
+
+
+class Counting(First):
+    """The same, of code that is not plain: it runs call by call."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        return x * 2 + y * 0
+
+
+class Pair(nn.Module):
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.code, self.used, self.other = code, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.code(self, x, y)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda m, x, y: First.apply(m.used(x), m.other(y)),
+        lambda m, x, y: First.apply(m.used(x), y),
+        lambda m, x, y: First.apply(y, m.used(x)),
+        lambda m, x, y: First.apply(m.used(x), y * 3),
+        lambda m, x, y: First.apply(m.used(x), m.other.weight[0]) + 0 * y,
+        lambda m, x, y: torch.tanh(First.apply(torch.tanh(m.used(x)), torch.sigmoid(m.other(y)))),
+        lambda m, x, y: First.apply(First.apply(m.used(x), y), m.other(x)) + First.apply(m.other(y), x),
+        lambda m, x, y: Counting.apply(m.used(x), m.other(y)),
+        lambda m, x, y: Counting.apply(y, m.used(x)),
+    ],
+    ids=[
+        "both computed", "one given", "the other computed", "a product", "a parameter", "fused", "twice",
+        "call by call", "call by call, one given",
+    ],
+)  # fmt: skip
+def test_a_backward_that_returns_none(code: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = Pair(code)
+    xs, ys = ([torch.randn(4, requires_grad=True) for _ in range(5)] for _ in range(2))
+
+    def gradients(results: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        leaves = [*xs, *ys, *model.parameters()]
+        return list(torch.autograd.grad(torch.stack(results).sum(), leaves, allow_unused=True))
+
+    expected = gradients([model(x, y) for x, y in zip(xs, ys, strict=True)])
+    batched = fxbatch.autobatch(model.forward, adaptive=False, out="list")
+    for _ in range(2):
+        found = gradients(batched(xs, ys))
+        assert [g is None for g in found] == [g is None for g in expected]
+        torch.testing.assert_close(
+            [g for g in found if g is not None], [g for g in expected if g is not None]
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"mode": "unrolled"}])
+def test_an_instance_that_the_loss_leaves_out_has_zeros(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    xs = [torch.randn(4, requires_grad=True) for _ in range(3)]
+    forward = Pair(lambda m, x, y: torch.tanh(m.used(x))).forward
+    results = fxbatch.autobatch(forward, adaptive=False, out="list", **options)(xs, xs)
+    first, second, _ = torch.autograd.grad(results[0].sum(), xs, allow_unused=True)
+    assert first.any() and not second.any()
