@@ -1,6 +1,6 @@
 /* Kernels as instructions on rows of memory, and whole stretches of steps run from the plan's columns.
 
-   In: programs as int64 columns (codegen/native_lower.py says what each number is), pointers of tensors that
+   In: programs as records of int64 (codegen/native_table.py says what each number is), pointers of tensors that
    the caller holds. Out: the tensors' memory is written. Nothing here knows torch; the Python kernels are the
    reference, and run what is not a program. Programs are checked when they are made, places when they are used. */
 
@@ -35,7 +35,7 @@ static int operand_good(const Program *p, const Operand *o, int reads)
    stride may be anything. */
 static int product_operand(const Instruction *x, int k)
 {
-    const Operand *o = &x->out + k;
+    const Operand *o = &operands_of(x)[k];
     int64_t rows_vary = k == 2 ? x->depth_per_row : x->per_row, rows = k == 2 ? x->depth_rest : x->rest;
     int64_t columns_vary = k == 1 ? x->depth_per_row : 0, columns = k == 1 ? x->depth_rest : x->width;
     if (o->inner == 1)
@@ -59,10 +59,10 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
     if (reduces(x->code) && (x->depth_per_row || x->depth_rest < 1 || x->depth_rest >= ((int64_t)1 << 31)))
         return "depth";
     if (x->apart || x->packed)
-        return "spare numbers";
-    if (x->code == PUT && (x->flag < 2 || x->depth_rest % (x->flag / 2)))
+        return "what C finds";
+    if (x->code == PUT && (x->column < 1 || x->depth_rest % x->column))
         return "columns";
-    const Operand *operands = &x->out;
+    const Operand *operands = operands_of(x);
     for (int k = 0; k < 4; k++) {
         const Operand *o = &operands[k];
         if (!size[k])
@@ -103,23 +103,24 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
     return NULL;
 }
 
-static int columns(PyObject *object, Py_buffer *view, Py_ssize_t each, int64_t *count)
+/* Records of `size` bytes, as such or as int64. */
+static int take_records(PyObject *object, Py_buffer *view, Py_ssize_t size, int64_t *count)
 {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS) < 0)
         return -1;
-    if (view->itemsize != 8 || view->len % (each * 8)) {
+    if ((view->itemsize != 8 && view->itemsize != size) || view->len % size) {
         PyBuffer_Release(view);
-        PyErr_Format(PyExc_TypeError, "int64 columns of %zd were expected", each);
+        PyErr_Format(PyExc_TypeError, "records of %zd int64 were expected", size / 8);
         return -1;
     }
-    *count = view->len / (each * 8);
+    *count = view->len / size;
     return 0;
 }
 
-static void *copy_columns(PyObject *object, Py_ssize_t each, int64_t *count)
+static void *copy_records(PyObject *object, Py_ssize_t size, int64_t *count)
 {
     Py_buffer view;
-    if (columns(object, &view, each, count) < 0)
+    if (take_records(object, &view, size, count) < 0)
         return NULL;
     void *copy = PyMem_Malloc(view.len ? (size_t)view.len : 8);
     if (!copy)
@@ -167,8 +168,9 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Program *p = (Program *)type->tp_alloc(type, 0);
     if (!p)
         return NULL;
-    if (!(p->bases = copy_columns(bases, 4, &p->base_count)) || !(p->code = copy_columns(code, 32, &p->length)) ||
-        !(p->sources = copy_columns(sources, 5, &p->source_count))) {
+    if (!(p->bases = copy_records(bases, sizeof(Base), &p->base_count)) ||
+        !(p->code = copy_records(code, sizeof(Instruction), &p->length)) ||
+        !(p->sources = copy_records(sources, sizeof(Source), &p->source_count))) {
         Py_DECREF(p);
         return NULL;
     }
@@ -178,7 +180,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         fault = instruction_fault(p, &p->code[i]);
     for (int64_t s = 0; s < p->source_count && !fault; s++) {
         const Source *source = &p->sources[s];
-        if (source->kind < 0 || source->kind > SAVED || source->index < 0 || source->kept < -1 || source->size < 1 ||
+        if (source->kind < 0 || source->kind > SAVED || source->number < 0 || source->kept < -1 || source->size < 1 ||
             p->bases[s].per_row != 1 || p->bases[s].rest || p->bases[s].row_bytes % source->size)
             fault = "sources";
     }
@@ -280,21 +282,21 @@ PyTypeObject RoomType = {
 };
 
 /* One program on memory [inputs + outputs, 2] of the caller's, pointer and bytes; 0 where it did not run. */
-static int run_given(const Program *p, Room *room, int64_t n, const int64_t *given)
+static int run_given(const Program *p, Room *room, int64_t n, const Place *given)
 {
     char *bases[MOST_BASES] = {NULL};
     if (n < 1 || n > MOST_ROWS)
         return 0;
     for (int64_t b = 0; b < p->inputs + p->outputs; b++) {
-        if (given[2 * b + 1] < rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes)
+        if (given[b].bytes < rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes)
             return 0;
-        bases[b] = (char *)(intptr_t)given[2 * b];
+        bases[b] = (char *)(intptr_t)given[b].pointer;
     }
     return run_program(p, n, bases, NULL, 0, room) == 0;
 }
 
 /* run_all(programs, room, counts, memory, first, last) -> the first program from `first` on that did not run, `last` if
-   all did. counts: rows of each; memory: int64 [all their inputs and outputs, 2], pointer and bytes. */
+   all did. counts: rows of each; memory: a Place for each of all their inputs and outputs. */
 static PyObject *native_run_all(PyObject *module, PyObject *args)
 {
     PyObject *programs, *room, *counts, *memory;
@@ -304,9 +306,9 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "O!O!OOLL", &PyTuple_Type, &programs, &RoomType, &room, &counts, &memory, &at, &last))
         return NULL;
-    if (columns(counts, &rows, 1, &number) < 0)
+    if (take_records(counts, &rows, 8, &number) < 0)
         return NULL;
-    if (columns(memory, &view, 2, &pieces) < 0) {
+    if (take_records(memory, &view, sizeof(Place), &pieces) < 0) {
         PyBuffer_Release(&rows);
         return NULL;
     }
@@ -317,17 +319,17 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
         needed += good ? p->inputs + p->outputs : 0;
     }
     if (good && needed == pieces) {
-        const int64_t *given = view.buf;
+        const Place *given = view.buf;
         for (int64_t i = 0; i < at; i++) {
             const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
-            given += 2 * (p->inputs + p->outputs);
+            given += p->inputs + p->outputs;
         }
         Py_BEGIN_ALLOW_THREADS
         for (; at < last; at++) {
             const Program *p = (const Program *)PyTuple_GET_ITEM(programs, at);
             if (!run_given(p, (Room *)room, ((const int64_t *)rows.buf)[at], given))
                 break;
-            given += 2 * (p->inputs + p->outputs);
+            given += p->inputs + p->outputs;
         }
         Py_END_ALLOW_THREADS
     } else

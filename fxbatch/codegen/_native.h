@@ -13,36 +13,7 @@
 #define MOST_BASES 192
 #define MOST_APART 4
 
-/* A piece of memory that instructions name by its number. */
-/* BLOCK: of its own, only ever used in one block of rows. APART: of a product that may be done for many steps at once, or
-   of weights that may be packed; NULL where they are not. */
-enum { INPUT, OUTPUT, OWN, BLOCK, APART };
-typedef struct {
-    int64_t per_row, rest; /* it has per_row * n + rest rows */
-    int64_t row_bytes;
-    int64_t kind;
-} Base;
-
-typedef struct {
-    int64_t base, offset, stride, inner; /* all counted in elements; base -1: a number, its bits in offset */
-} Operand;
-
-/* 32 int64 as codegen/native_lower.py writes them. */
-typedef struct {
-    int64_t code, per_row, rest, width;
-    Operand out, in[3]; /* of a product the last is what it is added to, base -1: nothing */
-    int64_t number; /* bits of a double */
-    int64_t depth_per_row, depth_rest; /* of a product; else the rows or columns that an index chooses from */
-    int64_t flag; /* of PUT: 1 for numbers that are put in place of others, and 2 times the elements of a column */
-    int64_t group; /* pointwise instructions of one number run fused, -1: none */
-    int64_t apart; /* the base of a product that may be done apart, 0: none */
-    int64_t packed; /* the base of its weights packed once a run, 0: none */
-    int64_t spare[5];
-} Instruction;
-
-typedef struct {
-    int64_t kind, index, kept, copied, size;
-} Source;
+#include "_native_operations.h" /* operations, records and columns, made of native_table.py */
 
 /* Instructions [first, last). Where each keeps to its rows, they run block by block of rows, on several threads. */
 typedef struct {
@@ -167,7 +138,11 @@ static inline int worth_threads(int64_t cost, int64_t threads)
     return threads > 1 && cost / GRAIN >= threads / 2;
 }
 
-#include "_native_operations.h"
+/* The result and what is read: out, a, b, c. */
+static inline const Operand *operands_of(const Instruction *x)
+{
+    return &x->out;
+}
 
 /* What takes `depth_rest` elements that are `inner` apart, for each of `width` neighbours of a row, to one. */
 static inline int reduces(int64_t code)
@@ -178,7 +153,7 @@ static inline int reduces(int64_t code)
 /* From the first to the last element that operand k, `width` wide, reads or writes of a row. */
 static inline int64_t reach(const Instruction *x, int k, int64_t width)
 {
-    const Operand *o = &x->out + k;
+    const Operand *o = &operands_of(x)[k];
     return k == 1 && reduces(x->code) ? (x->depth_rest - 1) * o->inner + x->width : (width - 1) * o->inner + 1;
 }
 

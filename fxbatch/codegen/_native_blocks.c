@@ -23,7 +23,7 @@ static int keeps_to_rows(const Program *p, const Instruction *x)
     if (x->per_row < 1 || x->rest || x->code == SUM_ROWS || x->code == TABLE_GRADIENT || x->depth_per_row)
         return 0;
     for (int k = 0; k < 4; k++) {
-        const Operand *o = &x->out + k;
+        const Operand *o = &operands_of(x)[k];
         if (!size[k] || o->base < 0)
             continue;
         const Base *base = &p->bases[o->base];
@@ -57,7 +57,7 @@ static void find_block_memory(Program *p)
         for (int64_t s = 0; s < p->segment_count && mine >= -1; s++)
             for (int64_t i = p->segments[s].first; i < p->segments[s].last; i++)
                 for (int k = 0; k < 4; k++)
-                    if (element_bytes(p->code[i].code)[k] && (&p->code[i].out)[k].base == b)
+                    if (element_bytes(p->code[i].code)[k] && operands_of(&p->code[i])[k].base == b)
                         mine = p->segments[s].rowwise && (mine == -1 || mine == s) ? s : -2;
         if (mine >= 0)
             base->kind = BLOCK;
@@ -91,7 +91,7 @@ int find_segments(Program *p)
 static int uses(const Instruction *x, int64_t base, int first, int last)
 {
     for (int k = first; k < last; k++)
-        if (element_bytes(x->code)[k] && (&x->out + k)->base == base)
+        if (element_bytes(x->code)[k] && operands_of(x)[k].base == base)
             return 1;
     return 0;
 }
@@ -103,16 +103,16 @@ static int may_be_apart(const Program *p, int64_t i)
     const Instruction *x = &p->code[i];
     if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->per_row != 1 || x->width * x->depth_rest < LEAST_APART)
         return 0;
-    const Base *a = &p->bases[x->in[0].base], *b = &p->bases[x->in[1].base], *out = &p->bases[x->out.base];
-    if (x->in[0].inner != 1 || x->in[0].stride * 4 != a->row_bytes || a->per_row != 1 || b->kind != INPUT)
+    const Base *a = &p->bases[x->a.base], *b = &p->bases[x->b.base], *out = &p->bases[x->out.base];
+    if (x->a.inner != 1 || x->a.stride * 4 != a->row_bytes || a->per_row != 1 || b->kind != INPUT)
         return 0;
     if (a->kind == INPUT)
-        return x->in[0].base < p->source_count && out->kind != INPUT;
-    if (a->kind != OUTPUT || out->kind != OUTPUT || x->in[2].base >= 0 || x->out.offset || x->out.stride != x->width ||
+        return x->a.base < p->source_count && out->kind != INPUT;
+    if (a->kind != OUTPUT || out->kind != OUTPUT || x->c.base >= 0 || x->out.offset || x->out.stride != x->width ||
         out->row_bytes != x->width * 4)
         return 0;
     for (int64_t j = 0; j < p->length; j++)
-        if ((j != i && uses(&p->code[j], x->out.base, 0, 4)) || (j > i && uses(&p->code[j], x->in[0].base, 0, 1)))
+        if ((j != i && uses(&p->code[j], x->out.base, 0, 4)) || (j > i && uses(&p->code[j], x->a.base, 0, 1)))
             return 0;
     return 1;
 }
@@ -122,7 +122,7 @@ static int may_be_packed(const Program *p, int64_t i)
 {
     const Instruction *x = &p->code[i];
     return x->code == PRODUCT && keeps_to_rows(p, x) && x->width * x->depth_rest >= LEAST_APART &&
-           p->bases[x->in[1].base].kind == INPUT;
+           p->bases[x->b.base].kind == INPUT;
 }
 
 int find_apart(Program *p)

@@ -132,7 +132,7 @@ static void spread(char *to, const char *number, int bytes, int64_t count)
 static void run_pointwise(const Program *p, const Instruction *x, char **bases, int64_t from, int64_t rows, char *spare)
 {
     const int8_t *size = element_bytes(x->code);
-    const Operand *operands = &x->out;
+    const Operand *operands = operands_of(x);
     char *at[4] = {NULL, NULL, NULL, NULL};
     int64_t step[4] = {0, 0, 0, 0};
     char *room[4] = {NULL, spare, spare + SPREAD * 8, spare + SPREAD * 16};
@@ -205,8 +205,8 @@ static int64_t piece_start(int64_t items, int64_t unit, int64_t thread, int64_t 
 static void product(const Instruction *x, float *out, const float *start, const float *a, const float *b, int64_t rows,
                     int64_t width, int64_t depth, int64_t whole)
 {
-    Product job = {out, start, a, b, x->out.stride, x->in[2].stride, x->in[0].stride, x->in[0].inner, x->in[1].stride,
-                   x->in[1].inner, rows, width, depth, whole};
+    Product job = {out, start, a, b, x->out.stride, x->c.stride, x->a.stride, x->a.inner, x->b.stride,
+                   x->b.inner, rows, width, depth, whole};
     multiply(&job);
 }
 
@@ -219,15 +219,15 @@ static void product_piece(void *job, int64_t thread, int64_t threads)
     float *out = (float *)p->at[0];
     const float *a = (const float *)p->at[1], *b = (const float *)p->at[2], *start = (const float *)p->at[3];
     if (p->items == x->width)
-        product(x, out + first, start ? start + first : NULL, a, b + first * x->in[1].inner, p->rows, count, p->depth, p->whole);
+        product(x, out + first, start ? start + first : NULL, a, b + first * x->b.inner, p->rows, count, p->depth, p->whole);
     else
-        product(x, out + first * x->out.stride, start ? start + first * x->in[2].stride : NULL, a + first * x->in[0].stride, b,
+        product(x, out + first * x->out.stride, start ? start + first * x->c.stride : NULL, a + first * x->a.stride, b,
                 count, x->width, p->depth, p->whole);
 }
 
 static void run_product(const Instruction *x, char **at, int64_t rows, int64_t depth, int64_t whole, int64_t threads)
 {
-    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole, x->in[1].stride == BY_PANELS ? PANEL : UNIT};
+    Pieces job = {x, at, rows, depth, x->width >= rows ? x->width : rows, 0, whole, x->b.stride == BY_PANELS ? PANEL : UNIT};
     if (worth_threads(rows * x->width * depth / 16, threads) && job.items >= LEAST_UNITS * job.unit * threads)
         in_parallel(threads, product_piece, &job);
     else
@@ -238,14 +238,14 @@ static void run_product(const Instruction *x, char **at, int64_t rows, int64_t d
 static Instruction by_panels(const Instruction *x)
 {
     Instruction packed = *x;
-    packed.in[1] = (Operand){x->packed, 0, BY_PANELS, x->depth_rest};
+    packed.b = (Operand){x->packed, 0, BY_PANELS, x->depth_rest};
     return packed;
 }
 
 void product_apart(const Instruction *x, char *out, char *a, char *b, const char *packed, int64_t rows, int64_t threads)
 {
     Instruction whole = packed ? by_panels(x) : *x;
-    char *at[] = {out, a + x->in[0].offset * 4, packed ? (char *)packed : b + x->in[1].offset * 4, NULL};
+    char *at[] = {out, a + x->a.offset * 4, packed ? (char *)packed : b + x->b.offset * 4, NULL};
     whole.out.stride = x->width;
     run_product(&whole, at, rows, x->depth_rest, rows, threads);
 }
@@ -258,13 +258,13 @@ static void take_product(const Program *p, const Instruction *x, char **bases, c
     const float *start = (const float *)at[3];
     float *from = (float *)bases[x->apart], *out = (float *)at[0];
     int there = base->kind == BLOCK && base->per_row == 1 && base->row_bytes == x->width * 4;
-    if (p->bases[x->in[0].base].kind != INPUT)
+    if (p->bases[x->a.base].kind != INPUT)
         return;
     if (there)
         bases[x->out.base] = (char *)from;
     for (int64_t r = 0; r < rows; r++, from += x->width, out += x->out.stride) {
         if (start)
-            loops->accumulate(from, start + r * x->in[2].stride, x->width);
+            loops->accumulate(from, start + r * x->c.stride, x->width);
         if (!there)
             memcpy(out, from, (size_t)x->width * 4);
     }
@@ -275,7 +275,7 @@ static void sum_piece(void *job, int64_t thread, int64_t threads)
     const Pieces *p = job;
     int64_t first = piece_start(p->items, UNIT, thread, threads);
     int64_t last = piece_start(p->items, UNIT, thread + 1, threads);
-    loops->sum_rows((float *)p->at[0] + first, (const float *)p->at[1] + first, p->x->in[0].stride, p->rows, last - first);
+    loops->sum_rows((float *)p->at[0] + first, (const float *)p->at[1] + first, p->x->a.stride, p->rows, last - first);
 }
 
 /* Columns of the gradient of a table: each thread adds all rows, in their order. */
@@ -287,14 +287,14 @@ static void table_piece(void *job, int64_t thread, int64_t threads)
     int64_t count = piece_start(x->width, UNIT, thread + 1, threads) - first;
     const int64_t *index = (const int64_t *)p->at[2];
     for (int64_t r = 0; r < p->rows && count; r++) {
-        int64_t i = index[r * x->in[1].stride];
+        int64_t i = index[r * x->b.stride];
         if ((uint64_t)i >= (uint64_t)x->depth_rest) {
             __atomic_store_n(&p->bad, 1, __ATOMIC_RELAXED);
             return;
         }
-        if (i != x->flag)
+        if (i != x->padding)
             loops->accumulate((float *)p->at[0] + i * x->out.stride + first,
-                              (const float *)p->at[1] + r * x->in[0].stride + first, count);
+                              (const float *)p->at[1] + r * x->a.stride + first, count);
     }
 }
 
@@ -327,7 +327,7 @@ static int64_t extreme(const float *a, int64_t step, int64_t count, int least)
 /* What is neither pointwise nor a product; 1 where an index is out of range. */
 static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threads)
 {
-    const int64_t so = x->out.stride, sa = x->in[0].stride, sb = x->in[1].stride, sc = x->in[2].stride;
+    const int64_t so = x->out.stride, sa = x->a.stride, sb = x->b.stride, sc = x->c.stride;
     const int64_t width = x->width, most = x->depth_rest;
     float *out = (float *)at[0];
     const float *a = (const float *)at[1], *c = (const float *)at[3];
@@ -354,11 +354,11 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
         return 0;
     case LOG_SOFTMAX:
         for (int64_t r = 0; r < rows; r++)
-            loops->log_softmax(out + r * so, a + r * sa, width, (int)x->flag);
+            loops->log_softmax(out + r * so, a + r * sa, width, (int)x->logarithm);
         return 0;
     case LOG_SOFTMAX_BACKWARD:
         for (int64_t r = 0; r < rows; r++)
-            loops->log_softmax_backward(out + r * so, a + r * sa, (const float *)at[2] + r * sb, width, (int)x->flag);
+            loops->log_softmax_backward(out + r * so, a + r * sa, (const float *)at[2] + r * sb, width, (int)x->logarithm);
         return 0;
     case PICK:
         for (int64_t r = 0; r < rows; r++)
@@ -369,19 +369,19 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
             }
         return 0;
     case PUT:
-        for (int64_t r = 0, column = x->flag / 2; r < rows; r++)
+        for (int64_t r = 0, column = x->column; r < rows; r++)
             for (int64_t j = 0; j < width; j++) {
                 if ((uint64_t)index[r * sb + j] >= (uint64_t)(most / column))
                     return 1;
                 float *to = out + r * so + index[r * sb + j] * column + j % column;
-                *to = x->flag & 1 ? c[r * sc + j] : *to + c[r * sc + j];
+                *to = x->replaces ? c[r * sc + j] : *to + c[r * sc + j];
             }
         return 0;
     case EXTREME:
     case PLACE_OF_EXTREME:
-        for (int64_t r = 0, step = x->in[0].inner; r < rows; r++)
+        for (int64_t r = 0, step = x->a.inner; r < rows; r++)
             for (int64_t j = 0; j < width; j++) {
-                int64_t place = extreme(a + r * sa + j, step, most, (int)x->flag);
+                int64_t place = extreme(a + r * sa + j, step, most, (int)x->least);
                 if (x->code == EXTREME)
                     out[r * so + j] = a[r * sa + j + place * step];
                 else
@@ -390,7 +390,7 @@ static int run_rows(const Instruction *x, char **at, int64_t rows, int64_t threa
         return 0;
     case LOG_SUM_EXP:
         for (int64_t r = 0; r < rows; r++)
-            loops->log_sum_exp(out + r * so, a + r * sa, x->in[0].inner, most, width);
+            loops->log_sum_exp(out + r * so, a + r * sa, x->a.inner, most, width);
         return 0;
     case TABLE_GRADIENT:
         job.items = most;
@@ -412,7 +412,7 @@ int run_instructions(const Program *p, int64_t first, int64_t last, int64_t n, i
             i = end;
             continue;
         }
-        const Operand *operands = &x->out;
+        const Operand *operands = operands_of(x);
         const int8_t *size = element_bytes(x->code);
         char *at[4] = {NULL, NULL, NULL, NULL};
         for (int k = 0; k < 4; k++)

@@ -9,13 +9,6 @@
 
 #include "_native_steps.h"
 
-enum {
-    SIGNATURE, ROWS, OFFSET, FIRST_GATHER, GATHER_ARENA, GATHER_KIND, GATHER_START, GATHER_ROWS, FIRST_BLOCK, BLOCK_ARENA,
-    BLOCK_START, INDICES, ARENAS, POINTERS, FIRST_POINTER, FORWARD_COLUMNS,
-    FIRST_READ = FORWARD_COLUMNS, KIND, START, STOP, BAG, READ_ARENA, GRADIENT_INDICES, BAGS, GRADIENTS, FIRST_WRITE,
-    WRITE_ARENA, WRITE_START, PASSED, BACKWARD_COLUMNS
-};
-
 typedef struct {
     const int64_t *at[BACKWARD_COLUMNS];
     int64_t length[BACKWARD_COLUMNS];
@@ -90,9 +83,9 @@ static int take_steps(Steps *s, PyObject *columns, int count)
                s->length[GATHER_START] == gathers && s->length[GATHER_ROWS] == gathers &&
                s->length[BLOCK_ARENA] == s->length[BLOCK_START];
     if (good && count == BACKWARD_COLUMNS) {
-        int64_t reads = s->length[KIND], writes = s->length[WRITE_ARENA];
-        good = s->length[FIRST_READ] == steps + 1 && s->length[FIRST_WRITE] == steps + 1 && s->length[START] == reads &&
-               s->length[STOP] == reads && s->length[BAG] == reads && s->length[READ_ARENA] == reads &&
+        int64_t reads = s->length[READ_KIND], writes = s->length[WRITE_ARENA];
+        good = s->length[FIRST_READ] == steps + 1 && s->length[FIRST_WRITE] == steps + 1 && s->length[READ_START] == reads &&
+               s->length[READ_STOP] == reads && s->length[READ_BAG] == reads && s->length[READ_ARENA] == reads &&
                s->length[WRITE_START] == writes && s->length[PASSED] == steps;
     }
     if (!good) {
@@ -114,15 +107,24 @@ static int take_steps(Steps *s, PyObject *columns, int count)
     return 0;
 }
 
-/* Rows [start, start + rows) of arena `a` of a table of (pointer, bytes, bytes a row); NULL where they aren't there. */
+enum { ARENA = sizeof(Arena) / 8, ARRAY = sizeof(Array) / 8 }; /* how many int64 they are */
+_Static_assert(sizeof(Counts) == sizeof(Array), "a Counts stands in a row of Arrays");
+
+/* How many arrays the operation of step k has. */
+static const Counts *counts_of(const Steps *s, int64_t k)
+{
+    return (const Counts *)((const Array *)s->at[POINTERS] + s->at[FIRST_POINTER][s->at[SIGNATURE][k]]);
+}
+
+/* Rows [start, start + rows) of arena `a` of a table of Arenas; NULL where they aren't there. */
 static char *arena_rows(const Steps *s, int table, int64_t a, int64_t start, int64_t rows, int64_t row_bytes)
 {
-    if (a < 0 || a >= s->length[table] / 3)
+    if (a < 0 || a >= s->length[table] / ARENA)
         return NULL;
-    const int64_t *arena = s->at[table] + 3 * a;
-    if (arena[2] != row_bytes || start < 0 || rows < 0 || (start + rows) * row_bytes > arena[1])
+    const Arena *arena = (const Arena *)s->at[table] + a;
+    if (arena->row_bytes != row_bytes || start < 0 || rows < 0 || (start + rows) * row_bytes > arena->bytes)
         return NULL;
-    return (char *)(intptr_t)arena[0] + start * row_bytes;
+    return (char *)(intptr_t)arena->pointer + start * row_bytes;
 }
 
 /* Pointer number i of step k's operation: rows [first, first + rows) of it. */
@@ -131,15 +133,15 @@ static char *pointer_rows(const Steps *s, int64_t k, int64_t i, int64_t first, i
     int64_t at = s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i;
     if (i < 0 || at >= s->at[FIRST_POINTER][s->at[SIGNATURE][k] + 1])
         return NULL;
-    const int64_t *pointer = s->at[POINTERS] + 3 * at;
-    if (first < 0 || (first + rows) * row_bytes > pointer[1])
+    const Array *array = (const Array *)s->at[POINTERS] + at;
+    if (first < 0 || (first + rows) * row_bytes > array->bytes)
         return NULL;
-    return (char *)(intptr_t)pointer[0] + first * row_bytes;
+    return (char *)(intptr_t)array->pointer + first * row_bytes;
 }
 
 static int read_in_place(const Steps *s, int64_t k, int64_t i)
 {
-    return (int)s->at[POINTERS][3 * (s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i) + 2];
+    return (int)((const Array *)s->at[POINTERS])[s->at[FIRST_POINTER][s->at[SIGNATURE][k]] + i].in_place;
 }
 
 /* Where gather g's rows are, or NULL and a fill that puts them together; 1 where something is out of range. */
@@ -155,7 +157,7 @@ static int find_gather(const Steps *s, int64_t g, int64_t rows, int copied, char
     fill->kind = kind == VIEW ? COPY_ROWS : kind == INDEX ? INDEX_ROWS : REPEAT_ROW;
     if (kind != INDEX)
         return 0;
-    fill->rows = s->at[ARENAS][3 * a + 1] / fill->row_bytes;
+    fill->rows = ((const Arena *)s->at[ARENAS])[a].bytes / fill->row_bytes;
     fill->index = s->at[INDICES] + s->index_of_gather[g];
     return s->at[GATHER_ROWS][g] != rows || s->index_of_gather[g] + rows > s->length[INDICES];
 }
@@ -230,14 +232,14 @@ static char *packed_of(const Steps *s, const Program *p, int64_t k, const Instru
 static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t k, Apart *apart)
 {
     const Instruction *x = &p->code[p->apart[c]];
-    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], source = x->in[0].base;
-    int64_t rows = 0, size = p->sources[source].size, row_bytes = p->bases[source].row_bytes;
+    const Counts *counts = counts_of(s, k);
+    int64_t source = x->a.base, rows = 0, size = p->sources[source].size, row_bytes = p->bases[source].row_bytes;
     int64_t blocks = s->at[FIRST_BLOCK][k + 1] - s->at[FIRST_BLOCK][k];
     *apart = (Apart){k, k + 1, NULL};
     if (p->bases[source].kind != INPUT || s->nearest[k] < 0 || s->at[FIRST_GATHER][k] + source >= s->length[GATHER_KIND])
         return;
     int64_t end = find_ahead(s, p, source, k, s->end, &rows);
-    char *b = end > k + 1 ? same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + p->outputs - blocks) : NULL;
+    char *b = end > k + 1 ? same_for_all(s, p, k, x->b.base, 1 + counts->kept + p->outputs - blocks) : NULL;
     char *room = b ? room_apart(s->room, apart - s->apart, (size_t)(rows * (row_bytes + x->width * 4)) + 64) : NULL, *to = room;
     if (!room)
         return;
@@ -259,15 +261,15 @@ static void multiply_ahead(const Steps *s, const Program *p, int64_t c, int64_t 
 static void pack(Steps *s, const Program *p, int64_t k)
 {
     int64_t signature = s->at[SIGNATURE][k], worth = s->work[signature] >= WORTH_PACKING;
-    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][signature];
+    const Counts *counts = counts_of(s, k);
     s->work[signature] = 0;
     for (int64_t c = 0; worth && c < p->packed_count; c++) {
         const Instruction *x = &p->code[p->packed[c]];
         int64_t number = signature * MOST_APART + c, bytes = x->depth_rest * panels_width(x->width) * 4;
-        const char *weights = same_for_all(s, p, k, x->in[1].base, 1 + counts[0] + counts[1]);
+        const char *weights = same_for_all(s, p, k, x->b.base, 1 + counts->kept + counts->saved);
         char *to = weights ? room_apart(s->room, s->program_count * MOST_APART + number, (size_t)bytes) : NULL;
         if (to)
-            pack_weights((float *)to, (const float *)weights + x->in[1].offset, x->in[1].stride, x->in[1].inner, x->width,
+            pack_weights((float *)to, (const float *)weights + x->b.offset, x->b.stride, x->b.inner, x->width,
                          x->depth_rest);
         s->packed[number] = to;
         s->room->packed += to != NULL;
@@ -277,8 +279,8 @@ static void pack(Steps *s, const Program *p, int64_t k)
 static int run_forward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
-    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
-    int64_t kept = counts[0], number = 1 + kept; /* the first row says how many there are of each */
+    const Counts *counts = counts_of(s, k);
+    int64_t kept = counts->kept, number = 1 + kept; /* the first row says how many there are of each */
     int64_t gather = s->at[FIRST_GATHER][k], block = s->at[FIRST_BLOCK][k];
     int64_t blocks = s->at[FIRST_BLOCK][k + 1] - block;
     char *bases[MOST_BASES];
@@ -336,7 +338,7 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
 /* Where the gradient of read i is, or NULL and a fill that puts it together; 1 where something is out of range. */
 static int find_gradient(const Steps *s, int64_t i, int64_t n, char **found, Fill *fill)
 {
-    int64_t kind = s->at[KIND][i], start = s->at[START][i], stop = s->at[STOP][i], a = s->at[READ_ARENA][i];
+    int64_t kind = s->at[READ_KIND][i], start = s->at[READ_START][i], stop = s->at[READ_STOP][i], a = s->at[READ_ARENA][i];
     *found = NULL;
     fill->kind = ZEROS;
     if (kind == NOTHING)
@@ -349,12 +351,12 @@ static int find_gradient(const Steps *s, int64_t i, int64_t n, char **found, Fil
     if (!fill->from || start < 0 || stop < start || stop > s->length[GRADIENT_INDICES])
         return 1;
     fill->kind = kind == READ_INDEX ? INDEX_ROWS : SUM_BAGS;
-    fill->rows = s->at[GRADIENTS][3 * a + 1] / fill->row_bytes;
+    fill->rows = ((const Arena *)s->at[GRADIENTS])[a].bytes / fill->row_bytes;
     fill->index = s->at[GRADIENT_INDICES] + start;
     fill->count = stop - start;
     if (kind == READ_INDEX)
         return fill->count != n;
-    int64_t bag = s->at[BAG][i];
+    int64_t bag = s->at[READ_BAG][i];
     if (bag < 0 || bag + n > s->length[BAGS] || fill->row_bytes % 4)
         return 1;
     fill->bags = s->at[BAGS] + bag;
@@ -366,14 +368,14 @@ static int find_gradient(const Steps *s, int64_t i, int64_t n, char **found, Fil
 static int find_source(const Steps *s, const Source *source, int64_t k, int64_t kept, int64_t row_bytes, char **found,
                        Fill *fill)
 {
-    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], g = s->at[FIRST_GATHER][k] + source->index;
+    int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], g = s->at[FIRST_GATHER][k] + source->number;
     if (source->kind == RESULT) {
-        int64_t block = s->at[FIRST_BLOCK][k] + source->index;
+        int64_t block = s->at[FIRST_BLOCK][k] + source->number;
         if (block >= s->at[FIRST_BLOCK][k + 1])
             return 1;
         *found = arena_rows(s, ARENAS, s->at[BLOCK_ARENA][block], s->at[BLOCK_START][block], n, row_bytes);
     } else if (source->kind == SAVED)
-        *found = pointer_rows(s, k, kept + source->index, offset, n, row_bytes);
+        *found = pointer_rows(s, k, kept + source->number, offset, n, row_bytes);
     else if (g >= s->at[FIRST_GATHER][k + 1])
         return 1;
     else if (source->copied || s->at[GATHER_KIND][g] == INDEX)
@@ -387,7 +389,7 @@ static int find_source(const Steps *s, const Source *source, int64_t k, int64_t 
 static int touches(const Steps *s, int64_t k, int64_t arena, int64_t first, int64_t last, int64_t but)
 {
     for (int64_t i = s->at[FIRST_READ][k]; i < s->at[FIRST_READ][k + 1]; i++) {
-        int64_t kind = s->at[KIND][i], start = s->at[START][i], stop = s->at[STOP][i];
+        int64_t kind = s->at[READ_KIND][i], start = s->at[READ_START][i], stop = s->at[READ_STOP][i];
         if (kind == NOTHING || s->at[READ_ARENA][i] != arena)
             continue;
         if (kind == READ_VIEW ? start < last && stop > first : start < 0 || stop > s->length[GRADIENT_INDICES])
@@ -406,7 +408,7 @@ static int touches(const Steps *s, int64_t k, int64_t arena, int64_t first, int6
 static int has_gradient(const Steps *s, int64_t k)
 {
     for (int64_t i = s->at[FIRST_READ][k]; i < s->at[FIRST_READ][k + 1]; i++)
-        if (s->at[KIND][i] != NOTHING)
+        if (s->at[READ_KIND][i] != NOTHING)
             return 1;
     return 0;
 }
@@ -414,12 +416,12 @@ static int has_gradient(const Steps *s, int64_t k)
 /* Result, rows and weights of a product of step k on its rows and those that follow; 1 where something is out of range. */
 static int find_product(const Steps *s, const Program *p, const Instruction *x, int64_t k, int64_t rows, char **at)
 {
-    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]], kept = counts[0] + counts[1];
-    int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], extra = 1 + kept + p->inputs - p->source_count;
-    int64_t number = s->at[FIRST_WRITE][k] + x->out.base - p->inputs, a = x->in[0].base;
+    const Counts *counts = counts_of(s, k);
+    int64_t kept = counts->kept + counts->saved, writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], extra = 1 + kept + p->inputs - p->source_count;
+    int64_t number = s->at[FIRST_WRITE][k] + x->out.base - p->inputs, a = x->a.base;
     at[0] = arena_rows(s, GRADIENTS, s->at[WRITE_ARENA][number], s->at[WRITE_START][number], rows, x->width * 4);
     at[1] = pointer_rows(s, k, extra + a - p->inputs - writes, s->at[OFFSET][k], rows, p->bases[a].row_bytes);
-    at[2] = same_for_all(s, p, k, x->in[1].base, 1 + kept);
+    at[2] = same_for_all(s, p, k, x->b.base, 1 + kept);
     return !at[0] || !at[1] || !at[2];
 }
 
@@ -428,10 +430,10 @@ static int find_product(const Steps *s, const Program *p, const Instruction *x, 
 static void find_later(const Steps *s, const Program *p, int64_t c, int64_t k, int64_t first, Apart *apart)
 {
     const Instruction *x = &p->code[p->apart[c]];
-    int64_t low = k, w = x->out.base - p->inputs, a = x->in[0].base - p->inputs, next = s->nearest[k];
+    int64_t low = k, w = x->out.base - p->inputs, a = x->a.base - p->inputs, next = s->nearest[k];
     int64_t writes = s->at[FIRST_WRITE][k + 1] - s->at[FIRST_WRITE][k], number = s->at[FIRST_WRITE][k] + w;
     *apart = (Apart){k, k + 1, NULL};
-    if (p->bases[x->in[0].base].kind != OUTPUT || w >= writes || a < writes || s->at[ROWS][k] > FEW_ROWS || !has_gradient(s, k))
+    if (p->bases[x->a.base].kind != OUTPUT || w >= writes || a < writes || s->at[ROWS][k] > FEW_ROWS || !has_gradient(s, k))
         return;
     int64_t arena = s->at[WRITE_ARENA][number], start = s->at[WRITE_START][number], end = start + s->at[ROWS][k];
     int64_t offset = s->at[OFFSET][k];
@@ -483,15 +485,15 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k], read = s->at[FIRST_READ][k], write = s->at[FIRST_WRITE][k];
     int64_t reads = s->at[FIRST_READ][k + 1] - read, writes = s->at[FIRST_WRITE][k + 1] - write;
-    const int64_t *counts = s->at[POINTERS] + 3 * s->at[FIRST_POINTER][s->at[SIGNATURE][k]];
-    int64_t kept = counts[0], saved = counts[1]; /* the first row says how many there are of each */
+    const Counts *counts = counts_of(s, k);
+    int64_t kept = counts->kept, saved = counts->saved; /* the first row says how many there are of each */
     int64_t shared = 1 + kept + saved, extra = shared + p->inputs - p->source_count;
     char *bases[MOST_BASES];
     for (int64_t i = 0; i < p->outputs; i++) { /* gradients of groups, then rows for the parameters */
         int64_t base = p->inputs + i, row_bytes = p->bases[base].row_bytes;
         if (i < writes) {
-            const int64_t *arena = s->at[GRADIENTS] + 3 * s->at[WRITE_ARENA][write + i];
-            int64_t size = arena[2] ? row_bytes / arena[2] : 0;
+            const Arena *arena = (const Arena *)s->at[GRADIENTS] + s->at[WRITE_ARENA][write + i];
+            int64_t size = arena->row_bytes ? row_bytes / arena->row_bytes : 0;
             bases[base] = arena_rows(s, GRADIENTS, s->at[WRITE_ARENA][write + i], s->at[WRITE_START][write + i], n * size,
                                      size ? row_bytes / size : -1);
         } else
@@ -584,7 +586,7 @@ static int take_arguments(Steps *s, PyObject *args, int count, long long *first,
         return -1;
     if (*first < 0 || *last < *first || *last > s->length[SIGNATURE] ||
         s->length[FIRST_POINTER] != s->program_count + 1 ||
-        s->at[FIRST_POINTER][s->program_count] * 3 > s->length[POINTERS]) {
+        s->at[FIRST_POINTER][s->program_count] * ARRAY > s->length[POINTERS]) {
         release_steps(s);
         PyErr_SetString(PyExc_ValueError, "steps or pointers out of range");
         return -1;

@@ -1,11 +1,11 @@
 """Where each node of an operation graph lies for the native program: a base, an offset and strides.
 
 In: a node's shape and memory. Out: Spans, rows of operands that one loop can walk together, and operands of
-instructions: (base, offset, stride, inner), or NotNative with what the instruction can't read.
+instructions, or NotNative with what the instruction can't read.
 
     span = contiguous(base, ((1, 0), (0, 450)), torch.float32)      # [n, 450]
-    walks = walk(shape, [out_span, in_span])                        # [(rows, width, [(offset, stride, inner), ...])]
-    rows, place = as_rows(span)                                     # [n, 2, 5] contiguous: (2, 0) rows, 5 apart
+    walks = walk(shape, [out_span, in_span])                        # [(rows, width, [Operand, ...])]
+    rows, operand = as_rows(span)                                   # [n, 2, 5] contiguous: (2, 0) rows, 5 apart
 
 A dimension is (a, b): a * n + b rows, as in `operation_graphs.py`. Strides never depend on n: only a leading
 dimension may.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.codegen.native_table import Operand
 from fxbatch.codegen.operation_graphs import Shape, Size, fit, sample_sizes
 
 ONE: Size = (0, 1)
@@ -54,12 +56,9 @@ class Span:
     number: float = 0.0
 
     @property
-    def lines(self) -> tuple[int, int, int, int]:
+    def lines(self) -> Operand:
         """As an operand whose rows are those of the first dimension, of neighbouring elements."""
-        return self.base, self.offset, self.strides[0], 1
-
-
-Place = tuple[int, int, int]  # offset, stride from row to row, stride within a row (0 or 1)
+        return Operand(self.base, self.offset, self.strides[0], 1)
 
 
 def element_bytes(dtype: torch.dtype) -> int:
@@ -107,7 +106,7 @@ def broadcast(span: Span, shape: Shape) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def walk(shape: Shape, spans: Sequence[Span]) -> list[tuple[Size, int, list[Place]]]:
+def walk(shape: Shape, spans: Sequence[Span]) -> list[tuple[Size, int, list[Operand]]]:
     """Loops of (rows, width) that walk all spans together, as tensors of `shape`.
 
     Usually one; a few where the middle of three dimensions can't be walked with the others.
@@ -133,11 +132,11 @@ def walk(shape: Shape, spans: Sequence[Span]) -> list[tuple[Size, int, list[Plac
     need(math.prod(outer) <= _SPREAD, "strides of more than two dimensions")
     walks = []
     for at in itertools.product(*map(range, outer)):
-        places = [
-            (span.offset + sum(i * s for i, s in zip(at, step, strict=True)), row, 1 if width == 1 else last)
+        operands = [
+            Operand(span.base, span.offset + sum(map(operator.mul, at, step)), row, 1 if width == 1 else last)
             for span, step, row, last in zip(spans, outer_steps, row_steps, inner, strict=True)
         ]
-        walks.append((rows, width, places))
+        walks.append((rows, width, operands))
     return walks
 
 
@@ -190,20 +189,20 @@ def of_type(span: Span, dtype: torch.dtype) -> Span:
     return span
 
 
-def as_rows(span: Span) -> tuple[Size, list[int]]:
+def as_rows(span: Span) -> tuple[Size, Operand]:
     """A span whose last dimension is contiguous as (rows, operand): one row per element of the others."""
     need(bool(span.shape), "no dimension")
     width = span.shape[-1]
     need(width[0] == 0 and (span.strides[-1] == 1 or width == ONE), "rows that aren't contiguous")
     rows, stride = even_rows(span.shape[:-1], span.strides[:-1])
-    return rows, [span.base, span.offset, stride, 1]
+    return rows, Operand(span.base, span.offset, stride, 1)
 
 
-def same_rows(*spans: Span) -> list[Any]:
+def same_rows(*spans: Span) -> tuple[Size, list[Operand]]:
     """The rows that all of these have, and each of these as an operand."""
     rows, operands = zip(*map(as_rows, spans), strict=True)
     need(len(set(rows)) == 1, "other rows")
-    return [rows[0], *operands]
+    return rows[0], list(operands)
 
 
 def even_rows(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
@@ -218,21 +217,21 @@ def even_rows(shape: Shape, strides: tuple[int, ...]) -> tuple[Size, int]:
     return rows, stride
 
 
-def as_matrix(span: Span) -> list[int]:
+def as_matrix(span: Span) -> Operand:
     """A matrix as an operand of a product: contiguous along one of its dimensions."""
     of_type(span, torch.float32)
     need(len(span.shape) == 2, "a product of no matrices")
     (rows, columns), (stride, inner) = span.shape, span.strides
     if columns == ONE and rows == ONE:
-        return [span.base, span.offset, 1, 1]
+        return Operand(span.base, span.offset, 1, 1)
     if columns == ONE:
         need(stride > 0, "a matrix with other strides")
-        return [span.base, span.offset, stride, 1]
+        return Operand(span.base, span.offset, stride, 1)
     if rows == ONE:
-        return [span.base, span.offset, 0, 1] if inner == 1 else [span.base, span.offset, 1, inner]
+        return Operand(span.base, span.offset, int(inner != 1), inner)
     good = (inner == 1 and covers(stride, columns)) or (stride == 1 and covers(inner, rows))
     need(good, "a matrix with other strides")
-    return [span.base, span.offset, stride, inner]
+    return Operand(span.base, span.offset, stride, inner)
 
 
 def covers(stride: int, size: Size) -> bool:
@@ -248,7 +247,7 @@ class Around:
     count: int
     step: int
     width: int
-    place: list[int]
+    operand: Operand
 
 
 def around(span: Span, dim: int) -> Around:
@@ -260,7 +259,7 @@ def around(span: Span, dim: int) -> Around:
     for size, apart in zip(reversed(span.shape[dim + 1 :]), reversed(span.strides[dim + 1 :]), strict=True):
         need(size[0] == 0 and (size == ONE or apart == width), "columns that aren't contiguous")
         width *= size[1]
-    return Around(rows, count[1], step, width, [span.base, span.offset, stride, 1])
+    return Around(rows, count[1], step, width, Operand(span.base, span.offset, stride, 1))
 
 
 def narrow(span: Span, dim: int, start: int, size: int) -> Span:

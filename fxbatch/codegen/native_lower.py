@@ -1,18 +1,16 @@
-"""An operation graph as a native program: int64 columns that `_native.c` runs without Python.
+"""An operation graph as a native program: records of int64 that `_native.c` runs without Python.
 
 In: an operation graph. Out: a NativeProgram, or the reason why there is none.
 
     program = make_program(module, shared)     # NativeProgram(bases, instructions), or "aten.foo"
-    program.instructions.shape                          # (7, 32)
+    program.instructions["width"]                       # array([450, 450, ...])
 
-An instruction is [code, rows per n, further rows, width, 4 operands of (base, offset, stride, inner), number, ...] as
-`_native.h` names them. Calls in a row that are pointwise over the same rows run fused, block by block of rows, so that
-what they read of each other is in the first cache.
+Records are declared in `native_table.py`. Calls in a row that are pointwise over the same rows run fused, in blocks
+of rows, so that what they read of each other is in the first cache.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import struct
@@ -26,7 +24,7 @@ from torch import fx
 
 from fxbatch.codegen import native_calls as calls
 from fxbatch.codegen.kernel import find_prepared
-from fxbatch.codegen.native_calls import Pointwise, pointwise
+from fxbatch.codegen.native_calls import CODES, Pointwise, pointwise
 from fxbatch.codegen.native_layouts import (
     ONE,
     NotNative,
@@ -49,24 +47,34 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
+from fxbatch.codegen.native_table import Base, Instruction, Memory, Operand
 from fxbatch.codegen.operation_graphs import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.operation_graphs import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
 aten = torch.ops.aten
-INPUT, OUTPUT, OWN = range(3)
 MOST_BASES = 192
-UNUSED = (-1, 0, 0, 0)  # an operand that there is not
-OPERANDS, GROUP = slice(4, 20), 24  # where an instruction has these
+UNUSED = Operand()
 SHORT = 16  # elements of a dimension that is added up one addition after another
 
 
 @dataclass(frozen=True, eq=False)
 class NativeProgram:
-    """bases: int64 [bases, 4]; instructions: int64 [length, 32]."""
+    """Records, Base and Instruction, as C reads them."""
 
     bases: np.ndarray
     instructions: np.ndarray
+
+
+def record_type(record: type) -> np.dtype[Any]:
+    """A record of `native_table.py` as numbers in memory."""
+    return np.dtype([(name, np.int64 if kind is int else record_type(kind))
+                     for name, kind in record.__annotations__.items()])  # fmt: skip
+
+
+def records(record: type, items: Sequence[Any]) -> np.ndarray:
+    """Records one after another, for C."""
+    return np.array(list(items), dtype=record_type(record))
 
 
 def make_program(
@@ -98,8 +106,8 @@ class Lowering:
     graph: fx.Graph
     shared: Sequence[torch.Tensor]
     adding: bool = False
-    bases: list[list[int]] = field(default_factory=list)
-    items: list[list[int]] = field(default_factory=list)
+    bases: list[Base] = field(default_factory=list)
+    items: list[Instruction] = field(default_factory=list)
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
@@ -118,7 +126,7 @@ class Lowering:
         self._inputs()
         self._place()
         for node in self.outputs:
-            self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, OUTPUT))
+            self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, Memory.OUTPUT))
         for node in (*first, *(x for x in self.graph.nodes if x not in first)):
             if node.op == "call_function":
                 self._node(node)
@@ -131,21 +139,18 @@ class Lowering:
                     self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
             raise NotNative(f"more than {MOST_BASES} tensors")
-        bases = np.array(self.bases, dtype=np.int64)
-        code = np.array(self.items, dtype=np.int64).reshape(-1, 32)
-        group_pointwise(code)
-        return NativeProgram(bases, code)
+        return NativeProgram(records(Base, self.bases), records(Instruction, group_pointwise(self.items)))
 
     # -- memory
 
-    def base(self, dims: Shape, dtype: torch.dtype, kind: int) -> int:
+    def base(self, dims: Shape, dtype: torch.dtype, kind: Memory) -> int:
         """A new piece of memory for a contiguous tensor."""
         if dtype not in (torch.float32, torch.int64, torch.bool):
             raise NotNative(f"numbers of type {dtype_name(dtype)}")
         (a, b), width = rows_and_width(dims)
         if a < 0 or b < 0 or a + b == 0 or width == 0:
             raise NotNative("a tensor without elements")
-        self.bases.append([a, b, width * element_bytes(dtype), kind])
+        self.bases.append(Base(a, b, width * element_bytes(dtype), kind))
         return len(self.bases) - 1
 
     def _place(self) -> None:
@@ -199,7 +204,7 @@ class Lowering:
             if i < first:
                 if not shape(node) or shape(node)[0] != (1, 0):
                     raise NotNative("an input without rows")
-                number = self.base(shape(node), value.dtype, INPUT)
+                number = self.base(shape(node), value.dtype, Memory.INPUT)
                 self.spans[node] = contiguous(number, shape(node), value.dtype)
             else:
                 self.spans[node] = self._shared(shape(node), value.dtype, self.shared[i - first])
@@ -210,7 +215,7 @@ class Lowering:
         if not dense or like.dtype != dtype:
             raise NotNative("a shared operand that is not dense on the CPU")
         last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
-        number = self.base(((0, last),), dtype, INPUT)
+        number = self.base(((0, last),), dtype, Memory.INPUT)
         strides = tuple(0 if n == 1 else s for n, s in zip(like.shape, like.stride(), strict=True))
         return Span(number, 0, dims, strides, dtype)
 
@@ -241,7 +246,7 @@ class Lowering:
             whole, piece = self.pieces[node]
             made = narrow(self.target(whole), piece.dim, piece.start, piece.size)
         else:
-            made = contiguous(self.base(shape(node), dtype, OWN), shape(node), dtype)
+            made = contiguous(self.base(shape(node), dtype, Memory.OWN), shape(node), dtype)
         self.spans[node] = made
         return made
 
@@ -271,7 +276,7 @@ class Lowering:
         source = self.span(node.args[0])
         found = view(source, node)
         if found is None:  # a reshape that copies
-            whole = contiguous(self.base(source.shape, source.dtype, OWN), source.shape, source.dtype)
+            whole = contiguous(self.base(source.shape, source.dtype, Memory.OWN), source.shape, source.dtype)
             self.copy(whole, source)
             found = view(whole, node)
             if found is None:
@@ -298,29 +303,23 @@ class Lowering:
 
     def loops(self, out: Span, operands: list[Span], name: str, number: float) -> None:
         """Pointwise instructions that write `out`."""
-        for rows, width, places in walk(out.shape, [out, *operands]):
-            found = [
-                [-1, _bits(span.number, span.dtype), 0, 0] if span.base < 0 else [span.base, *place]
-                for span, place in zip((out, *operands), places, strict=True)
+        for rows, width, found in walk(out.shape, [out, *operands]):
+            read = [
+                Operand(offset=_bits(span.number, span.dtype)) if span.base < 0 else place
+                for span, place in zip((out, *operands), found, strict=True)
             ]
-            self.add(name, rows, width, *found, number=number, group=0)
+            bits = struct.unpack("<q", struct.pack("<d", number))[0]
+            self.add(name, rows, width, *read, number=bits, group=0)
 
     def add(
-        self,
-        name: str,
-        rows: Size,
-        width: int,
-        *operands: Sequence[int],
-        number: float = 0.0,
-        depth: Size = ONE,
-        flag: int = 0,
-        group: int = -1,
+        self, name: str, rows: Size, width: int, *operands: Operand, depth: Size = ONE, **fields: int
     ) -> None:
         """One instruction: operation, rows, width and operands (the result first), and what else it needs."""
-        four = [*operands, *[UNUSED] * (4 - len(operands))]
-        bits = struct.unpack("<q", struct.pack("<d", number))[0]
-        item = [calls.CODES[name], *rows, width, *itertools.chain(*four), bits, *depth, flag, group]
-        self.items.append([*item, *[0] * 7])
+        (per_row, rest), (out, a, b, c) = depth, (*operands, UNUSED, UNUSED, UNUSED)[:4]
+        code = CODES[name]
+        self.items.append(
+            Instruction(code, *rows, width, out, a, b, c, depth_per_row=per_row, depth_rest=rest, **fields)
+        )
 
     def floats(self, node: Any) -> Span:
         """Where a node of float32 is, which is no number."""
@@ -342,24 +341,25 @@ def _bits(number: float, dtype: torch.dtype) -> int:
     return int(number)
 
 
-def group_pointwise(code: np.ndarray) -> None:
-    """Number the runs of pointwise instructions that may go block by block of rows.
+def group_pointwise(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The runs of pointwise instructions that may go block by block of rows are numbered.
 
     They walk the same rows, and what one writes another reads from the same rows: with the same stride.
     """
     number, rows, written = -1, (-1, -1), dict[int, int]()
-    for item in code:
-        if item[GROUP] < 0:
+    numbered = []
+    for x in instructions:
+        if x.group < 0:
             rows = (-1, -1)
+            numbered.append(x)
             continue
-        operands = item[OPERANDS].reshape(4, 4)
-        reads = [(int(o[0]), int(o[2])) for o in operands[1:] if o[0] >= 0]
-        mine = (int(item[1]), int(item[2]))
-        apart = any(base in written and written[base] != stride for base, stride in reads)
-        if mine != rows or (apart and mine != (0, 1)):
+        apart = any(o.base >= 0 and written.get(o.base, o.stride) != o.stride for o in (x.a, x.b, x.c))
+        mine = (x.per_row, x.rest)
+        if mine != rows or (apart and mine != ONE):
             number, rows, written = number + 1, mine, {}
-        item[GROUP] = number
-        written[int(operands[0][0])] = int(operands[0][2])
+        numbered.append(x._replace(group=number))
+        written[x.out.base] = x.out.stride
+    return numbered
 
 
 # -- calls that aren't pointwise: each adds an instruction, or raises NotNative
@@ -369,7 +369,7 @@ def product(lowering: Lowering, node: fx.Node) -> None:
     """mm(a, b) and addmm(c, a, b)."""
     args = list(node.args)
     out = lowering.target(node)
-    start: Sequence[int] = out.lines if lowering.adding and node in lowering.place else UNUSED
+    start = out.lines if lowering.adding and node in lowering.place else UNUSED
     if node.target is aten.addmm.default:
         need(not node.kwargs and len(args) == 3, "a product with factors")
         start = _start(lowering, out, lowering.span(args.pop(0)))
@@ -381,11 +381,11 @@ def product(lowering: Lowering, node: fx.Node) -> None:
     lowering.add("PRODUCT", rows, columns[1], out.lines, as_matrix(a), as_matrix(b), start, depth=depth)
 
 
-def _start(lowering: Lowering, out: Span, span: Span) -> Sequence[int]:
+def _start(lowering: Lowering, out: Span, span: Span) -> Operand:
     """What a product is added to, as an operand: lines as they are, or as they are copied to the result."""
     row, inner = broadcast(span, out.shape)
     if span.base >= 0 and span.dtype is torch.float32 and (inner == 1 or out.shape[1] == ONE):
-        return span.base, span.offset, row, 1
+        return Operand(span.base, span.offset, row, 1)
     lowering.copy(out, span)
     return out.lines
 
@@ -394,7 +394,7 @@ def _in_memory(lowering: Lowering, span: Span) -> Span:
     """A span, or the memory that a number is written to: a state of zeros, multiplied by its weights."""
     if span.base >= 0 or not span.shape:
         return span
-    whole = contiguous(lowering.base(span.shape, span.dtype, OWN), span.shape, span.dtype)
+    whole = contiguous(lowering.base(span.shape, span.dtype, Memory.OWN), span.shape, span.dtype)
     lowering.copy(whole, span)
     return whole
 
@@ -436,8 +436,8 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     if over == list(range(len(over))) and len(over) < len(dims):
         summed, step = even_rows(dims[: len(over)], source.strides[: len(over)])
         for rows, width, (to, place) in walk(reduced.shape, [squeezed, reduced]):
-            need(rows == ONE and place[2] == 1 and to[2] == 1, "a sum over rows that aren't contiguous")
-            lowering.add("SUM_ROWS", summed, width, (out.base, to[0], 0, 1), (source.base, place[0], step, 1))
+            need(rows == ONE and place.inner == 1 and to.inner == 1, "a sum over rows that aren't contiguous")
+            lowering.add("SUM_ROWS", summed, width, to._replace(stride=0), place._replace(stride=step))
         return
     if len(over) == 1 and over[0] < len(dims) - 1 and dims[over[0]][1] <= SHORT:
         _sum_short(lowering, squeezed, reduced, source.strides[over[0]], dims[over[0]][1])
@@ -446,7 +446,7 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     rows, place_in = as_rows(source)
     same, stride = even_rows(squeezed.shape, squeezed.strides)
     need(same == rows, "a sum over other dimensions")
-    lowering.add("SUM_LAST", rows, dims[-1][1], (out.base, out.offset, stride, 1), place_in)
+    lowering.add("SUM_LAST", rows, dims[-1][1], Operand(out.base, out.offset, stride, 1), place_in)
 
 
 def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int) -> None:
@@ -481,16 +481,16 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
     size = matrix.shape[1]
     if matrix.strides[2] == 1 or size == ONE:
         whole = (rows, size, terms)
-        made = contiguous(lowering.base(whole, torch.float32, OWN), whole, torch.float32)
+        made = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
         lowering.loops(made, [matrix, turned(vector)], "mul", 0.0)
         over, place = as_rows(made)
         to, stride = even_rows(out.shape, out.strides)
         need(to == over, "a product with other strides")
-        lowering.add("SUM_LAST", over, terms[1], (out.base, out.offset, stride, 1), place)
+        lowering.add("SUM_LAST", over, terms[1], Operand(out.base, out.offset, stride, 1), place)
         return
     need(terms[1] <= SHORT, "a long product of lines that lie apart")
     whole = (rows, terms, size)
-    made = contiguous(lowering.base(whole, torch.float32, OWN), whole, torch.float32)
+    made = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
     lowering.loops(made, [turned(matrix), vector], "mul", 0.0)
     first = replace(made, shape=(rows, size), strides=(made.strides[0], made.strides[2]))
     flat = replace(out, shape=(rows, size), strides=(out.strides[0], out.strides[1 if columns == ONE else 2]))
@@ -502,25 +502,25 @@ def softmax(lowering: Lowering, node: fx.Node) -> None:
     source = lowering.floats(node.args[0])
     last = _position(node.args[1], source.shape) == len(source.shape) - 1
     need(last and not node.args[2], "another dimension")
-    rows, *operands = same_rows(lowering.target(node), source)
+    rows, operands = same_rows(lowering.target(node), source)
     logarithm = node.target is aten._log_softmax.default
-    lowering.add("LOG_SOFTMAX", rows, source.shape[-1][1], *operands, flag=int(logarithm))
+    lowering.add("LOG_SOFTMAX", rows, source.shape[-1][1], *operands, logarithm=int(logarithm))
 
 
 def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
     """The gradients of log_softmax and softmax along the last dimension."""
     grad, result = map(lowering.floats, node.args[:2])
     need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
-    rows, *operands = same_rows(lowering.target(node), grad, result)
+    rows, operands = same_rows(lowering.target(node), grad, result)
     logarithm = node.target is aten._log_softmax_backward_data.default
-    lowering.add("LOG_SOFTMAX_BACKWARD", rows, grad.shape[-1][1], *operands, flag=int(logarithm))
+    lowering.add("LOG_SOFTMAX_BACKWARD", rows, grad.shape[-1][1], *operands, logarithm=int(logarithm))
 
 
 def pick(lowering: Lowering, node: fx.Node) -> None:
     """gather(x, 1, index)."""
     source, index = lowering.floats(node.args[0]), lowering.integers(node.args[2])
     need(len(source.shape) == 2 and _position(node.args[1], source.shape) == 1, "another dimension")
-    rows, *operands = same_rows(lowering.target(node), source, index)
+    rows, operands = same_rows(lowering.target(node), source, index)
     lowering.add("PICK", rows, index.shape[1][1], *operands, depth=source.shape[1])
 
 
@@ -536,12 +536,13 @@ def put(lowering: Lowering, node: fx.Node) -> None:
     parts = [around(span, at) for span in (out, index, source)]
     rows, column = parts[0].rows, parts[0].width
     need(all(p.step == column or p.count == 1 for p in parts), "columns that lie apart")
-    to, b, c = (p.place for p in parts)
-    depth, flag = (0, parts[0].count * column), 2 * column + int(node.target is aten.scatter.src)
-    lowering.add("PUT", rows, parts[1].count * column, to, UNUSED, b, c, depth=depth, flag=flag)
+    to, b, c = (p.operand for p in parts)
+    depth, replaces = (0, parts[0].count * column), int(node.target is aten.scatter.src)
+    width = parts[1].count * column
+    lowering.add("PUT", rows, width, to, UNUSED, b, c, depth=depth, column=column, replaces=replaces)
 
 
-def _reduce(lowering: Lowering, name: str, source: Span, dim: Any, out: Span, *, flag: int = 0) -> None:
+def _reduce(lowering: Lowering, name: str, source: Span, dim: Any, out: Span, *, least: int = 0) -> None:
     """One instruction that takes a dimension to one element."""
     at = _position(dim, source.shape)
     found = around(source, at)
@@ -549,8 +550,8 @@ def _reduce(lowering: Lowering, name: str, source: Span, dim: Any, out: Span, *,
     strides = out.strides if kept is out.shape else (*out.strides[:at], 0, *out.strides[at:])
     to = around(replace(out, shape=kept, strides=strides), at)
     need(to.count == 1 and (to.rows, to.width) == (found.rows, found.width), "a result of another shape")
-    place = [*found.place[:3], found.step]
-    lowering.add(name, found.rows, found.width, to.place, place, depth=(0, found.count), flag=flag)
+    read = found.operand._replace(inner=found.step)
+    lowering.add(name, found.rows, found.width, to.operand, read, depth=(0, found.count), least=least)
 
 
 def extreme(lowering: Lowering, node: fx.Node) -> None:
@@ -566,7 +567,7 @@ def extreme(lowering: Lowering, node: fx.Node) -> None:
     need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")
     least = made.target in (aten.amin.default, aten.argmin.default, aten.min.dim)
     name = "PLACE_OF_EXTREME" if place else "EXTREME"
-    _reduce(lowering, name, source, dims[0], lowering.target(node), flag=int(least))
+    _reduce(lowering, name, source, dims[0], lowering.target(node), least=int(least))
 
 
 def log_sum_exp(lowering: Lowering, node: fx.Node) -> None:
@@ -619,10 +620,10 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     rows, place = as_rows(grad)
     found = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
     need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
-    at = (index.base, index.offset, found[0][1] if found else 0, 1)
+    at = Operand(index.base, index.offset, found[0][1] if found else 0, 1)
     assert isinstance(padding, int) and isinstance(size, int)
     out = lowering.target(node).lines
-    lowering.add("TABLE_GRADIENT", rows, grad.shape[-1][1], out, place, at, depth=(0, size), flag=padding)
+    lowering.add("TABLE_GRADIENT", rows, grad.shape[-1][1], out, place, at, depth=(0, size), padding=padding)
 
 
 ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {

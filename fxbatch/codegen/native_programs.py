@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -20,11 +19,11 @@ from fxbatch.codegen import products
 from fxbatch.codegen.build_operation import OperationGraphs, Ref
 from fxbatch.codegen.kernel import Kernel
 from fxbatch.codegen.native import available, extension
-from fxbatch.codegen.native_lower import INPUT, make_program
+from fxbatch.codegen.native_lower import make_program, records
+from fxbatch.codegen.native_table import Memory, Origin, Source
 from fxbatch.codegen.operation_graphs import Shape, shape
 
-_KINDS = {"group": 0, "output": 1, "saved": 2}
-InputSource = tuple[int, int, int, int, int]  # kind, index, kept group or -1, copied, members
+_ORIGINS = {"output": Origin.RESULT, "saved": Origin.SAVED}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ def make_step(
     module: fx.GraphModule,
     kernel: object,
     shared: Sequence[torch.Tensor],
-    sources: Sequence[InputSource],
+    sources: Sequence[Source],
     *,
     sums: bool = False,
 ) -> NativeStep | str:
@@ -60,15 +59,15 @@ def make_step(
     made = make_program(module, shared)
     if isinstance(made, str):
         return made
-    last = int((made.bases[:, 3] == INPUT).sum())
+    last = int((made.bases["kind"] == Memory.INPUT).sum())
     first = last - len(shared)
-    sizes = (made.bases[:, 1] * made.bases[:, 2])[first:last].tolist()
-    columns = np.array(sources, dtype=np.int64).reshape(-1, 5)
+    sizes = (made.bases["rest"] * made.bases["row_bytes"])[first:last].tolist()
+    origins = records(Source, sources)
     products.settle()
     try:
-        program = extension.Program(made.bases, made.instructions, columns)
+        program = extension.Program(made.bases, made.instructions, origins)
         more = make_program(module, shared, adding=True) if sums else ""
-        adding = None if isinstance(more, str) else extension.Program(more.bases, more.instructions, columns)
+        adding = None if isinstance(more, str) else extension.Program(more.bases, more.instructions, origins)
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
@@ -89,7 +88,7 @@ def backward_step(
     """The backward: gradients of outputs, what forward kept, and shared operands in."""
     if graphs.backward is None:
         return "no gradients"
-    gradients = [(0, 0, -1, 0, 1)] * len(graphs.grad_outputs)
+    gradients = [Source()] * len(graphs.grad_outputs)  # where these are the plan says
     refs = [_source(graphs, kept, ref) for ref in graphs.backward_inputs]
     return make_step(graphs.signature.name, graphs.backward, kernel, shared, [*gradients, *refs])
 
@@ -103,11 +102,11 @@ def parameters_step(
     return make_step(graphs.signature.name, graphs.parameters, kernel, shared, (), sums=True)
 
 
-def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> InputSource:
+def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> Source:
     position = kept.index(group) if group in kept else -1
     copied = position >= 0 and graphs.in_parameters(group)
-    return 0, group, position, int(copied), len(graphs.layout.groups[group])
+    return Source(Origin.GROUP, group, position, int(copied), len(graphs.layout.groups[group]))
 
 
-def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> InputSource:
-    return _group(graphs, kept, ref.index) if ref.kind == "group" else (_KINDS[ref.kind], ref.index, -1, 0, 1)
+def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> Source:
+    return _group(graphs, kept, ref.index) if ref.kind == "group" else Source(_ORIGINS[ref.kind], ref.index)

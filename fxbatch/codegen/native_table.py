@@ -1,13 +1,14 @@
-"""The native operations, each declared once: of this table `setup.py` makes `_native_operations.h`.
+"""What C and Python share, declared once: native operations, and the records and columns of numbers that C reads.
 
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar"))
+    Operand(base=2, offset=0, stride=450, inner=1)
 
-Types are of the result, then of the operands: f (float32), i (int64), b (bool), - (no such operand). It imports
-nothing, as it is read before the project is installed.
+In: nothing, as it is read before the project is installed. Out: `_native_operations.h`, which `setup.py` writes: a code
+an operation, a struct of int64 a record, a number a column. Types of operations are of the result, then of the
+operands: f (float32), i (int64), b (bool), - (no such operand).
 """
 
-from __future__ import annotations
-
+from enum import IntEnum
 from typing import NamedTuple
 
 FIRST_ROWS = 64  # codes of loops come before it
@@ -37,6 +38,173 @@ class Rows(NamedTuple):
     types: str
     cost: int = 1
 
+
+# -- records of a program: rows of int64
+
+
+class Memory(IntEnum):
+    """Whose memory a base is. BLOCK and APART are found by C."""
+
+    INPUT = 0
+    OUTPUT = 1
+    OWN = 2
+    BLOCK = 3  # of the program's own, only ever used in one block of rows
+    APART = 4  # of a product that may be done for many steps at once, or of packed weights; NULL where they are not
+
+
+class Base(NamedTuple):
+    """A piece of memory of `per_row * n + rest` rows."""
+
+    per_row: int
+    rest: int
+    row_bytes: int
+    kind: int  # Memory
+
+
+class Operand(NamedTuple):
+    """Rows of a base, counted in elements."""
+
+    base: int = -1  # -1: a number
+    offset: int = 0  # of the first element; a number's bits
+    stride: int = 0  # from row to row
+    inner: int = 0  # from element to element of a row
+
+
+class Instruction(NamedTuple):
+    """One operation on `per_row * n + rest` rows of `width` elements."""
+
+    code: int
+    per_row: int
+    rest: int
+    width: int
+    out: Operand
+    a: Operand = Operand()
+    b: Operand = Operand()
+    c: Operand = Operand()  # of a product: what it is added to, base -1: nothing
+    number: int = 0  # the bits of a double
+    depth_per_row: int = 0  # of a product; else the rows or columns that an index chooses from
+    depth_rest: int = 1
+    group: int = -1  # pointwise instructions of one group run fused, -1: not pointwise
+    logarithm: int = 0  # of a softmax: whether its logarithm is wanted
+    least: int = 0  # of an extreme: whether it is the smallest
+    padding: int = 0  # of a table's gradient: the row that gets none
+    column: int = 0  # of PUT: elements that one index moves
+    replaces: int = 0  # of PUT: whether numbers take the place of others, or are added to them
+    apart: int = 0  # found by C: the base of a product that may be done apart, 0: none
+    packed: int = 0  # likewise, of weights packed once a run
+
+
+class Origin(IntEnum):
+    """Where a step finds an input of its program."""
+
+    GROUP = 0
+    RESULT = 1
+    SAVED = 2
+
+
+class Source(NamedTuple):
+    """An input that is not a shared operand."""
+
+    kind: int = Origin.GROUP
+    number: int = 0  # of the group, the output or the saved tensor
+    kept: int = -1  # which of the kept groups it is, -1: none
+    copied: int = 0  # whether its rows are copied where those of all steps lie together
+    size: int = 1  # how many inputs the group has
+
+
+# -- records of memory, and columns of a plan
+
+
+class Arena(NamedTuple):
+    """Rows of all values of one type."""
+
+    pointer: int
+    bytes: int
+    row_bytes: int
+
+
+class Array(NamedTuple):
+    """What an operation keeps, saves or shares."""
+
+    pointer: int
+    bytes: int
+    in_place: int  # whether a kept group is read where it is in its arena
+
+
+class Counts(NamedTuple):
+    """The row before the arrays of a signature."""
+
+    kept: int
+    saved: int
+    unused: int = 0
+
+
+class Place(NamedTuple):
+    """An input or result of a program that runs by itself."""
+
+    pointer: int
+    bytes: int
+
+
+class Gather(IntEnum):
+    """How a step reads an input: numbers of ir.py."""
+
+    VIEW = 0
+    BROADCAST = 1
+    INDEX = 2
+
+
+class Read(IntEnum):
+    """How a step reads a gradient: numbers of passes/gradients.py."""
+
+    NOTHING = 0
+    READ_VIEW = 1
+    READ_INDEX = 2
+    READ_SUM = 3
+
+
+class ForwardColumns(NamedTuple):
+    """A plan's steps, gathers and blocks, and where memory is: buffers of int64."""
+
+    signature: object  # a number a step
+    rows: object
+    offset: object  # of a step's rows among those of its operation
+    first_gather: object  # of each step, and the end
+    gather_arena: object
+    gather_kind: object  # Gather
+    gather_start: object
+    gather_rows: object
+    first_block: object  # of each step, and the end
+    block_arena: object
+    block_start: object
+    indices: object  # of all gathers of kind INDEX, one after another
+    arenas: object  # Arena
+    pointers: object  # a Counts a signature, then its Arrays
+    first_pointer: object  # of each signature, and the end
+
+
+class BackwardColumns(NamedTuple):
+    """What a backward pass reads and writes beside that."""
+
+    first_read: object  # of each step, and the end
+    read_kind: object  # Read
+    read_start: object
+    read_stop: object
+    read_bag: object
+    read_arena: object
+    gradient_indices: object
+    bags: object
+    gradients: object  # Arena
+    first_write: object  # of each step, and the end
+    write_arena: object
+    write_start: object
+    passed: object  # 1 for a step that is passed over
+
+
+ENUMS = (Memory, Origin, Gather, Read)
+RECORDS = (Base, Operand, Instruction, Source, Arena, Array, Counts, Place)
+
+# -- operations
 
 _SUMS = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar")
 LOOPS = (
@@ -95,7 +263,7 @@ assert len(LOOPS) <= FIRST_ROWS
 
 
 def header() -> str:
-    """`_native_operations.h`: codes, types and costs; with LOOP_OF defined, the loops."""
+    """`_native_operations.h`: codes, types and costs, records and columns; with LOOP_OF defined, the loops."""
     ends, width = [x.name for x in ROWS], max(len(x.name) for x in LOOPS)
     lines = [
         "/* Made by setup.py of native_table.py. */",
@@ -107,11 +275,27 @@ def header() -> str:
         f"#define LOOP_COSTS {', '.join(str(x.cost) for x in LOOPS)}",
         f"#define ROW_COSTS {', '.join(str(x.cost) for x in ROWS)}",
         f"#define EVERY_LOOP {', '.join(f'LOOP({x.name})' for x in LOOPS)}",
+        *(f"enum {{ {', '.join(x.name for x in kind)} }};" for kind in ENUMS),
+        *map(_struct, RECORDS),
+        f"enum {{ {_upper(ForwardColumns)}, FORWARD_COLUMNS }};",
+        f"enum {{ BEFORE_BACKWARD = FORWARD_COLUMNS - 1, {_upper(BackwardColumns)}, BACKWARD_COLUMNS }};",
         "#else",
         *(f"LOOP_OF({f'{x.name},':{width + 1}} {_c_types(x.types)}, {x.expression})" for x in LOOPS),
         "#endif",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _struct(record: type) -> str:
+    fields = (
+        f"{'int64_t' if kind is int else kind.__name__} {name};"
+        for name, kind in record.__annotations__.items()
+    )
+    return f"typedef struct {{ {' '.join(fields)} }} {record.__name__};"
+
+
+def _upper(columns: type) -> str:
+    return ", ".join(x.upper() for x in columns.__annotations__)
 
 
 def _bytes(operation: Loop | Rows) -> str:

@@ -26,6 +26,7 @@ from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import address, extension
 from fxbatch.codegen.native_programs import NativeStep
+from fxbatch.codegen.native_table import BackwardColumns
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorSpec
 from fxbatch.passes.gradients import (
@@ -419,10 +420,11 @@ class Backward:
     def _native(self, p: int, passed: np.ndarray, asked: Asked) -> NativeSteps | None:
         """The stretches of steps that run in C."""
         plan = self.plan
-        columns = (
-            plan.first_read[p], plan.read_kind[p], plan.read_start[p], plan.read_stop[p], plan.bag[p],
-            plan.read_arena[p], plan.indices, plan.bags, self.rows.table, plan.first_write[p], plan.write_arena[p],
-            plan.write_start[p], passed,
+        columns = BackwardColumns(
+            first_read=plan.first_read[p], read_kind=plan.read_kind[p], read_start=plan.read_start[p],
+            read_stop=plan.read_stop[p], read_bag=plan.bag[p], read_arena=plan.read_arena[p],
+            gradient_indices=plan.indices, bags=plan.bags, gradients=self.rows.table, first_write=plan.first_write[p],
+            write_arena=plan.write_arena[p], write_start=plan.write_start[p], passed=passed,
         )  # fmt: skip
         return backward_steps(self.phases[p], self.memory, self.run.workspace(), self.rows, columns, asked)
 

@@ -20,6 +20,7 @@ import torch
 from fxbatch import stopwatch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_table import BackwardColumns, ForwardColumns
 from fxbatch.codegen.step_functions import Kept, Source
 from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule
 from fxbatch.passes.plan import WholePlan, is_constant
@@ -128,7 +129,7 @@ class StepViews:
 
 
 class NativeSteps(NamedTuple):
-    """The programs of a phase by signature, and the columns that `_native.c` walks."""
+    """The programs of a phase by signature, and the columns that `_native_steps.c` walks."""
 
     phase: Phase
     programs: tuple[Any, ...]
@@ -180,14 +181,10 @@ def backward_steps(
     memory: Memory,
     workspace: Workspace,
     rows: GradientRows,
-    columns: tuple[Any, ...],
+    columns: BackwardColumns,
     asked: Asked,
 ) -> NativeSteps | None:
-    """The steps of a phase's backward.
-
-    columns: where each step's reads begin, what they are, all indices and bags, the arenas of gradients, where each
-    step's writes begin and go to, and which steps are passed over (in the order of `_native_steps.c`).
-    """
+    """The steps of a phase's backward."""
     return _steps(phase, memory, workspace, phase.operations.backward, asked, rows, columns)
 
 
@@ -198,7 +195,7 @@ def _steps(
     table: PointerTable | None,
     asked: Asked,
     made: GradientRows | None = None,
-    columns: tuple[Any, ...] = (),
+    columns: BackwardColumns | tuple[()] = (),
 ) -> NativeSteps | None:
     if table is None:
         return None
@@ -208,12 +205,14 @@ def _steps(
     else:
         filled = table.fill(places, memory.shared, asked, made)
     plan = phase.plan
-    everything = (
-        plan.step_signature, plan.step_rows, plan.step_offset, plan.first_gather, plan.gather_arena, plan.gather_kind,
-        plan.gather_start, plan.gather_rows, plan.first_block, plan.block_arena, plan.block_start, plan.indices,
-        arenas, filled.rows, table.first, *columns,
+    forward = ForwardColumns(
+        signature=plan.step_signature, rows=plan.step_rows, offset=plan.step_offset, first_gather=plan.first_gather,
+        gather_arena=plan.gather_arena, gather_kind=plan.gather_kind, gather_start=plan.gather_start,
+        gather_rows=plan.gather_rows, first_block=plan.first_block, block_arena=plan.block_arena,
+        block_start=plan.block_start, indices=plan.indices, arenas=arenas, pointers=filled.rows,
+        first_pointer=table.first,
     )  # fmt: skip
-    return NativeSteps(phase, filled.programs, workspace.native_room(), everything)
+    return NativeSteps(phase, filled.programs, workspace.native_room(), (*forward, *columns))
 
 
 # -- forward: each step a call of an emitted step function or a native program

@@ -10,10 +10,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fxbatch import ir
 from fxbatch.codegen import native_calls, native_table
 from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_lower import records
+from fxbatch.passes import gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -56,7 +60,7 @@ def test_a_row_of_the_table_is_a_native_operation(tmp_path: Path) -> None:
     table = codegen / "native_table.py"
     table.write_text(table.read_text().replace("\n)\nROWS = (", f"\n    {row[1]},\n)\nROWS = ("))
     made: dict[str, object] = {"__name__": "native_table"}
-    exec(compile(table.read_text(), str(table), "exec"), made)
+    exec(compile(table.read_text(), str(table), "exec", dont_inherit=True), made)
     (codegen / "_native_operations.h").write_text(made["header"]())  # type: ignore[operator]  # a function
     built = codegen / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     sources = sorted(map(str, codegen.glob("_native*.c")))
@@ -69,6 +73,24 @@ def test_what_was_built_is_of_this_table() -> None:
     header = ROOT / "fxbatch" / "codegen" / "_native_operations.h"
     if header.exists():
         assert header.read_text() == native_table.header(), "build again: python setup.py build_ext --inplace"
+
+
+def test_gathers_and_reads_of_gradients_have_the_numbers_of_the_passes() -> None:
+    assert [*native_table.Gather] == [ir.VIEW, ir.BROADCAST, ir.INDEX]
+    read = native_table.Read
+    assert (read.NOTHING, read.READ_VIEW) == (gradients.NOTHING, gradients.GRADIENT_VIEW)
+    assert (read.READ_INDEX, read.READ_SUM) == (gradients.GRADIENT_INDEX, gradients.GRADIENT_SUM)
+
+
+@pytest.mark.skipif(extension is None, reason="the extension was not built")
+@pytest.mark.parametrize("record", [native_table.Base, native_table.Instruction, native_table.Source])
+def test_a_record_of_other_fields_is_refused(record: type) -> None:
+    kinds = (native_table.Base, native_table.Instruction, native_table.Source)
+    given = [
+        np.zeros(1, [("a", "i8"), ("b", "i8")]) if kind is record else records(kind, ()) for kind in kinds
+    ]
+    with pytest.raises(TypeError, match="records of"):
+        extension.Program(*given)
 
 
 def test_each_operation_has_a_code_of_its_own() -> None:

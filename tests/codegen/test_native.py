@@ -14,7 +14,8 @@ from torch import fx, nn
 import fxbatch
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.native_lower import INPUT, OUTPUT, NativeProgram, make_program
+from fxbatch.codegen.native_lower import NativeProgram, make_program, records
+from fxbatch.codegen.native_table import Memory, Source
 from fxbatch.codegen.operation_graphs import add_call, shape
 from fxbatch.judge import differences, draws
 from tests.oracle import check_equal
@@ -23,6 +24,7 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built")
 SAMPLES = (5, 7)
 ROWS = (1, 2, 3, 7, 40, 1000)
+NO_SOURCES = records(Source, ())
 Maker = Callable[..., Any]
 
 
@@ -60,7 +62,7 @@ def run_native(
 ) -> list[torch.Tensor] | None:
     """The results of the native program; None where it refused to run."""
     made = program_of(module, shared)
-    program = extension.Program(made.bases, made.instructions, np.zeros((0, 5), dtype=np.int64))
+    program = extension.Program(made.bases, made.instructions, NO_SOURCES)
     outs = results(module, n)
     memory = np.array(
         [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *shared, *outs)], dtype=np.int64
@@ -346,7 +348,7 @@ def test_the_gradient_of_a_table_and_its_padding() -> None:
 def test_a_large_gradient_of_a_table_is_cleared_wherever_it_begins(rows: int, first: int) -> None:
     graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, rows, -1, False))]  # noqa: E731
     made = program_of(graph_of(graph, (211, torch.float32), (torch.int64,)))
-    program = extension.Program(made.bases, made.instructions, np.zeros((0, 5), dtype=np.int64))
+    program = extension.Program(made.bases, made.instructions, NO_SOURCES)
     x, index = torch.randn(3, 211), torch.tensor([1, 0, 1])
     memory = torch.full([rows * 211 + 32], 77.0)
     out = memory[first : first + rows * 211]
@@ -370,7 +372,7 @@ def test_the_gradient_of_a_table_is_written_once() -> None:
     graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, 6, -1, False))]  # noqa: E731
     made = program_of(graph_of(graph, (3, torch.float32), (torch.int64,)))
     assert len(made.instructions) == 1
-    assert made.bases[:, 3].tolist() == [INPUT, INPUT, OUTPUT]
+    assert made.bases["kind"].tolist() == [Memory.INPUT, Memory.INPUT, Memory.OUTPUT]
 
 
 def test_an_index_out_of_range_is_refused() -> None:
@@ -409,7 +411,7 @@ def test_gradients_are_added_to_what_is_there() -> None:
     module = graph_of(gradients_of_a_cell, (4, torch.float32), (3, torch.float32))
     made = make_program(module, (), adding=True)
     assert isinstance(made, NativeProgram)
-    adding = extension.Program(made.bases, made.instructions, np.zeros((0, 5), dtype=np.int64))
+    adding = extension.Program(made.bases, made.instructions, NO_SOURCES)
     for n in ROWS:
         ins = [torch.randn(n, 4), torch.randn(n, 3)]
         fresh = run_native(module, n, ins)
@@ -451,19 +453,26 @@ def test_what_is_not_native_says_why(make: Maker, reason: str) -> None:
 
 def spoilt(bases: np.ndarray, code: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """The same program with one number wrong each."""
-    changes = [(1, at, value) for at in (0, 1, 3, 4, 5, 6, 8, 9, 10) for value in (-7, 1 << 20, 1 << 40)]
-    changes += [(0, at, value) for at in (0, 2, 3) for value in (-1, 1 << 12, 1 << 40)]
     found = []
-    for which, at, value in changes:
-        made = [bases.copy(), code.copy()]
-        made[which][0, at] = value
-        found.append((made[0], made[1]))
+    for name in ("code", "per_row", "width"):
+        for value in (-7, 1 << 20, 1 << 40):
+            found.append((bases, code.copy()))
+            found[-1][1][name][0] = value
+    for name in ("out", "a"):
+        for field in ("base", "offset", "stride"):
+            for value in (-7, 1 << 20, 1 << 40):
+                found.append((bases, code.copy()))
+                found[-1][1][name][field][0] = value
+    for name in ("per_row", "row_bytes", "kind"):
+        for value in (-1, 1 << 12, 1 << 40):
+            found.append((bases.copy(), code))
+            found[-1][0][name][0] = value
     return found
 
 
 def test_a_program_that_would_leave_its_memory_is_refused() -> None:
     made = program_of(graph_of(gates, (90, torch.float32), (30, torch.float32)))
-    none = np.zeros((0, 5), dtype=np.int64)
+    none = NO_SOURCES
     extension.Program(made.bases, made.instructions, none)
     refused = 0
     for bases, code in spoilt(made.bases, made.instructions):
@@ -474,7 +483,7 @@ def test_a_program_that_would_leave_its_memory_is_refused() -> None:
     assert refused > 25
     for base in range(len(made.bases)):  # less memory than the instructions touch
         bases = made.bases.copy()
-        bases[base, 2] -= 1
+        bases["row_bytes"][base] -= 1
         with pytest.raises(ValueError):
             extension.Program(bases, made.instructions, none)
     program = extension.Program(made.bases, made.instructions, none)

@@ -6,7 +6,6 @@ import math
 import operator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -15,7 +14,7 @@ import fxbatch
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_lower import make_program
 from fxbatch.codegen.operation_graphs import add_call
-from tests.codegen.test_native import ROWS, check, graph_of, normal, program_of, run_native
+from tests.codegen.test_native import NO_SOURCES, ROWS, check, graph_of, normal, program_of, run_native
 from tests.oracle import check_equal
 
 aten = torch.ops.aten
@@ -134,13 +133,13 @@ def test_products_of_a_vector_a_row(a: tuple[int, int], b: tuple[int, int], turn
 
 def test_a_reduction_that_would_leave_its_memory_is_refused() -> None:
     module = graph_of(lambda g, x: [add_call(g, aten.logsumexp.default, (x, [1]))], (3, 5, torch.float32))
-    made, none = program_of(module), np.zeros((0, 5), dtype=np.int64)
+    made, none = program_of(module), NO_SOURCES
     extension.Program(made.bases, made.instructions, none)
-    depth, step = 22, 11
-    for at, wrong in ((depth, 4), (depth, 0), (depth, -1), (depth, 1 << 40), (step, 6), (step, 1 << 33)):
+    depth, step = (lambda x: x["depth_rest"]), (lambda x: x["a"]["inner"])
+    for field, wrong in ((depth, 4), (depth, 0), (depth, -1), (depth, 1 << 40), (step, 6), (step, 1 << 33)):
         code = made.instructions.copy()
-        assert code[0, depth] == 3 and code[0, step] == 5
-        code[0, at] = wrong
+        assert depth(code)[0] == 3 and step(code)[0] == 5
+        field(code)[0] = wrong
         with pytest.raises(ValueError):
             extension.Program(made.bases, code, none)
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import fxbatch
 from fxbatch.codegen.native import extension
+from fxbatch.codegen.native_lower import records
+from fxbatch.codegen.native_table import Base, Instruction, Source
 from fxbatch.ir import tensor_spec
 from fxbatch.runtime import autograd as function
 from fxbatch.runtime.backward import KernelTable, NativeKernels
@@ -122,9 +124,7 @@ def test_gradients_of_two_operations_are_added_where_they_are_made(monkeypatch: 
 
 @needs_extension
 def test_programs_and_their_memory_belong_together() -> None:
-    program = extension.Program(
-        np.zeros((0, 4), np.int64), np.zeros((0, 32), np.int64), np.zeros((0, 5), np.int64)
-    )
+    program = extension.Program(*(records(kind, ()) for kind in (Base, Instruction, Source)))
     one, none = np.ones(1, np.int64), np.zeros((0, 2), np.int64)
     room = extension.Room()
     assert extension.run_all((program,), room, one, none, 0, 1) == 1
