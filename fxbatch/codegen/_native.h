@@ -9,8 +9,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MOST_ROWS ((int64_t)1 << 20) /* programs with more rows run in Python */
-#define MOST_BASES 192
 #define MOST_APART 4
 
 #include "_native_operations.h" /* operations, records and columns, made of native_table.py */

@@ -47,13 +47,12 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
-from fxbatch.codegen.native_table import Base, Instruction, Memory, Operand
+from fxbatch.codegen.native_table import MOST_BASES, Base, Instruction, Memory, Operand
 from fxbatch.codegen.operation_graphs import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.operation_graphs import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value
 
 aten = torch.ops.aten
-MOST_BASES = 192
 UNUSED = Operand()
 SHORT = 16  # elements of a dimension that is added up one addition after another
 

@@ -41,6 +41,9 @@ class Rows(NamedTuple):
 
 # -- records of a program: rows of int64
 
+MOST_ROWS = 1 << 20  # programs with more rows run in Python
+MOST_BASES = 192
+
 
 class Memory(IntEnum):
     """Whose memory a base is. BLOCK and APART are found by C."""
@@ -269,6 +272,8 @@ def header() -> str:
         "/* Made by setup.py of native_table.py. */",
         "#ifndef LOOP_OF",
         f"#define POINTWISE {len(LOOPS)}",
+        f"#define MOST_ROWS ((int64_t){MOST_ROWS})",
+        f"#define MOST_BASES {MOST_BASES}",
         f"enum {{ {ends[0]} = {FIRST_ROWS}, {', '.join(ends[1:])}, END }};",
         f"#define LOOP_BYTES {', '.join(map(_bytes, LOOPS))}",
         f"#define ROW_BYTES {', '.join(map(_bytes, ROWS))}",

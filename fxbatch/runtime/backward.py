@@ -26,7 +26,7 @@ from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import address, extension
 from fxbatch.codegen.native_programs import NativeStep
-from fxbatch.codegen.native_table import BackwardColumns
+from fxbatch.codegen.native_table import MOST_ROWS, BackwardColumns
 from fxbatch.errors import GradientError
 from fxbatch.ir import TensorSpec
 from fxbatch.passes.gradients import (
@@ -64,7 +64,6 @@ from fxbatch.torch_private import (
     storage_of,
 )
 
-_ROWS = 1 << 20  # programs take no more
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
 
@@ -170,7 +169,7 @@ class KernelTable:
         good = (
             put_kernels(rows, self.kernels, left.memory, left.rows, results, asked)
             and all(_put_outputs(self.kernels[i], left, rows, held) for i in self.reading)
-            and all(0 < n <= _ROWS for n in counts)
+            and all(0 < n <= MOST_ROWS for n in counts)
         )
         return NativeKernels(self, workspace, counts, rows, results, held) if good else None
 
