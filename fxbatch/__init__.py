@@ -28,6 +28,7 @@ try:
         CheckWarning,
         CompileWarning,
         DataError,
+        DeadlineError,
         DifferenceError,
         FxbatchError,
         GradientError,
@@ -38,14 +39,18 @@ try:
         MinibatchError,
         MissingDataError,
         OptionError,
+        QueueFullError,
         ResultError,
         StaleTraceError,
+        StoppedError,
         TraceError,
         VerifyError,
     )
     from fxbatch.explanation import Explanation
     from fxbatch.inspection import Minibatch, compile_minibatch, explain
     from fxbatch.plain_loop import disabled
+    from fxbatch.server import Server, live
+    from fxbatch.server_stats import ServerStats
     from fxbatch.trace.calls import operation
     from fxbatch.traced import TracedDataset, collate, lazy, prefetch, trace
 finally:
@@ -76,6 +81,7 @@ __all__ = [
     "InternalWarning",
     "LoopWarning",
     "DataError",
+    "DeadlineError",
     "DifferenceError",
     "Explanation",
     "FxbatchError",
@@ -86,8 +92,12 @@ __all__ = [
     "MinibatchError",
     "MissingDataError",
     "OptionError",
+    "QueueFullError",
     "ResultError",
+    "Server",
+    "ServerStats",
     "StaleTraceError",
+    "StoppedError",
     "TraceError",
     "TracedDataset",
     "VerifyError",
@@ -97,6 +107,7 @@ __all__ = [
     "disabled",
     "explain",
     "lazy",
+    "live",
     "operation",
     "prefetch",
     "trace",

@@ -241,21 +241,24 @@ class Autobatched:
         if alone:
             return self.one_by_one(instances)
         if self.options.adaptive == "loop":
-            return self._put_together(self._loop(instances))
-        engine = self.engine(owner)
+            return self._put_together(self.loop(instances))
+        return self.run(self.engine(owner), owner, instances)
+
+    def run(self, engine: Engine, owner: Any, instances: Sequence[Instance]) -> Any:
+        """The result of a call for these instances, batched or by the loop."""
         if not engine.may_loop:
             if mode := unheard_mode():
                 raise TraceError(f"{self.name} can't be batched here: {mode}")
         elif reason := surroundings() or engine.refusals.reason(training=engine.training):
-            self._say_loop_runs(engine, reason)
-            return self._put_together(self._loop(instances))
+            self.say_loop_runs(engine, reason)
+            return self._put_together(self.loop(instances))
         if self._is_checked(engine):
             listed = list(instances)
             try:
                 return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
             except TraceError as error:
                 self._refuse(engine, error)
-                return self._put_together(self._loop(instances))
+                return self._put_together(self.loop(instances))
         strategy = engine.strategy
         if (
             strategy is not None and not saved_tensors_are_packed()
@@ -296,7 +299,7 @@ class Autobatched:
             return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
         except TraceError as error:
             self._refuse(engine, error)
-        results = self._loop(instances, first=first)
+        results = self.loop(instances, first=first)
         return results if out == "list" else self._put_together(results)
 
     def _refuse(self, engine: Engine, error: TraceError) -> None:
@@ -309,9 +312,9 @@ class Autobatched:
         if not error.again:
             raise error
         begun = f"; {error.begun} of its instances had begun, and begin anew" if error.begun else ""
-        self._say_loop_runs(engine, reason, begun)
+        self.say_loop_runs(engine, reason, begun)
 
-    def _say_loop_runs(self, engine: Engine, reason: str, besides: str = "") -> None:
+    def say_loop_runs(self, engine: Engine, reason: str, besides: str = "") -> None:
         """Warn once of the reason."""
         if engine.refusals.is_new(reason):
             text = f"{self.name}: its minibatches run the plain loop: {reason}{besides}"
@@ -328,7 +331,7 @@ class Autobatched:
             return engine.call_with_reasons(self.fn, list(instances), self.options.out)
         except TraceError as error:
             self._refuse(engine, error)
-        return self._put_together(self._loop(instances)), list
+        return self._put_together(self.loop(instances)), list
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
@@ -358,9 +361,9 @@ class Autobatched:
         if choice.scouts and not engine.changes and engine.root is not None:
             unchanged = ModuleState(engine.root.modules())
         if choice.timing is None:
-            results = self._loop(scouts)
+            results = self.loop(scouts)
         else:
-            results = choice.timing.of(lambda: self._loop(scouts), apart=True)
+            results = choice.timing.of(lambda: self.loop(scouts), apart=True)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
         batches = choice.batches and bool(rest)
@@ -373,12 +376,12 @@ class Autobatched:
             with engine.queue.minibatch(grad=grad):
                 results += self._batched(engine, rest, "list", first=len(results))
         else:
-            results += self._loop(rest, first=len(results))
+            results += self.loop(rest, first=len(results))
         if text := strategy.warning(count, grad=grad):
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
         return self._put_together(results)
 
-    def _loop(self, instances: Sequence[Instance], *, first: int = 0) -> list[Any]:
+    def loop(self, instances: Sequence[Instance], *, first: int = 0) -> list[Any]:
         """The result of each instance by the undecorated forward, exactly as the plain loop runs it."""
         results: list[Any] = []
         alone = self._alone if self.options.return_exceptions else self.fn

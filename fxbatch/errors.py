@@ -82,6 +82,18 @@ class MissingDataError(DataError):
     """A data set is in none of the folders that were searched; the message names them."""
 
 
+class QueueFullError(FxbatchError):
+    """A server of live batches has as many requests in its queue as `max_queue` allows: ask again later."""
+
+
+class DeadlineError(FxbatchError, TimeoutError):
+    """The `timeout` of a request to a server of live batches is over; the request was ended."""
+
+
+class StoppedError(FxbatchError):
+    """A server of live batches takes no requests: it was stopped, or not started."""
+
+
 class BlockTypeError(FxbatchError, TypeError):
     """Two blocks of `fxbatch.blocks` are composed whose types disagree."""
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     import rich.console as rich_console
     import rich.table as rich_table
     import rich.text as rich_text
+
+    prometheus_parser: Any  # has no types of its own
 else:
     networkx = OnDemand("networkx")
     rich_console, rich_table = OnDemand("rich.console"), OnDemand("rich.table")
     rich_text = OnDemand("rich.text")
+    prometheus_parser = OnDemand("prometheus_client.parser")
 
-__all__ = ["networkx", "rich_console", "rich_table", "rich_text"]
+__all__ = ["networkx", "prometheus_parser", "rich_console", "rich_table", "rich_text"]

@@ -50,6 +50,8 @@ LAYERS = {
     "fxbatch.explanation": 7,
     "fxbatch.packed_explanation": 7,
     "fxbatch.traced": 7,
+    "fxbatch.server": 7,
+    "fxbatch.server_stats": 7,
     "fxbatch": 8,
     "fxbatch.blocks": 9,
     "fxbatch.data": 9,

@@ -167,6 +167,31 @@ static PyObject *values_close(PyObject *self, PyObject *Py_UNUSED(none))
     return used;
 }
 
+/* living(): the values that somebody refers to besides this list, which goes on with these alone. */
+static PyObject *values_living(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Values *all = (Values *)self;
+    Py_ssize_t before, n;
+    if (values_sweep(all) < 0)
+        return NULL;
+    do { /* a view that goes lets go of what it is a view of */
+        before = all->n_old;
+        n = 0;
+        for (Py_ssize_t i = 0; i < before; i++) {
+            PyObject *v = all->old[i];
+            if (Py_REFCNT(v) == 1)
+                recycle(v);
+            else
+                all->old[n++] = v;
+        }
+        all->n_old = n;
+    } while (n < before);
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list && i < n; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(all->old[i]));
+    return list;
+}
+
 static Py_ssize_t values_length(PyObject *self)
 {
     return ((Values *)self)->n_old + ((Values *)self)->n_young;
@@ -183,6 +208,7 @@ static void values_dealloc(PyObject *self)
 
 static PyMethodDef values_methods[] = {
     {"stale", values_stale, METH_NOARGS, "Views that somebody refers to, of what was written to since."},
+    {"living", values_living, METH_NOARGS, "The values that somebody refers to; the list goes on with these alone."},
     {"close", values_close, METH_NOARGS, "The values that somebody refers to; all others are used again."},
     {NULL}};
 static PySequenceMethods values_sequence = {.sq_length = values_length};

@@ -200,7 +200,7 @@ def record_minibatch(
         recorder.copies, recorder.watches_operands = {}, not ahead
     if changes is not None:
         recorder.changes.watch(instances)
-    run = _Run(fn, instances, recorder, execution, return_exceptions, changes)
+    run = Turns(fn, instances, recorder, execution, return_exceptions, changes)
     run.first = first
     try:
         with patched():
@@ -210,7 +210,7 @@ def record_minibatch(
         recorder.take_back_changes(error)
         raise
     try:
-        _refuse_foreign_values(recorder, run.results)
+        refuse_foreign_values(recorder, run.results)
         held = Held.of(recorder)
         recorder.finish()
     except BaseException:
@@ -220,7 +220,7 @@ def record_minibatch(
     return Recording(recorder, run.results, run.statistics, held=held, changed=changed)
 
 
-def _refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
+def refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
     for i, result in enumerate(results):
         for x in (result,) if type(result) is Value else tree_leaves(result):
             if type(x) is Value and x._recorder is not recorder:
@@ -242,7 +242,7 @@ class _Parked:
     answer: Sequence[Any] = ()
 
 
-class _Run:
+class Turns:
     """The loop over instances: one worker greenlet, another one whenever an instance is parked. The only instance of a
     minibatch has nobody to wait for, and runs where it is called."""
 
@@ -310,7 +310,7 @@ class _Run:
 
     def _start(self) -> None:
         """Start instances until all are done or parked."""
-        while self.next < len(self.instances) and self.failed is None:
+        while self._has_next() and self.failed is None:
             if self.alone:
                 state.recorder = self.recorder
                 self.context.run(self._work)
@@ -328,15 +328,25 @@ class _Run:
         self.parked = []
         calls = self.recorder.pending
         with unheard(self.recorder):
-            self.execution.run(self.recorder.pending_program([]))
-            found = {
-                False: self._read(False, self.execution.read), True: self._read(True, self.execution.numbers)
-            }  # fmt: skip
+            self._answer()
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
-        now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
+        self._go_on()
+        self._start()
+
+    def _answer(self) -> None:
+        """Run what is pending; those that go on then have what they wait for."""
+        self.execution.run(self.recorder.pending_program([]))
+        found = {
+            False: self._read(False, self.execution.read), True: self._read(True, self.execution.numbers)
+        }  # fmt: skip
         for p in self.resuming:
             p.answer = [found[p.plain][v._value] for v in p.values]
+
+    def _go_on(self) -> None:
+        """Let those go on that were answered, in order."""
+        now: ThreadModes | None = None  # the thread's, where an instance that was parked has left them
+        for p in self.resuming:
             self._runs(p.instance)
             if p.modes is not now:
                 p.modes.restore()
@@ -348,7 +358,6 @@ class _Run:
         self.modes.restore()
         self._raise()
         self.resuming = []
-        self._start()
 
     def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[Any]]) -> dict[int, Any]:
         """What instances wait for as numbers (plain) or as tensors, each value once."""
@@ -371,27 +380,39 @@ class _Run:
         self.closing, self.recorder.settled = True, None
         for p in sorted((*self.resuming, *self.parked), key=_instance):
             if p.waits:
-                p.waits = False
-                p.modes.restore()
-                p.greenlet.throw(greenlet.GreenletExit)
-                self.modes.restore()
+                self._end(p)
+
+    def _end(self, p: _Parked) -> None:
+        """Close one that is parked."""
+        p.waits = False
+        p.modes.restore()
+        p.greenlet.throw(greenlet.GreenletExit)
+        self.modes.restore()
+
+    def _has_next(self) -> bool:
+        """Whether there are instances to start."""
+        return self.next < len(self.instances)
+
+    def _take_next(self) -> int:
+        """The next instance to start."""
+        self.next += 1
+        return self.next - 1
 
     # In a worker greenlet
 
     def _work(self) -> None:
         """Run instances one after another, until one was parked: then a fresh worker has taken over."""
         parks = self.statistics.suspensions
-        while self.next < len(self.instances):
-            instance = self.next
-            self.next += 1
+        while self._has_next():
+            instance = self._take_next()
             self._runs(instance)
-            self.changes.begun, self.changes.open = self.next, self.changes.open + 1
+            self.changes.begun, self.changes.open = self.changes.begun + 1, self.changes.open + 1
             args, kwargs = self.instances[instance]
             try:
                 result = self.fn(*args, **kwargs)
                 self.results[instance] = result_with_values(result) if self.recorder.written else result
                 self._refuse_settings_left()
-                self.changes.open -= 1
+                self._is_done(instance)
             except greenlet.GreenletExit:
                 if not self.closing:
                     raise
@@ -404,12 +425,16 @@ class _Run:
                     self.failed = error
                     return
                 self.results[instance] = error
-                self.changes.open -= 1
+                self._is_done(instance)
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
                 self.failed = error
                 return
             if self.statistics.suspensions != parks:
                 return
+
+    def _is_done(self, instance: int) -> None:
+        """An instance has come to its end, and has a result."""
+        self.changes.open -= 1
 
     def _note(self, error: BaseException, instance: int) -> None:
         if isinstance(error, RecursionError):

@@ -95,6 +95,16 @@ def _state(x: Any) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def states_of(args: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Lists and tensors among the arguments of an instance, as they are now."""
+    return [(x, _state(x)) for x in args if type(x) in _WATCHED]
+
+
+def are_unchanged(states: Iterable[tuple[Any, int]]) -> bool:
+    """Whether they are as they were, so that the instance can begin anew."""
+    return all(_state(x) == state for x, state in states)
+
+
 class _Before(NamedTuple):
     """An attribute as it was: in this table of the module; None where it had none."""
 
@@ -167,9 +177,7 @@ class ModuleChanges:
     def watch(self, instances: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Look at lists and tensors that are arguments: an instance that has changed its own can't begin anew."""
         for args, _ in instances:
-            for x in args:
-                if type(x) in _WATCHED:
-                    self._arguments.append((x, _state(x)))
+            self._arguments += states_of(args)
 
     def forget(self) -> None:
         """Nothing is undone any more."""
@@ -187,7 +195,7 @@ class ModuleChanges:
                 attribute.table[attribute.name] = attribute.value
         self._attributes.clear()
         undone = [container.put_back() for container in self._containers]
-        return all(undone) and not self.lasts and all(_state(x) == state for x, state in self._arguments)
+        return all(undone) and not self.lasts and are_unchanged(self._arguments)
 
 
 class ModuleState:

@@ -81,8 +81,8 @@ class Recorder(RecordedCalls):
 def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     """A fake tensor with the strides and the storage offset that v would have.
 
-    Raises TraceError where they can't be told: after writes in place, and where a function of ours stands in for
-    torch's.
+    Raises TraceError where they can't be told: after writes in place, where a function of ours stands in for torch's,
+    and where a recording that goes on has forgotten how a value came about.
     """
     program = _whole(recorder)
     constants = {c._value - recorder.base: t for c, t in recorder.constants.rows()}
@@ -95,6 +95,8 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
             if any(o + recorder.base in recorder.rewritten for o in outputs):
                 raise _untold("it was written to in place")
             if s.operation.kind in CONSTANT_KINDS:
+                if outputs[0] < recorder.carried:
+                    raise _untold("it was computed too long ago")
                 given = constants.get(outputs[0])
                 t = s.outputs[0]
                 made[outputs[0]] = (

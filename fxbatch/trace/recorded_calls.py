@@ -142,6 +142,7 @@ class RecordedCalls(Columns):
     over = ""  # why no call can be added any more
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
+    carried = 0  # values at its beginning that `begin_anew` made constants: how they came about is forgotten
     # Parameters and buffers, with version at first sight.
     operands: Sequence[tuple[str, torch.Tensor, int]] = ()
 
@@ -593,6 +594,30 @@ class RecordedCalls(Columns):
         starts = np.array([*self.starts, calls], dtype=np.int64)
         return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
 
+    def begin_anew(self, read: Callable[[Sequence[int]], Sequence[torch.Tensor]]) -> int:
+        """Forget all calls, of which none is pending: memory and numbers are as at the beginning. The values that
+        somebody still refers to are constants of calls to come. read: gives real tensors of values. How many there are.
+        """
+        assert not self.pending, "calls that are forgotten have run"
+        self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
+        self.number_of, self.constants, self.settled = {}, new_constants(), None
+        values: list[Value] = self.values.living()
+        types = {v._value: v._type for v in values}
+        tensors = read([number - self.base for number in types])
+        self.base = self.count = next(_ranges) * _RANGE
+        numbers: dict[int, int] = {}
+        for (number, kind), tensor in zip(types.items(), tensors, strict=True):
+            entry = self.table.constant(self.table.types[kind])
+            self.sigs.append(entry.sid)
+            self.payload.setdefault(entry.sid, []).append(tensor)
+            numbers[number] = self.count
+            self.count += 1
+        for v in values:
+            v._value = numbers[v._value]
+        self.rewritten = {numbers[number] for number in self.rewritten if number in numbers}
+        self.phases, self.carried = Phases(self.table), len(numbers)
+        return len(numbers)
+
     def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The last `pending_program` of a recording that is finished; its constants are let go."""
         program = self.pending_program(outputs)
@@ -620,6 +645,11 @@ class RecordedCalls(Columns):
                         f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
                         "instances share it, and its calls run after them; write to it outside of the forward"
                     )
+
+    def refuse_written_operands(self) -> None:
+        """A parameter or buffer that calls have read must be as it was when the recording began."""
+        if written_to(self.operands) is not None:
+            self._refuse_written_operands(np.concatenate([sig for sig, _ in self.phases.columns]))
 
     @property
     def pending(self) -> int:

@@ -519,6 +519,12 @@ class WeakValues:
         """The views among them that somebody refers to, and whose root was written to since."""
         return [v for v in self._alive() if is_stale(v)]
 
+    def living(self) -> list[Any]:
+        """The values that somebody refers to; the list goes on with these alone."""
+        alive = list(self._alive())
+        self._values = [weakref.ref(v) for v in alive]
+        return alive
+
     def close(self) -> list[Any]:
         """The values that the user refers to; no view is known any more."""
         for v in self._alive():
@@ -687,11 +693,12 @@ RECORD = "_fxbatch_written"
 class Written:
     """What a tensor that was written to stands for, and what it was."""
 
-    __slots__ = ("before", "value")
+    __slots__ = ("before", "instance", "value")
 
     def __init__(self, before: torch.Tensor, value: Value) -> None:
         self.before = before  # what it was, with its memory
         self.value = value
+        self.instance: int = value._recorder.running  # that has written to it first
 
     def give_back(self, tensor: torch.Tensor, content: torch.Tensor | None) -> None:
         """Make the user's object a plain tensor again: with this content, or None: as it was."""
