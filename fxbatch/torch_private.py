@@ -164,6 +164,13 @@ def start_engine() -> None:
             torch.zeros((), requires_grad=True).clone().backward()
 
 
+def fake_mode(*, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
+    """A mode of fake tensors, whose sizes are numbers. The first call on one has torch import torch._dynamo (1.4 s),
+    which every optimizer imports anyway."""
+    start_engine()
+    return FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
 def trace_with_sizes(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
@@ -600,6 +607,7 @@ __all__ = [
     "thread_addresses", "while_loop", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "function_mode_count", "function_modes",
+    "fake_mode",
     "function_modes_enabled", "functions_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
     "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
     "swap_function_modes", "TreeSpec", "backward_keeps_graph", "decompositions_without_vmap_rule",

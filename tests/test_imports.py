@@ -24,7 +24,6 @@ LAYERS = {
     "fxbatch.on_demand": 0,
     "fxbatch.shared_state": 0,
     "fxbatch.stopwatch": 0,
-    "fxbatch.torch_fakes": 0,
     "fxbatch.tensor_memory": 0,
     "fxbatch.torch_private": 0,
     "fxbatch.uncompiled": 0,
@@ -157,10 +156,10 @@ def test_every_module_has_a_layer() -> None:
         layer_of(module)
 
 
-def test_private_torch_is_imported_in_two_modules() -> None:
+def test_private_torch_is_imported_in_one_module() -> None:
     wrong = []
     for module, path in modules(PACKAGE, "fxbatch"):
-        if module not in ("fxbatch.torch_private", "fxbatch.torch_fakes"):
+        if module != "fxbatch.torch_private":
             wrong += private_imports(path.read_text(), module)
     for folder in ("tools", "examples", "benchmarks"):
         for module, path in modules(ROOT / folder, folder):

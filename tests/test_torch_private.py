@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxbatch import torch_fakes, torch_private
+from fxbatch import torch_private
 
-TREES = [ast.parse(Path(m.__file__).read_text(encoding="utf-8")) for m in (torch_private, torch_fakes)]
+TREE = ast.parse(Path(torch_private.__file__).read_text(encoding="utf-8"))
 IMPORTED = [
     (node.module, alias.name)
-    for tree in TREES
-    for node in ast.walk(tree)
+    for node in ast.walk(TREE)
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch"
     for alias in node.names
 ]

@@ -32,9 +32,9 @@ from fxbatch.codegen.body import (
 )
 from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node
 from fxbatch.ir import Layout, Signature
-from fxbatch.torch_fakes import FakeMode
 from fxbatch.torch_private import (
     FakeTensor,
+    FakeTensorMode,
     LazyGraphModule,
     elementwise_under_vmap,
     has_vmap_rule,
@@ -103,7 +103,7 @@ def batch_body(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeMode,
+    mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
     third: bool = False,
 ) -> Joint:
@@ -137,7 +137,7 @@ def _record_joint(
     needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeMode,
+    mode: FakeTensorMode,
     filled: Sequence[bool],
 ) -> tuple[Tape, tuple[bool, ...]]:
     """The calls of `(*groups, *shared, *output gradients, dummy)`, and which gradients exist."""

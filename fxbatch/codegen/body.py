@@ -32,9 +32,9 @@ from fxbatch.codegen.decompose import decompositions
 from fxbatch.codegen.operation_graphs import NotBatchable
 from fxbatch.codegen.simplify import eliminate_dead
 from fxbatch.ir import Layout, Signature, TensorSpec
-from fxbatch.torch_fakes import FakeMode, no_symbols
 from fxbatch.torch_private import (
     FakeTensor,
+    FakeTensorMode,
     LazyGraphModule,
     QuietDispatchMode,
     native_kernels,
@@ -113,12 +113,11 @@ def record(
 def run(tape: Tape, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Make the calls of a tape on other tensors."""
     values: dict[int, Any] = dict(enumerate(tensors))
-    with no_symbols():
-        for i, call in enumerate(tape.calls[len(tensors) :], len(tensors)):
-            if call.target == "constant":
-                values[i] = call.value
-            else:
-                values[i] = call.target(*_map(values, call.args), **_map(values, call.kwargs))
+    for i, call in enumerate(tape.calls[len(tensors) :], len(tensors)):
+        if call.target == "constant":
+            values[i] = call.value
+        else:
+            values[i] = call.target(*_map(values, call.args), **_map(values, call.kwargs))
     return list(_map(values, tape.results))
 
 
@@ -191,6 +190,8 @@ class _Recorder(QuietDispatchMode):
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             self._keep_form(args[0])
         value = func(*args, **kwargs)
+        if func in _NORMS:
+            value = _with_statistics(value, args)
         made = self.add(func, told, named, value)
         if isinstance(value, (list, tuple)):
             for i, x in enumerate(value):
@@ -206,6 +207,19 @@ class _Recorder(QuietDispatchMode):
             self.calls[known.index] = replace(before, value=without_autograd(x))
 
 
+_NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)
+
+
+def _with_statistics(normed: tuple[torch.Tensor, ...], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """A norm's result and its statistics (mean, deviation), on the CPU of the type of its weights, as the kernel gives
+    them: fake ones have the type of x, which autocast makes another."""
+    result, *statistics = normed
+    weights = [w for w in args[1:] if isinstance(w, torch.Tensor)]
+    if weights and result.device.type == "cpu":
+        statistics = [s.to(weights[0].dtype) for s in statistics]
+    return result, *statistics
+
+
 # -- a body as a graph
 
 
@@ -213,13 +227,13 @@ def devices_of(signature: Signature) -> list[str]:
     return list(dict.fromkeys(t.device.type for t in (*signature.inputs, *signature.outputs)))
 
 
-def fake_rows(mode: FakeMode, kind: TensorSpec, *lead: int) -> torch.Tensor:
+def fake_rows(mode: FakeTensorMode, kind: TensorSpec, *lead: int) -> torch.Tensor:
     """A fake tensor `[*lead, *shape]` of a tensor type."""
     with mode:
         return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=kind.device)
 
 
-def fake_shared(mode: FakeMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [mode.from_tensor(x.detach()) for x in shared]
 
 
@@ -247,8 +261,7 @@ class IndexByTensor(TorchFunctionMode):
                 return aten.index.Tensor(
                     args[0], [x if isinstance(x, torch.Tensor) else None for x in indices]
                 )
-        with no_symbols():  # functionalization runs meta kernels as well
-            return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _is_position(index: Any) -> bool:
@@ -256,7 +269,7 @@ def _is_position(index: Any) -> bool:
     return integral and index.dim() == 0
 
 
-def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeMode) -> fx.GraphModule:
+def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
     inputs = [fake_rows(mode, kind) for kind in signature.inputs]
     count = len(inputs)

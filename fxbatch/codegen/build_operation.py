@@ -40,8 +40,7 @@ from fxbatch.codegen.rewrites import rewrite
 from fxbatch.codegen.simplify import clean, is_random, mark_kept_detaches
 from fxbatch.ir import Layout, Signature
 from fxbatch.mistakes import ours, report
-from fxbatch.torch_fakes import FakeMode
-from fxbatch.torch_private import LazyGraphModule, forget_traces
+from fxbatch.torch_private import FakeTensorMode, LazyGraphModule, fake_mode, forget_traces
 
 __all__ = ["OperationGraphs", "Ref", "Unbatched", "UnbatchedKernel", "build_operation"]
 
@@ -69,7 +68,9 @@ def build_operation(
             warnings.simplefilter("ignore")
             graphs = _build_checked(signature, input_needs, shared_needs, shared)
             if autograd:
-                refuse_backward_arguments(trace_body(signature, shared, FakeMode(allow_non_fake_inputs=True)))
+                refuse_backward_arguments(
+                    trace_body(signature, shared, fake_mode(allow_non_fake_inputs=True))
+                )
                 check_autograd(graphs, shared)
             return graphs
     except NotBatchable as error:
@@ -91,7 +92,7 @@ def _build_checked(
     shared: Sequence[torch.Tensor],
 ) -> OperationGraphs:
     """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
-    mode = FakeMode(allow_non_fake_inputs=True)
+    mode = fake_mode(allow_non_fake_inputs=True)
     body = trace_body(signature, shared, mode)
     needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
@@ -158,7 +159,7 @@ def build_joint(
     signature: Signature,
     needs: tuple[Sequence[bool], Sequence[bool]],
     shared: Sequence[torch.Tensor],
-    mode: FakeMode,
+    mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
     third: bool = False,
 ) -> tuple[Joint, Layout, tuple[int, ...]]:

@@ -38,8 +38,7 @@ from fxbatch.codegen import body as _body
 from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
 from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.signature import tensor_spec
-from fxbatch.torch_fakes import FakeMode
-from fxbatch.torch_private import FakeTensor, LazyGraphModule
+from fxbatch.torch_private import FakeTensor, LazyGraphModule, fake_mode
 
 Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 
@@ -229,7 +228,7 @@ class _Reader:
     """Graphs of their text."""
 
     def __init__(self) -> None:
-        self.mode = FakeMode()
+        self.mode = fake_mode()
 
     def module(self, rows: list[Any] | None, name: str) -> fx.GraphModule | None:
         if rows is None:

@@ -34,7 +34,6 @@ from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_s
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
 from fxbatch.stopwatch import building
-from fxbatch.torch_fakes import no_collections
 from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.torch_patches import patched, patching
@@ -320,7 +319,7 @@ class OperationCache:
         self.misses += 1
         if not late and not may_build():
             return self.get(signature, needs, shared, late=True, **options)
-        with building(), without_saved_tensor_hooks(), no_collections():
+        with building(), without_saved_tensor_hooks():
             made = compile_operation(signature, needs, shared, late=late, **options)
         self._entries[key] = made
         while len(self._entries) > self.size:

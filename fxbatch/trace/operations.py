@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 from fxbatch.ir import Slot, Template, TensorSpec
 from fxbatch.stopwatch import building
-from fxbatch.torch_fakes import FakeMode, no_collections
 from fxbatch.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     QuietDispatchMode,
     UnsupportedOperatorException,
+    fake_mode,
     is_wrapped,
     outside_functorch,
     reparametrized,
@@ -241,7 +242,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 # What torch says of an argument that takes no gradients.
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-_LOG = logging.getLogger(FakeMode.__mro__[1].__module__)
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -336,7 +337,7 @@ def run_on_fakes(
 
     Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
     """
-    with building(), without_saved_tensor_hooks(), no_collections(), outside_functorch():
+    with building(), without_saved_tensor_hooks(), outside_functorch():
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
         except RuntimeError as error:
@@ -356,7 +357,7 @@ def _run_on_fakes(
     differentiable: bool,
 ) -> BodyRun:
     watch = _RandomWatch()
-    with torch.inference_mode(False), FakeMode() as mode, torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), fake_mode() as mode, torch.set_grad_enabled(grad):
         fakes = [_fake(t, differentiable) for t in inputs]
         fake_shared = [_fake_shared(mode, s) for s in shared]
         before = [f._version for f in fakes]
@@ -379,7 +380,7 @@ def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=grad).clone()
 
 
-def _fake_shared(mode: FakeMode, s: torch.Tensor) -> torch.Tensor:
+def _fake_shared(mode: FakeTensorMode, s: torch.Tensor) -> torch.Tensor:
     if not is_wrapped(s):
         found: torch.Tensor = mode.from_tensor(s)
         return found

@@ -22,8 +22,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import CONSTANT_KINDS, Program, Signature
-from fxbatch.torch_fakes import FakeMode
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.torch_private import fake_mode, tree_flatten, tree_unflatten
 from fxbatch.trace.arguments import take_parameter_row
 from fxbatch.trace.calls import call_function
 from fxbatch.trace.operations import Attribute, on_views, take_row
@@ -87,7 +86,7 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     program = _whole(recorder)
     constants = {c._value - recorder.base: t for c, t in recorder.constants.rows()}
     wanted = v._value - recorder.base
-    with tracing(None), torch.no_grad(), FakeMode(allow_non_fake_inputs=True) as mode:
+    with tracing(None), torch.no_grad(), fake_mode(allow_non_fake_inputs=True) as mode:
         made: dict[int, torch.Tensor] = {}
         for call in _before(program, wanted):
             s, inputs = program.signatures[program.sig[call]], _inputs(program, call)

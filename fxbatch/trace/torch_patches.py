@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
-from fxbatch.torch_fakes import before_dynamo, put_dynamo_off, stop_putting_off
 from fxbatch.torch_private import (
     CheckpointFunction,
     TorchDispatchMode,
@@ -251,10 +250,8 @@ class patched:
     @classmethod
     def put(cls) -> None:
         """What the first use does."""
-        put_off = put_dynamo_off()
-        if not put_off:
-            let_dynamo_read_torch()
-        put_attributes(_entries(put_off), cls.saved)
+        let_dynamo_read_torch()
+        put_attributes(_entries(), cls.saved)
         quicken_modules(True)
 
     def end(self) -> None:
@@ -265,7 +262,6 @@ class patched:
             self.uses.pop(id(self), None)
             if not self.uses and self.saved:
                 quicken_modules(False)
-                stop_putting_off()
                 put_attributes(self.saved[0], [])
                 self.saved.clear()
         self.ended = True
@@ -276,36 +272,15 @@ class patched:
     __del__ = end
 
 
-def _unpatched(load: Callable[[], Any]) -> Any:
-    """Have torch._dynamo imported while torch is as it was, for it lists torch's functions.
-
-    Another thread that records meanwhile keeps its patches: then it lists them as they are, and compiled code
-    breaks its graph at these.
-    """
-    with patching:
-        if not patched.saved or len(set(patched.uses.values())) > 1:
-            return load()
-        put_attributes(patched.saved[0], [])
-        patched.saved.clear()
-        try:
-            return load()
-        finally:
-            patched.put()
-
-
-before_dynamo.append(_unpatched)
-
-
 @functools.cache
-def _entries(without_dynamo: bool) -> Entries:
+def _entries() -> Entries:
     module_call: Any = traced_call
     handles: Entries = ()
     if _fast is not None:  # what torch's Python functions call when they meet a subclass of Tensor
         module_call = _fast.Method(None, traced_call)
         handles = tuple((m, "handle_torch_function", _fast.handle_torch_function) for m in _HANDLING)
         handles += tuple((torch.nn.functional, name, _fast.has_torch_function) for name in _QUESTIONS)
-    asked = () if without_dynamo else dynamo_questions()
-    questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in asked)
+    questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in dynamo_questions())
     return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 

@@ -13,7 +13,6 @@ from fxbatch import ir
 from fxbatch.codegen.build_operation import UnbatchedKernel, build_operation
 from fxbatch.codegen.kernel import Workspace, emit_kernel
 from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
-from fxbatch.torch_fakes import _way
 from tests.codegen.operation_cases import (
     assert_equals_rows,
     build,
@@ -337,15 +336,22 @@ def test_autocast_is_part_of_the_operation() -> None:
     assert graphs.forward(2, r(2, 4), *shared)[0].dtype is torch.bfloat16
 
 
+def test_a_norm_under_autocast_keeps_statistics_of_the_type_of_its_weights() -> None:
+    """As its kernel on the CPU does; fake tensors say the type of x."""
+    modes = ir.Modes(training=True, autocast=(("cpu", torch.bfloat16),))
+    with torch.autocast("cpu", torch.bfloat16):
+        signature, shared = signature_of(nn.LayerNorm(4), [r(3, 4).bfloat16()], modes=modes)
+    graphs = build_operation(signature, input_needs=[True], shared_needs=[True, True], shared=shared)
+    assert isinstance(graphs, OperationGraphs), graphs
+
+
 def test_fakes_that_say_another_type_of_what_is_kept_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxbatch.torch_fakes._norm_with_statistics", lambda rule, *args: rule(*args))
+    monkeypatch.setattr("fxbatch.codegen.body._with_statistics", lambda normed, args: normed)
     modes, norm = ir.Modes(training=True, autocast=(("cpu", torch.bfloat16),)), nn.LayerNorm(4)
-    _way.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         signature, shared = signature_of(norm, [r(4).bfloat16()], modes=modes)
     graphs = build_operation(signature, input_needs=[True], shared_needs=[True, True], shared=shared)
     assert isinstance(graphs, Unbatched) and "it keeps torch.float32[1]" in graphs.reason
-    _way.cache_clear()
 
 
 def test_frozen_parameters_cost_nothing() -> None:

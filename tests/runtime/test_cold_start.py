@@ -19,7 +19,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(3, 4)
 
-    @fxbatch.autobatch
+    @fxbatch.autobatch(adaptive="loop")
     def forward(self, x):
         return torch.tanh(self.linear(x)).sum(0)
 
@@ -41,9 +41,7 @@ def loss(x):
 
 batched = fxbatch.autobatch(adaptive=False)(loss)
 batched([torch.randn(3) for _ in range(2)]).sum().backward()
-large = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "networkx"}
-assert not large & set(sys.modules), "by building operations"
-assert not hasattr(torch.sin, "__dynamo_disable") and "_dynamo" not in vars(torch)
+assert not {"networkx", "rich", "torch._inductor.graph"} & set(sys.modules), "by building operations"
 print("fine")
 """
 

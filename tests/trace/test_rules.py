@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import TensorSpec
-from fxbatch.torch_fakes import FakeMode
+from fxbatch.torch_private import FakeTensorMode
 from fxbatch.trace.calls import operation
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, run_on_fakes
 from fxbatch.trace.table import SignatureTable
@@ -448,8 +448,10 @@ def test_a_recurrent_layer_runs_one_step_on_fakes(
     layer: nn.Module, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    plain = FakeMode.dispatch
-    monkeypatch.setattr(FakeMode, "dispatch", lambda self, f, *rest: calls.append(f) or plain(self, f, *rest))
+    plain = FakeTensorMode.dispatch
+    monkeypatch.setattr(
+        FakeTensorMode, "dispatch", lambda self, f, *rest: calls.append(f) or plain(self, f, *rest)
+    )
     x = torch.randn(*((2, steps) if layer.batch_first else (steps, 2)), 3)
     names, parameters = zip(*layer.named_parameters(), strict=True)
     outcome = run_on_fakes(
