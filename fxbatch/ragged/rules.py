@@ -31,6 +31,7 @@ from fxbatch.ragged.lower import (
 from fxbatch.ragged.recurrent import NODES
 from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
+from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
 
 RULES: dict[str, Rule] = {}
 
@@ -308,6 +309,8 @@ def _along_rule(name: str) -> Rule:
             if x.layout == DENSE and "dim" in arguments and target._overloadname != "default":
                 return along(e, node, name=where)
             raise NoRule("over all dimensions")
+        if name in ("prod", "cumprod"):
+            return products_of_columns(e, node, x, dims)
         return along(e, node, name=where)
 
     return apply
@@ -519,8 +522,11 @@ def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "float('-inf')", "logsumexp")
-    name, size = _reduced(e, node, x, dims, "logsumexp")
-    return _kept(e, node, f"{size}.pad({name}, float('-inf')).logsumexp(1)")
+    if x.layout != PACKED:
+        raise NoRule("no own size")
+    places = (1, *[x.place(d) + 1 for d in dims if d not in x.axes])
+    padded = f"{e.lengths(x.shape[x.axes[0]])}.pad({x.name}, float('-inf'))"
+    return _kept(e, node, f"{padded}.logsumexp({places})")
 
 
 @over("softmax", "log_softmax", "_softmax", "_log_softmax")
@@ -541,7 +547,19 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout != PACKED or dims != list(x.axes) or x.dtype != node.meta["val"].dtype:
         raise NoRule("a product of more than the rows")
-    return _kept(e, node, f"{e.lengths(x.shape[x.axes[0]])}.pad({x.name}, 1).prod(1)")
+    return _kept(e, node, f"{e.const(product_of_rows)}({x.name}, {e.lengths(x.shape[x.axes[0]])}, 'prod')")
+
+
+def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+    """prod or cumprod along a dimension of fixed size."""
+    how, val = node.target._schema.name.removeprefix("aten::"), node.meta["val"]
+    if x.layout == PADDED or not x.rank or x.dtype != val.dtype or len(dims) != 1:
+        raise NoRule("a product in another layout or type")
+    sizes = f"{e.lengths(x.shape[x.axes[0]])}.list" if x.layout == PACKED else "[1] * n"
+    result = e.line(f"{e.const(product)}({x.name}, {sizes}, {x.place(dims[0])}, {how!r})")
+    if e.bound(node).get("keepdim"):
+        result = e.line(f"{result}.unsqueeze({x.place(dims[0])})")
+    return e.made(result, val)
 
 
 @over("count_nonzero")
@@ -610,15 +628,26 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     order = 2 if order is None else order
     if x.layout not in (PACKED, PADDED) or not 0 < order < float("inf") or arguments.get("dtype") is not None:
         raise NoRule("this norm over rows")
+    of_one_number = all(x.shape[d] == 1 for d in dims if d not in x.axes)
     if x.layout == PADDED:
-        return _masked_reduction(e, node, x, dims, "0", f"torch.linalg.vector_norm({{}}, {order}, {{}})")
+        call = f"torch.linalg.vector_norm({{}}, {order}, {{}})"
+        if of_one_number:
+            call = f"{e.const(norm)}({{}}, {order}, {{}}, {_along(e, x, dims)})"
+        return _masked_reduction(e, node, x, dims, "0", call)
     others = [x.place(d) for d in dims if d not in x.axes]
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
     if others and len(others) != x.rank - 1:
         raise NoRule("this norm over rows and some columns")
     padded = f"{size}.pad({name})" + (".flatten(1)" if others else "")
+    if of_one_number:
+        return _kept(e, node, f"{e.const(norm)}({padded}, {order}, (1,), [({size}, 1)])")
     return _kept(e, node, f"torch.linalg.vector_norm({padded}, {order}, 1)")
+
+
+def _along(e: Emitter, x: Packed, dims: list[int]) -> str:
+    """The sizes that a padded value has along dimensions, and their places."""
+    return "[" + "".join(f"({e.lengths(x.shape[d])}, {x.place(d)}), " for d in dims if d in x.axes) + "]"
 
 
 _register_along()

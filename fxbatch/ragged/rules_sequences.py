@@ -26,6 +26,7 @@ from fxbatch.ragged.lower import (
 )
 from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.rules import RULES, over, rule
+from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 
 def _recurrent(e: Emitter, node: fx.Node) -> Any:
@@ -173,6 +174,8 @@ def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout != PACKED:
         raise NoRule("a running result along one of two sizes of its own")
     size = e.lengths(x.shape[dims[0]])
+    if how == "cumprod" and x.dtype == val.dtype:
+        return e.made(f"{e.const(product_of_rows)}({x.name}, {size}, 'cumprod')", val)
     if isinstance(val, torch.Tensor):
         start = x.name if x.dtype == val.dtype else e.line(f"{x.name}.to({e.const(val.dtype)})")
         padded = {"cumsum": f"pad({start}, 0)", "cumprod": f"pad({start}, 1)"}.get(how, f"spread({start})")
@@ -198,36 +201,43 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 @over("topk")
 def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
-    """The first rows of a sort. That no instance has fewer is asked when the body is traced."""
+    """The first rows. That no instance has fewer is asked when the body is traced."""
     a = e.bound(node)
     if x.layout == PADDED and a["sorted"] and not depends(a["k"]):
         return _topk_of_pairs(e, node, x, dims[0])
     if x.layout != PACKED or not a["sorted"]:
         raise NoRule("it sorts along one of two sizes of its own, or not at all")
-    size, down = e.lengths(x.shape[dims[0]]), bool(a["largest"])
-    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
-    name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
+    size, val = e.lengths(x.shape[dims[0]]), node.meta["val"]
+    name = e.line(_first_elements(e, f"{size}.pad({x.name}, {{}})", x, dims[0], 1, a))
     if depends(a["k"]):
         rows = e.lengths(a["k"])
-        return tuple(e.made(f"{rows}.first_rows({name}[{i}])", t) for i, t in enumerate(node.meta["val"]))
-    place = f".movedim(1, {dims[0] + 1})" if dims[0] else ""
-    return tuple(e.made(f"{name}[{i}][:, :{a['k']}]{place}", t) for i, t in enumerate(node.meta["val"]))
+        return tuple(e.made(f"{rows}.first_rows({name}[{i}].movedim(-1, 1))", t) for i, t in enumerate(val))
+    return tuple(e.made(f"{name}[{i}].movedim(-1, {dims[0] + 1})", t) for i, t in enumerate(val))
+
+
+def _first_elements(e: Emitter, padded: str, x: Packed, d: int, place: int, a: dict[str, Any]) -> str:
+    """A call that gives the values and the places of a topk along dimension d; padded: what becomes the padded value,
+    its padding left open."""
+    down = bool(a["largest"])
+    fill = e.line(f"z.last({e.const(x.dtype)}, {down})")
+    count = e.column(a["k"]) if depends(a["k"]) else e.source(a["k"])
+    size = e.lengths(x.shape[d])
+    return f"{e.const(topk)}({padded.format(fill)}, {place}, {size}, {count}, {down})"
 
 
 def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Any:
-    """The nearest neighbours of each row: a sort along one of two sizes of its own."""
+    """The nearest neighbours of each row: along one of two sizes of its own."""
     a, place = e.bound(node), x.place(d)
-    down = bool(a["largest"])
-    hidden = f"{e.lengths(x.shape[d])}.hide({x.name}, {place}, z.last({e.const(x.dtype)}, {down}))"
-    name = e.line(f"{hidden}.sort(dim={place}, descending={down}, stable=True)")
+    hidden = f"{e.lengths(x.shape[d])}.hide({x.name}, {place}, {{}})"
+    name = e.line(_first_elements(e, hidden, x, d, place, a))
     (left,) = [b for b in x.axes if b != d]
     held = [d, *x.rest]
     order = [0, *[1 + held.index(b) for b in sorted(held)]]
-    made = []
+    results = []
     for i, t in enumerate(node.meta["val"]):
-        some = e.line(f"{name}[{i}].narrow({place}, 0, {a['k']}).movedim({place}, 2)")
-        made.append(e.made(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
-    return tuple(made)
+        some = e.line(f"{name}[{i}].movedim(-1, 2)")
+        results.append(e.made(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
+    return tuple(results)
 
 
 @over("roll")

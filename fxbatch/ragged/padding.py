@@ -1,0 +1,84 @@
+"""Padded values whose padding takes no part in gradients.
+
+In: tensors [n, longest, ...] or [n, longest, longest, ...]. Out: the same numbers; going back, what reaches padding is
+dropped before it is added to anything. It would be zero times a derivative: zero, but NaN where that is infinite, as
+padding that repeats a row of infinities gives.
+
+    without_gradients(padded, [(rows, 1)])                # the gradient at padding along dimension 1 becomes zero
+    product(left, right, [(rows, 1)], [(rows, 2)])        # torch.matmul(left, right)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxbatch.ragged.lengths import Lengths
+
+Along = Sequence[tuple[Lengths, int]]  # sizes of the instances' own, and the dimensions that they are padded along
+
+
+def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
+    """The padded tensor itself; its padding has no gradient."""
+    if not (torch.is_grad_enabled() and padded.requires_grad) or all(size.uniform for size, _ in along):
+        return padded
+    dropped: torch.Tensor = _WithoutGradients.apply(padded, along)
+    return dropped
+
+
+def product(left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along) -> torch.Tensor:
+    """torch.matmul of [n, ..., rows, k] and [n, ..., k, columns], each padded along some dimensions."""
+    gradients = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if not gradients or all(size.uniform for size, _ in (*left_along, *right_along)):
+        return torch.matmul(left, right)
+    multiplied: torch.Tensor = _Product.apply(left, right, left_along, right_along)
+    return multiplied
+
+
+def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:
+    """The padded tensor with zeros as its padding."""
+    for size, dim in along:
+        padded = size.clear(padded, dim % padded.dim())
+    return padded
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """What comes in; no gradient where there is padding."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, along: Along) -> torch.Tensor:
+        ctx.along = along
+        return padded.view_as(padded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return cleared(gradients[0], ctx.along), None
+
+
+class _Product(torch.autograd.Function):
+    """A product; going back, padding is zero in both factors and in the gradient of the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
+    ) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.along = left_along, right_along
+        return torch.matmul(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        left_along, right_along = ctx.along
+        left, right = ctx.saved_tensors
+        rank = max(left.dim(), right.dim())
+        outer = [(size, dim - left.dim() + rank) for size, dim in left_along if dim != left.dim() - 1]
+        outer += [(size, dim - right.dim() + rank) for size, dim in right_along if dim != right.dim() - 2]
+        gradient = cleared(gradients[0], dict.fromkeys(outer))
+        of_left = of_right = None
+        if ctx.needs_input_grad[0]:
+            of_left = (gradient @ cleared(right, right_along).mT).sum_to_size(left.shape)
+        if ctx.needs_input_grad[1]:
+            of_right = (cleared(left, left_along).mT @ gradient).sum_to_size(right.shape)
+        return of_left, of_right, None, None
