@@ -124,7 +124,13 @@ class Lengths:
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """[total, ...] => [n, longest, ...]; padding repeats rows of the instance, so that whatever is computed of it
-        is finite where the instance's own values are."""
+        is finite where the instance's own values are. Gradients of padding are dropped."""
+        if not self.uniform and torch.is_grad_enabled() and rows.requires_grad:
+            spread: torch.Tensor = _Spread.apply(rows, self)
+            return spread
+        return self._repeated(rows)
+
+    def _repeated(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.uniform:
             if self.shortest == 0:
                 rows = self.extended(rows)
@@ -260,12 +266,17 @@ class Lengths:
         eps: float,
     ) -> torch.Tensor:
         """Normalisation over the rows of each instance and the channels of a group: [total, items, channels, ...]."""
-        parts = rows.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
+        wide = rows.double() if rows.is_cpu else rows  # as torch's own
+        parts = wide.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
         per_row = parts.shape[3] * parts.shape[4]
         mean = self.divided(self.sum(parts.sum((3, 4))), per_row)
         centred = parts - self.each(mean)[..., None, None]
         variance = self.divided(self.sum(centred.square().sum((3, 4))), per_row)
-        made = (centred * self.each((variance + eps).rsqrt())[..., None, None]).reshape(rows.shape)
+        made = (
+            (centred * self.each((variance + eps).rsqrt())[..., None, None])
+            .reshape(rows.shape)
+            .to(rows.dtype)
+        )
         shape = (-1, *[1] * (rows.dim() - 3))
         made = made if weight is None else made * weight.view(shape)
         return made if bias is None else made + bias.view(shape)
@@ -351,6 +362,33 @@ def _applied(function: type[torch.autograd.Function], *given: Any) -> Any:
 
 def _width(rows: torch.Tensor) -> int:
     return rows.numel() // len(rows)
+
+
+class _Spread(torch.autograd.Function):
+    """The rows of each instance, padded by its last. The gradient of padding is zero times a derivative, which is no
+    zero where that is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, size: Lengths) -> torch.Tensor:
+        ctx.size = size
+        return size._repeated(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.size.unpad(gradients[0]), None
+
+
+class WithoutNaN(torch.autograd.Function):
+    """Zeros in place of NaN. As in torch's own, their gradient is what comes times zero: NaN where it is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return rows.masked_fill(rows.isnan(), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].isnan().logical_not()
 
 
 class _Mean(torch.autograd.Function):

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import UnknownExpressionError, column_source, depends, expression
+from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
 from fxbatch.torch_private import (
     enter_autocast,
@@ -320,7 +321,8 @@ class Emitter:
         if any(v.shape[d] != 1 for d in flat):
             raise NoRule("a size of its own meets a fixed one")
         if v.layout == WHOLE:
-            return self._squeezed(v.name, flat, v.rank)
+            name = self._squeezed(v.name, flat, v.rank)
+            return self._expanded(name, shape, axes) if layout == PADDED else name
         if v.layout == layout:
             return self._filled(v.name, _LEADING[layout], v.rank - len(axes), rest)
         if v.layout == DENSE:
@@ -329,14 +331,21 @@ class Emitter:
                 name = self._filled(name, 1, v.rank - len(flat), rest)
                 return self.line(f"{self.lengths(shape[axes[0]])}.each({name})")
             name = self.line(f"{name}.unsqueeze(1).unsqueeze(1)")
-            return self._filled(name, 3, v.rank - len(flat), rest)
+            return self._expanded(self._filled(name, 3, v.rank - len(flat), rest), shape, axes)
         if v.layout != PACKED:
             raise NoRule("two sizes of its own meet one")
         name = self.line(f"{self.lengths(v.shape[v.axes[0]])}.spread({v.name})")
         places = [2 + v.rest.index(d) for d in flat]
         name = self._squeezed(name, places, v.rank + 1)
         name = self.line(f"{name}.unsqueeze({2 if mine[0] == axes[0] else 1})")
-        return self._filled(name, 3, v.rank - 1 - len(flat), rest)
+        other = axes[1] if mine[0] == axes[0] else axes[0]
+        return self._expanded(self._filled(name, 3, v.rank - 1 - len(flat), rest), shape, (other,))
+
+    def _expanded(self, name: str, shape: tuple[Any, ...], dims: Sequence[int]) -> str:
+        """A value as long as the padded ones of `shape` along some of their own dimensions."""
+        axes = own_dimensions(shape)
+        along = "".join(f"({self.lengths(shape[d])}, {1 + axes.index(d)}), " for d in dims)
+        return self.line(f"{self.const(expanded)}({name}, [{along}], {1 + len(shape)})")
 
     def _squeezed(self, name: str, dims: Sequence[int], rank: int) -> str:
         return self.line(f"{name}.squeeze({tuple(dims)})") if dims else name

@@ -5,7 +5,7 @@ dropped before it is added to anything. It would be zero times a derivative: zer
 padding that repeats a row of infinities gives.
 
     without_gradients(padded, [(rows, 1)])                # the gradient at padding along dimension 1 becomes zero
-    product(left, right, [(rows, 1)], [(rows, 2)])        # torch.matmul(left, right)
+    multiplied(left, right, [(rows, -2)], [(rows, -1)])    # torch.matmul(left, right)
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from fxbatch.ragged.lengths import Lengths
 
-Along = Sequence[tuple[Lengths, int]]  # sizes of the instances' own, and the dimensions that they are padded along
+Along = Sequence[
+    tuple[Lengths, int]
+]  # sizes of the instances' own, and the dimensions that they are padded along
 
 
 def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
@@ -28,13 +30,27 @@ def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
     return dropped
 
 
-def product(left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along) -> torch.Tensor:
-    """torch.matmul of [n, ..., rows, k] and [n, ..., k, columns], each padded along some dimensions."""
+def expanded(value: torch.Tensor, along: Along, rank: int) -> torch.Tensor:
+    """A value that broadcasts to [n, ...] of this rank, repeated along dimensions; or itself without gradients."""
+    if not (torch.is_grad_enabled() and value.requires_grad) or all(size.uniform for size, _ in along):
+        return value
+    value = value.reshape((1,) * (rank - value.dim()) + value.shape)
+    shape = [along[0][0].n, *value.shape[1:]]
+    for size, dim in along:
+        shape[dim] = size.longest
+    return without_gradients(value.expand(shape), along)
+
+
+def multiplied(
+    left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
+) -> torch.Tensor:
+    """torch.matmul of [n, ..., rows, k] and [n, ..., k, columns], each padded along some dimensions, which are counted
+    from the end."""
     gradients = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
     if not gradients or all(size.uniform for size, _ in (*left_along, *right_along)):
         return torch.matmul(left, right)
-    multiplied: torch.Tensor = _Product.apply(left, right, left_along, right_along)
-    return multiplied
+    product: torch.Tensor = _Product.apply(left, right, left_along, right_along)
+    return product
 
 
 def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:
@@ -72,10 +88,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         left_along, right_along = ctx.along
         left, right = ctx.saved_tensors
-        rank = max(left.dim(), right.dim())
-        outer = [(size, dim - left.dim() + rank) for size, dim in left_along if dim != left.dim() - 1]
-        outer += [(size, dim - right.dim() + rank) for size, dim in right_along if dim != right.dim() - 2]
-        gradient = cleared(gradients[0], dict.fromkeys(outer))
+        outer = [(size, dim) for size, dim in left_along if dim != -1]
+        outer += [(size, dim) for size, dim in right_along if dim != -2]
+        gradient = cleared(gradients[0], list(dict.fromkeys(outer)))
         of_left = of_right = None
         if ctx.needs_input_grad[0]:
             of_left = (gradient @ cleared(right, right_along).mT).sum_to_size(left.shape)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends, expression
+from fxbatch.ragged.lengths import WithoutNaN
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -570,7 +571,7 @@ def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any
 
 @over("nansum")
 def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
-    name = e.line(f"{x.name}.masked_fill({x.name}.isnan(), 0)")
+    name = e.line(f"{e.const(WithoutNaN)}.apply({x.name})")
     return _summed(e, node, Packed(name, x.layout, x.shape, x.dtype), dims)
 
 

@@ -22,6 +22,7 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
+from fxbatch.ragged.padding import multiplied
 from fxbatch.ragged.rules import rule
 
 
@@ -93,12 +94,20 @@ def _padded_product(e: Emitter, a: Packed, b: Packed, val: torch.Tensor) -> Pack
     rank = max(a.rank, b.rank, 2)
     left = _ranked(e, left, a, rank, vector_at=1)
     right = _ranked(e, right, b, rank, vector_at=2)
-    name = e.line(f"torch.matmul({left}, {right})")
+    along = f"{_padded_along(e, a, 1)}, {_padded_along(e, b, 2)}"
+    name = e.line(f"{e.const(multiplied)}({left}, {right}, {along})")
     if a.rank == 1:
         name = e.line(f"{name}.squeeze(-2)")
     if b.rank == 1:
         name = e.line(f"{name}.squeeze(-1)")
     return e.gathered(name, val)
+
+
+def _padded_along(e: Emitter, v: Packed, vector_at: int) -> str:
+    """The sizes that a factor is padded along, and their places, counted from the end."""
+    of_vector = -1 if vector_at == 1 else -2
+    places = [(e.lengths(v.shape[a]), of_vector if v.rank == 1 else a - v.rank) for a in v.axes]
+    return f"[{', '.join(f'({size}, {place})' for size, place in places)}]"
 
 
 def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> str:

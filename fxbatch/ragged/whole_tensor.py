@@ -17,8 +17,9 @@ import torch
 
 from fxbatch.ragged.lengths import Lengths
 
-
-Along = Sequence[tuple[Lengths, int]]  # sizes of the instances' own, and the dimensions that they are padded along
+Along = Sequence[
+    tuple[Lengths, int]
+]  # sizes of the instances' own, and the dimensions that they are padded along
 
 
 def norm(padded: torch.Tensor, order: float, dims: Sequence[int], along: Along) -> torch.Tensor:
