@@ -96,7 +96,7 @@ class Minibatch:
 
     @property
     def code(self) -> str:
-        """The emitted source: a step function forwards and backwards an operation, with its kernel."""
+        """The instructions of the kernels of each operation, forwards and backwards."""
         return "\n\n".join(
             c.source if c.source else f"# {c.signature}\n# runs call by call: {c.reason}"
             for c in self.operations

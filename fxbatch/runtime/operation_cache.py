@@ -1,4 +1,4 @@
-"""Signature + which gradients it needs -> CompiledOperation: graphs, kernels and the emitted step functions.
+"""Signature + which gradients it needs -> CompiledOperation: graphs, kernels and step functions.
 
 >>> cache = OperationCache()                                           # doctest: +SKIP
 >>> compiled = cache.get(signature, (True, True), (True,), shared)      # doctest: +SKIP

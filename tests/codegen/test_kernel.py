@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxbatch.codegen.kernel import _TORCH
+from fxbatch.codegen.kernel import _TORCH, Workspace, emit_kernel
+from fxbatch.codegen.operation_graphs import add_call
+from tests.codegen.test_native import graph_of
 from tests.trust.programs import assert_equal, two, vectors
 
+aten = torch.ops.aten
 _X = torch.rand(3, 3)
 _ROWS = _X[None]
 _INTEGERS = (_X * 9).long()
@@ -27,6 +30,21 @@ def _takes_out(function: Any, args: tuple[Any, ...]) -> bool:
         return torch.equal(function(*args, out=None), expected) and torch.equal(out, expected)
     except (TypeError, RuntimeError, AttributeError, IndexError):
         return False
+
+
+def test_a_kernel_is_a_list_of_instructions_that_prints() -> None:
+    module = graph_of(
+        lambda g, x, y: [add_call(g, aten.mul.Tensor, (add_call(g, aten.tanh.default, (x,)), y))],
+        (3, torch.float64), (3, torch.float64),
+    )  # fmt: skip
+    kernel, out = emit_kernel(module), torch.empty(2, 3, dtype=torch.float64)
+    tanh, mul = kernel.body.instructions
+    assert (tanh.operation, mul.operation, mul.out) == ("tanh", "mul", kernel.body.inputs[-1])
+    assert mul.reads() == [tanh.output, kernel.body.inputs[2], mul.out]
+    assert str(mul) in kernel.source and str(mul).endswith("out=o0)")
+    x, y = torch.rand(2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)
+    (made,) = kernel(2, (x, y), (out,), Workspace())
+    assert made is out and torch.equal(out, x.tanh() * y)
 
 
 @pytest.mark.parametrize("name", sorted(_TORCH))

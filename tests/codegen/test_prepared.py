@@ -91,7 +91,7 @@ def test_casts_of_weights_under_autocast() -> None:
     assert isinstance(graphs, OperationGraphs), graphs
     kernel = emit_kernel(graphs.forward)
     assert kernel.launches == 4  # casts of the rows and of the result, product, bias; the weight's is hoisted
-    body, prepare = kernel.source.split("def prepare")
+    body, prepare = kernel.source.split("prepare(")
     assert body.count("aten__to_copy") == 2 and prepare.count("aten__to_copy") == 1
 
 
