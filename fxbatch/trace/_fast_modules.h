@@ -18,49 +18,17 @@ static ternaryfunc plain_call;
 static PyObject *plain_getattr, *plain_getattribute;
 static PyObject *s_getattr, *s_getattribute, *s_call, *s_tables[3];
 
-#if PY_VERSION_HEX < 0x030C0000
-#define VERSION(dict) (((PyDictObject *)(dict))->ma_version_tag) /* no two dictionaries ever have the same */
-#else
-#define VERSION(dict) 0 /* there may be none: nothing is found again */
-#endif
-
-/* What was found in a module's dictionary, or in those of its tables that were looked into, while all of them have these
-   versions: borrowed of them; only the name is ours. */
-#define MAX_FOUND 64
-static struct Found {
-    PyObject *name, *tables[3], *object;
-    uint64_t version, versions[3];
-    int looked; /* into so many tables */
-} found_before[MAX_FOUND];
-
-static int still_holds(const struct Found *f, PyObject *dict, PyObject *name)
-{
-    int same = f->name == name && f->version && f->version == VERSION(dict);
-    for (int i = 0; same && i < f->looked; i++)
-        same = f->versions[i] == VERSION(f->tables[i]);
-    return same;
-}
-
 /* What a module's dictionary or tables have of this name, borrowed; NULL where they have none, maybe with an error. */
 static PyObject *look_up(PyObject *dict, PyObject *name)
 {
-    struct Found *kept = &found_before[(((uintptr_t)dict >> 4) ^ ((uintptr_t)name >> 5)) % MAX_FOUND];
-    if (still_holds(kept, dict, name))
-        return kept->object;
-    struct Found now = {.name = name, .version = VERSION(dict), .object = PyDict_GetItemWithError(dict, name)};
-    for (; now.looked < 3 && !now.object && !PyErr_Occurred(); now.looked++) {
-        PyObject *table = PyDict_GetItemWithError(dict, s_tables[now.looked]);
+    PyObject *object = PyDict_GetItemWithError(dict, name);
+    for (int i = 0; i < 3 && !object && !PyErr_Occurred(); i++) {
+        PyObject *table = PyDict_GetItemWithError(dict, s_tables[i]);
         if (!table || !(PyDict_CheckExact(table) || PyODict_CheckExact(table)))
             return NULL;
-        now.tables[now.looked] = table;
-        now.versions[now.looked] = VERSION(table);
-        now.object = PyDict_GetItemWithError(table, name);
+        object = PyDict_GetItemWithError(table, name);
     }
-    if (now.object && VERSION(dict)) {
-        Py_XSETREF(kept->name, Py_NewRef(name));
-        *kept = now;
-    }
-    return now.object;
+    return object;
 }
 
 static PyObject *quick_getattro(PyObject *self, PyObject *name)
