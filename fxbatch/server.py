@@ -107,7 +107,26 @@ class _Request:
 
 
 class Server:
-    """A model that answers requests: what `live` gives. Use it in `with` or `async with`, or by `start` and `stop`."""
+    """A model that answers requests: what `live` gives. Use it in `with` or `async with`, or by `start` and `stop`.
+
+    `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
+    `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
+
+    Args:
+        target: a decorated model, method or function.
+        max_batch: how many requests run at a time.
+        max_wait: seconds that a request waits for others, where the forward doesn't wait for values.
+        max_queue: how many requests may wait to begin.
+
+    Example:
+        >>> server = fxbatch.live(model).start()
+        >>> futures = [server.submit([1, 2]), server.submit([3])]
+        >>> [tuple(future.result().shape) for future in futures]
+        [(4,), (4,)]
+        >>> server.stop()
+        >>> server.stats().done
+        2
+    """
 
     def __init__(self, target: Any, *, max_batch: int, max_wait: float, max_queue: int) -> None:
         found, owner = find_autobatched(target)

@@ -52,12 +52,25 @@ class ServerStats:
     """What a server has done since it was made, and what it does now.
 
     Fields:
-        requests: how many were taken in. done, failed, cancelled, expired: how they ended. refused: how many found the
-            queue full. looped: how many of those that ended the plain loop has served.
-        waiting: requests in the queue now. running: requests that run now.
-        phases: batches that were run. batch_sizes: how many batches had so many requests.
+        requests: how many were taken in.
+        done: how many have a result.
+        failed: how many forwards raised an exception.
+        cancelled: how many were cancelled.
+        expired: how many ended because their time was up.
+        refused: how many found the queue full.
+        looped: how many the plain loop has served.
+        phases: batches that were run.
+        waiting: requests in the queue now.
+        running: requests that run now.
+        batch_sizes: how many batches had so many requests.
         seconds: of the thread that computes, by what it did: "python", "planning", "kernels", "results".
         latencies: seconds from arrival to result of the last 4,096 requests that are done, ascending.
+
+    Example:
+        >>> with fxbatch.live(model) as server:
+        ...     shape = server.submit([1, 2]).result().shape
+        >>> server.stats().requests
+        1
     """
 
     requests: int = 0
@@ -77,9 +90,7 @@ class ServerStats:
     def latency(self, share: float) -> float:
         """Seconds that this share of the last requests took at most, such as 0.95; nan where none is done.
 
-        Example:
-            >>> ServerStats(latencies=(0.01, 0.02, 0.04)).latency(0.5)
-            0.02
+        `ServerStats(latencies=(0.01, 0.02, 0.04)).latency(0.5)` is 0.02.
         """
         if not self.latencies:
             return math.nan

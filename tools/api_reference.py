@@ -35,6 +35,11 @@ PAGES: dict[str, tuple[tuple[str, Any], ...]] = {
         ("disabled", fxbatch.disabled),
         ("lazy", fxbatch.lazy),
     ),
+    "Serve": (
+        ("live", fxbatch.live),
+        ("Server", fxbatch.Server),
+        ("ServerStats", fxbatch.ServerStats),
+    ),
     "Look inside": (
         ("explain", fxbatch.explain),
         ("Explanation", fxbatch.Explanation),

@@ -11,8 +11,8 @@ by the number of the slot that each was begun in.
     last = recording.close()              # the rest as a Recording of a minibatch
 
 Its memory is flat. Calls that have run are forgotten as soon as there are many: values that somebody still refers to
-are constants of the calls to come (`RecordedCalls.begin_anew`), the others are gone. What that takes is in proportion to
-the values that are left, and it is done when there are several times as many: the same share of each phase.
+are constants of the calls to come (`RecordedCalls.begin_anew`), the others are gone. What that takes is in proportion
+to the values that are left, and it is done when there are several times as many: the same share of each phase.
 """
 
 from __future__ import annotations

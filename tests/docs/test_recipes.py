@@ -29,7 +29,10 @@ def test_a_recipe_runs_alone(heading: str) -> None:
     names: dict[str, object] = {"__name__": "recipes"}
     run(DOCS / "recipes.md", recipes()[""], names)
     for line, source in recipes()[heading]:
-        for needed in re.findall(r"^from (torch_geometric|beartype)\b", source, re.MULTILINE):
+        compile(source, heading, "exec")
+        for needed in re.findall(
+            r"^(?:from|import) (torch_geometric|beartype|fastapi|litserve|ray)\b", source, re.MULTILINE
+        ):
             if importlib.util.find_spec(needed) is None:
                 break  # a library that the tests do not depend on
         else:
