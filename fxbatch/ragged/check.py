@@ -66,7 +66,7 @@ def packed_differences(
     def with_gradients(results: Rows, tensors: Tensors) -> list[torch.Tensor]:
         values = [t for row in results for t in row]
         ends, leaves = [t for t in values if t.requires_grad], [tensors[i] for i in needed]
-        if not ends:
+        if not (ends and leaves):
             return [*values, *map(torch.zeros_like, leaves)]
         weights = [_weight(t) for t in ends]
         return [

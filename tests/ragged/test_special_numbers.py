@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.judge import differences
+from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.packed_function import PackedFunction
 from tests.ragged.against_loop import difference
 
@@ -112,6 +113,14 @@ def test_rules_at_the_edge(name: str) -> None:
         assert [t.requires_grad for t in packed[0]] == flags
         wrong = difference(packed, instances, lambda rows, _: loop_of(body, rows))
         assert not wrong, f"{kind}: {wrong}"
+
+
+def test_a_packed_form_is_compared_where_no_operand_takes_gradients() -> None:
+    """A weight whose gradient is too large to be compared is the only one that takes gradients."""
+    weight = torch.zeros(1 << 18, 5).requires_grad_()
+    body = lambda *tensors: [F.embedding(tensors[0], tensors[1])]  # noqa: E731
+    function = PackedFunction.of(body, [torch.arange(3)], ((0,),), [weight])
+    check_against_body(function, [[torch.arange(2), torch.arange(4)]], [weight])
 
 
 @pytest.mark.parametrize("body", [lambda x: x.var(0), lambda x: x.std(0)], ids=["var", "std"])
