@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fxbatch.errors import TraceError
+from fxbatch.trace.places import TABLES
 from fxbatch.trace.user_line import at_line
 
 _CONTAINERS = (list, dict, set, deque, bytearray)
 _MANY = 1000  # of a container of more items only their number is compared
-_TABLES = ("_parameters", "_buffers", "_modules")
 _TORCHS_OWN = frozenset((*vars(torch.nn.Module()), "_fxbatch_engines"))
 _ABSENT: Any = object()
 _WATCHED = frozenset({*_CONTAINERS, torch.Tensor})
@@ -115,7 +115,7 @@ class _Before(NamedTuple):
 
 
 def _before(module: torch.nn.Module, name: str) -> _Before:
-    for table in (module.__dict__, *(module.__dict__[t] for t in _TABLES if t in module.__dict__)):
+    for table in (module.__dict__, *(module.__dict__[t] for t in TABLES if t in module.__dict__)):
         if name in table:
             return _Before(module, name, table, table[name])
     return _Before(module, name, None, _ABSENT)
@@ -230,6 +230,6 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     """All that a module holds by name."""
     state = module.__dict__
     found = {name: x for name, x in state.items() if name not in _TORCHS_OWN or name == "training"}
-    for table in _TABLES:
+    for table in TABLES:
         found.update(state.get(table, {}))
     return found

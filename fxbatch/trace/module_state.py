@@ -53,7 +53,7 @@ class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
     __slots__ = (
-        "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared", "structure",
+        "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared", "structure",
         "training",
     )  # fmt: skip
 
@@ -75,6 +75,7 @@ class Examined:
                 self.coupled = f"{prefix + ': ' if prefix else ''}{type(m).__name__}"
             key.append(m.training)
             self._add_tensors(prefix, m, key)
+        self.attributes = reads.names.union(s.name for s in self.shared)  # that it reads of modules
         self.structure = tuple(key)
         self.key = (self.structure, reads.key)
         self.lasts = self.places is not None and not self.reason and not self.coupled
@@ -104,11 +105,12 @@ class Examined:
 class ExaminedFunction:
     """A user's function or class that is one operation, and what its code reads now."""
 
-    __slots__ = ("custom", "guards", "lasts", "reads", "reason", "state", "target")
+    __slots__ = ("attributes", "custom", "guards", "lasts", "reads", "reason", "state", "target")
 
     def __init__(self, target: Any, reads: Reads, state: int, reason: str) -> None:
         self.target = target
         self.reads = reads
+        self.attributes = reads.names  # that it reads of modules
         self.guards = reads.guards()
         self.state = state  # a number for the content of what it reads
         self.reason = reason  # why it is no operation, "" where it is one

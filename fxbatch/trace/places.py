@@ -38,7 +38,7 @@ IN_DICT, IN_TYPE, IN_CELL, IN_SLOT = range(4)
 TYPES, MEMBERS, FILLED, TENSORS = range(4, 8)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TABLES = ("_modules", "_parameters", "_buffers")
+TABLES = ("_modules", "_parameters", "_buffers")
 _Module, _Tensor = torch.nn.Module, torch.Tensor
 
 
@@ -211,7 +211,7 @@ def _lists_its_own(module: torch.nn.Module) -> bool:
     """Whether all that can change is seen: modules that torch's own method lists, no parameters yet to be made."""
     cls, state = type(module), module.__dict__
     plain = cls.named_modules is _Module.named_modules and cls.modules is _Module.modules
-    kept_here = all(isinstance(state.get(name), dict) for name in _TABLES)  # not so in TorchScript
+    kept_here = all(isinstance(state.get(name), dict) for name in TABLES)  # not so in TorchScript
     return plain and kept_here and not any(is_lazy(p) for p in state["_parameters"].values())
 
 
@@ -224,7 +224,7 @@ def _places_of(module: torch.nn.Module) -> list[Item]:
             Item(kind, holder, name, holds_now(kind, holder, name))
             for kind, holder, name in (
                 (TYPES, state, None), (IN_DICT, state, "training"), (FILLED, state, HOOKS),
-                *((MEMBERS, state, name) for name in _TABLES), (TENSORS, tuple(tensors), None),
+                *((MEMBERS, state, name) for name in TABLES), (TENSORS, tuple(tensors), None),
             )
         ),
     ]  # fmt: skip

@@ -260,8 +260,8 @@ class RecordedCalls(Columns):
         self.lasts = False
 
     def is_read(self, name: str) -> bool:
-        """Whether a module that was called reads an attribute of this name."""
-        return any(name in x.reads.names for x in self.known.examined.values() if not x.reason)
+        """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
+        return any(name in x.attributes for x in self.known.examined.values() if not x.reason)
 
     # Calls
 

@@ -46,6 +46,7 @@ from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
 from fxbatch.trace.calls import examined_function
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
+from fxbatch.trace.places import TABLES
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import Entry, operands_require
@@ -424,7 +425,10 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
             recorder.forget_modules()
         object.__setattr__(self, name, value)
         return
-    if name == "training" or isinstance(value, (torch.Tensor, torch.nn.Module)) or recorder.is_read(name):
+    replaces = isinstance(value, (torch.nn.Parameter, torch.nn.Module)) or any(
+        name in self.__dict__.get(table, ()) for table in TABLES
+    )
+    if name == "training" or replaces or recorder.is_read(name):
         recorder.forget_modules()
     plain(self, name, value)
 

@@ -368,3 +368,30 @@ def test_views_are_recorded_in_c_and_handed_out_again(recorded_by: str) -> None:
     assert recorded_by == "python" or slow[1] == slow[2] <= writes
     batched: Any = type("Batched", (Views,), {"forward": fxbatch.autobatch(adaptive=False)(Views.forward)})
     check_equal(batched(), list(torch.randn(5, 4)))
+
+
+def test_setting_an_attribute_that_no_operation_reads_forgets_no_call(recorded_by: str) -> None:
+    """A memory kept on a module (a neural Turing machine): each write made the whole call table be found anew."""
+
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.memory = torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.memory = torch.zeros(4)
+            for _ in range(3):
+                before = self.memory
+                self.memory = torch.ones(4)  # a real tensor, and then a value
+                self.memory = before + self.linear(x)
+            return self.memory
+
+    model, table, slow = Memory(), SignatureTable(), []
+    for _ in range(3):
+        recording = record(model, list(torch.randn(5, 4)), table)
+        slow.append(recording.recorder.long_calls)
+        del recording
+    assert recorded_by == "python" or slow[2] == 0
+    batched: Any = type("Batched", (Memory,), {"forward": fxbatch.autobatch(adaptive=False)(Memory.forward)})
+    check_equal(batched(), list(torch.randn(5, 4)))
