@@ -53,8 +53,8 @@ class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
     __slots__ = (
-        "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared", "structure",
-        "training",
+        "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared",
+        "structure", "training",
     )  # fmt: skip
 
     def __init__(self, module: torch.nn.Module, reads: Reads | None = None) -> None:
