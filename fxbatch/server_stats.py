@@ -85,7 +85,7 @@ class ServerStats:
     running: int = 0
     batch_sizes: Mapping[int, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    latencies: tuple[float, ...] = ()
+    latencies: tuple[float, ...] = field(default=(), repr=False)
 
     def latency(self, share: float) -> float:
         """Seconds that this share of the last requests took at most, such as 0.95; nan where none is done.
