@@ -326,8 +326,13 @@ def inputs_without_gradient(
     if not signature.modes.grad or not any(input_needs):
         return ()
     eager = _eager(signature, input_needs, shared_needs, shared)
-    with torch.random.fork_rng([]):
-        drawn = [eager.run(*eager.draw(draw, 1, 1), 1) for draw in (_normal, _positive, _definite)]
+    try:
+        with torch.random.fork_rng([]):
+            drawn = [eager.run(*eager.draw(draw, 1, 1), 1) for draw in (_normal, _positive, _definite)]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # noqa: BLE001  # users' code, on numbers that it was not written for (the rows of a packed sequence)
+        return ()
     return _without_gradient(eager.needs, [x for x in drawn if x is not None])
 
 

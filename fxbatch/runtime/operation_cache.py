@@ -213,7 +213,9 @@ def compile_operation(
             return _emit(signature, needs, built, [t.detach() for t in shared], compile, native=native)
         reason = built.reason
     without: tuple[int, ...] = ()
-    if not late or type(signature.operation.target) is CustomFunction:
+    if (
+        type(signature.operation.target) is CustomFunction
+    ):  # others may take what no random numbers are: batch sizes
         with patching, patched(), torch.inference_mode(False), torch.enable_grad():
             without = inputs_without_gradient(signature, *needs, shared)
     kernel = UnbatchedKernel(signature)
