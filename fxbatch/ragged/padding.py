@@ -80,9 +80,12 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
     ) -> torch.Tensor:
-        ctx.save_for_backward(left, right)
+        product = torch.matmul(left, right)
+        ctx.save_for_backward(
+            left.to(product.dtype), right.to(product.dtype)
+        )  # autocast multiplies in its own type
         ctx.along = left_along, right_along
-        return torch.matmul(left, right)
+        return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -128,7 +128,7 @@ def test_compare_prints_both_curves(capsys: Captured) -> None:
 @pytest.mark.usefixtures("started")
 def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     looped: list[int] = []
-    by_the_loop, curve = Autobatched._loop, demo_measure._curve
+    by_the_loop, curve = Autobatched.loop, demo_measure._curve
 
     def counted(self: Autobatched, instances: Any, *args: Any, **kwargs: Any) -> Any:
         looped.append(len(instances))
@@ -141,7 +141,7 @@ def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: 
         return found
 
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(Autobatched, "_loop", counted)
+    monkeypatch.setattr(Autobatched, "loop", counted)
     monkeypatch.setattr(demo_measure, "_curve", watched)
     assert main(["demo", "--epochs", "0", "--compare", "2", *SMALL]) == 0
     assert "batched and one by one by at most" in " ".join(capsys.readouterr().out.split())
