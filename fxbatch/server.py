@@ -154,7 +154,7 @@ class Server:
         self._cancelled = False  # whether some request may have been cancelled
         # Of the thread that computes
         self._running: dict[int, _Request] = {}  # by slot
-        self._free = list(range(max_batch - 1, -1, -1))
+        self._free = self._all_slots()
         self._recording: OngoingRecording | None = None
         self._lines: dict[str, int] = {}  # of the user's code, that waited
 
@@ -306,7 +306,7 @@ class Server:
             self._running.clear()
             self._queue.clear()
             self._stopping = True
-        self._free = list(range(self.max_batch - 1, -1, -1))
+        self._free = self._all_slots()
         for request in left:
             if not isinstance(error, StoppedError):
                 self._settle(request, error=error)
@@ -546,6 +546,10 @@ class Server:
         self._leave(slot)
         self._answer(request, result)
 
+    def _all_slots(self) -> list[int]:
+        """Every slot, the first one last: it is taken first."""
+        return list(range(self.max_batch - 1, -1, -1))
+
     def _leave(self, slot: int) -> None:
         del self._running[slot]
         self._free.append(slot)
@@ -555,7 +559,7 @@ class Server:
         can't be recorded."""
         recording, self._recording = self._recording, None
         running, self._running = dict(self._running), {}
-        self._free = list(range(self.max_batch - 1, -1, -1))
+        self._free = self._all_slots()
         undone = recording is None or recording.fail()
         refused = isinstance(error, TraceError)
         if refused and not self.engine.may_loop:

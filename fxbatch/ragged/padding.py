@@ -81,9 +81,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
     ) -> torch.Tensor:
         product = torch.matmul(left, right)
-        ctx.save_for_backward(
-            left.to(product.dtype), right.to(product.dtype)
-        )  # autocast multiplies in its own type
+        # Autocast multiplies in its own type, and so does backward.
+        ctx.save_for_backward(left.to(product.dtype), right.to(product.dtype))
         ctx.along = left_along, right_along
         return product
 

@@ -213,9 +213,8 @@ def compile_operation(
             return _emit(signature, needs, built, [t.detach() for t in shared], compile, native=native)
         reason = built.reason
     without: tuple[int, ...] = ()
-    if (
-        type(signature.operation.target) is CustomFunction
-    ):  # others may take what no random numbers are: batch sizes
+    # Others may take what random numbers are not: the batch sizes of a packed sequence.
+    if type(signature.operation.target) is CustomFunction:
         with patching, patched(), torch.inference_mode(False), torch.enable_grad():
             without = inputs_without_gradient(signature, *needs, shared)
     kernel = UnbatchedKernel(signature)
