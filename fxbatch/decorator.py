@@ -336,22 +336,22 @@ class Autobatched:
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
         and the others otherwise."""
-        grad, count, waiting = torch.is_grad_enabled(), len(instances), len(engine.queue)
-        choice = strategy.choose(count, grad=grad)
-        if not waiting:
-            return self._as_chosen(engine, strategy, choice, instances)
-        begun = stopwatch.now()
+        grad, count = torch.is_grad_enabled(), len(instances)
+        choice, begun = strategy.choose(count, grad=grad), stopwatch.now()
         result = self._as_chosen(engine, strategy, choice, instances)
         loop = strategy.loop_seconds(count, grad=grad)
-        engine.build_waiting(seconds=stopwatch.now() - begun if choice.batches else loop, loop=loop)
-        if not engine.queue:
+        seconds = loop
+        if choice.batches:
+            seconds = stopwatch.now() - begun - strategy.saved_backward(count, grad=grad)
+        if engine.build_waiting(seconds=seconds, loop=loop) and not engine.queue:
             strategy.look_again()
         return result
 
     def _as_chosen(self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any]) -> Any:
         grad, count = torch.is_grad_enabled(), len(instances)
         if choice.batches and not choice.scouts:
-            with engine.queue.minibatch(grad=grad):
+            loop = strategy.loop_seconds(count, grad=grad, backward=True)
+            with engine.queue.minibatch(count, loop=loop):
                 if choice.timing is None:
                     return self._batched(engine, instances, self.options.out)
                 result, reasons = choice.timing.of(lambda: self._batched_with_reasons(engine, instances))
@@ -368,12 +368,13 @@ class Autobatched:
             engine.changes = unchanged.first_change()
         batches = choice.batches and bool(rest)
         if batches and unchanged is not None and engine.changes:  # one alone tells whether it waits, too
-            with engine.queue.minibatch(grad=grad):
+            with engine.queue.minibatch(1):
                 results += self._batched(engine, rest[:1], "list", first=len(results))
             rest = rest[1:]
             batches = bool(rest) and not engine.refusals.reason(training=engine.training)
         if batches:
-            with engine.queue.minibatch(grad=grad):
+            loop = strategy.loop_seconds(count, grad=grad, backward=True)
+            with engine.queue.minibatch(len(rest), loop=loop * len(rest) / count):
                 results += self._batched(engine, rest, "list", first=len(results))
         else:
             results += self.loop(rest, first=len(results))

@@ -1,16 +1,17 @@
 """What waits to be built, dearest first, so that building takes little beside the work that it is for.
 
     queue = BuildQueue()
-    with queue.minibatch(grad=True):
-        queue.may_build()                       # whether what is new is built now; else it runs call by call, and waits
+    with queue.minibatch(64, loop=0.2):         # instances, and the seconds that the loop takes for them
+        queue.may_build(calls=100)              # whether what is new is built now; else it runs call by call, and waits
         queue.put(key, operation, build)
     queue.earn(seconds=0.05, loop=0.2)          # a minibatch took so long, where the loop takes so long
     queue.build()                               # what waits, as far as was earned
 
-What is new is built at once until that has taken FIRST seconds, for each mode. After that it runs call by call, and is
-built after minibatches that follow, batched or by the loop: MOST seconds after each, until all of it has taken as long
-as AHEAD minibatches of the loop; then within a tenth of the loop's time and all that batching saves. What one minibatch
-alone has met, as where each instance has shapes of its own, is not built.
+Building has an account: a tenth of the loop's time, all that batching saves beside the loop, and ahead what AHEAD
+minibatches can save: no more than the loop's time beyond what recording takes. So nothing is built where recording
+alone takes longer than the loop. What is new is built at once, MOST seconds in a minibatch; the rest runs call by call,
+and is built after minibatches that follow, batched or by the loop. What one minibatch alone has met, as where each
+instance has shapes of its own, is not built, nor is what takes little beside what building takes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from fxbatch.stopwatch import seconds_of_building
+from fxbatch import stopwatch
 
-FIRST = 1.0  # seconds; the last operation may go beyond
-MOST = 1.0  # after one minibatch
-AHEAD = 10.0  # minibatches of the loop whose time may be spent ahead, of the largest so far
+MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
+AHEAD = 20.0  # minibatches whose savings may be spent ahead
+SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits
 SHARE = 0.1  # of the loop's time
 CAPACITY = 4096
 
@@ -49,67 +50,83 @@ class BuildQueue:
 
     def __init__(self) -> None:
         self.earned = 0.0
-        self._largest = 0.0  # the loop's time of a minibatch
-        self._left = {True: FIRST, False: FIRST}  # by mode: seconds for what is new
-        self._first: set[bool] = {True, False}  # modes that have had no minibatch
-        self._mode: bool | None = None  # of the minibatch that runs, None where nothing is bounded
-        self._begun = 0.0  # the seconds of building before it
+        self._ahead = 0.0  # seconds that batching may save, at most, in AHEAD minibatches
+        self._loop = 0.0  # seconds that the loop takes for the minibatch that runs
+        self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
+        self._begun = 0.0, 0.0  # when it began, and the seconds of building before it
         self._minibatches = 0
         self._once: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self._again: OrderedDict[Hashable, _Waiting] = OrderedDict()
+        self._looked = True  # whether nothing that waits is worth building
+        self._builds: tuple[float, int] = 0.0, 0  # seconds of those that waited, and how many there were
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How much waits that has come again."""
-        return len(self._again)
+        """How much waits that has come again and may be worth building."""
+        return 0 if self._looked or not self._ahead else len(self._again)
 
     @contextmanager
-    def minibatch(self, *, grad: bool) -> Iterator[None]:
-        """Around a batched minibatch whose building is bounded."""
+    def minibatch(self, instances: int, *, loop: float = 0.0) -> Iterator[None]:
+        """Around a batched minibatch whose building is bounded. loop: seconds that it takes by the loop."""
         self._minibatches += 1
-        self._mode, self._begun = grad, seconds_of_building()
+        self._instances, self._loop = instances, loop
+        self._begun = stopwatch.now(), stopwatch.seconds_of_building()
         try:
             yield
         finally:
-            self._left[grad] = self._seconds_left(grad)
-            self._first.discard(grad)
-            self._mode = None
+            self._instances = 0
 
-    def _seconds_left(self, mode: bool) -> float:
-        return max(0.0, self._left[mode] - max(0.0, seconds_of_building() - self._begun))
-
-    def may_build(self) -> bool:
-        """Whether an operation that is new may be built now."""
-        return self._mode is None or self._seconds_left(self._mode) > 0.0
-
-    def may_pack(self) -> bool:
-        """Whether a packed function may be: there are few, which are not put off but from a mode's first minibatch."""
-        return self.may_build() or self._mode not in self._first
+    def may_build(self, calls: int | None = None) -> bool:
+        """Whether what is new may be built now. calls: of the operation, in this minibatch."""
+        if not self._instances:
+            return True
+        if calls is not None and SELDOM * calls < self._instances:
+            return False
+        seconds, built = stopwatch.now() - self._begun[0], stopwatch.seconds_of_building() - self._begun[1]
+        self._ahead = AHEAD * max(0.0, self._loop - max(0.0, seconds - built))
+        return built < MOST and self._ahead + self.earned + self._loop > seconds
 
     def put(self, key: Hashable, operation: CallByCall, build: Callable[[], object]) -> None:
         """Let an operation wait that runs call by call now; `build` builds it."""
         with self._lock:
             if key in self._again:
+                self._looked = False  # its calls have taken longer by now
                 return
             waiting = self._once.setdefault(key, _Waiting(operation, build, self._minibatches))
             if waiting.minibatch < self._minibatches:
-                self._again[key] = self._once.pop(key)
+                self._again[key], self._looked = self._once.pop(key), False
             for table in (self._once, self._again):
                 while len(table) > CAPACITY:
                     table.popitem(last=False)
 
     def earn(self, *, seconds: float, loop: float) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long."""
-        self.earned += AHEAD * max(0.0, loop - self._largest) + max(0.0, (1.0 + SHARE) * loop - seconds)
-        self._largest = max(self._largest, loop)
+        self.earned += (1.0 + SHARE) * loop - seconds
+        if self._minibatches == 1:  # much of what a first minibatch takes never comes again
+            self.earned = max(self.earned, 0.0)
 
-    def build(self) -> None:
-        """Build what has come again, that whose calls have taken longest first, as long as was earned."""
-        before = self.earned
-        while self.earned > max(0.0, before - MOST) and self._again:
-            with self._lock:
-                dearest = max(self._again, key=lambda key: self._again[key].operation.seconds)
-                waiting = self._again.pop(dearest)
-            begun = seconds_of_building()
+    def build(self) -> int:
+        """Build what has come again, that whose calls have taken longest first, as long as there is time for it.
+        How much was built."""
+        least, count = max(0.0, self._ahead + self.earned - MOST), 0
+        while self._ahead and self._ahead + self.earned > least and (waiting := self._dearest()) is not None:
+            begun = stopwatch.seconds_of_building()
             waiting.build()
-            self.earned -= seconds_of_building() - begun
+            seconds, count = stopwatch.seconds_of_building() - begun, count + 1
+            self.earned -= seconds
+            self._builds = self._builds[0] + seconds, self._builds[1] + 1
+        return count
+
+    def _dearest(self) -> _Waiting | None:
+        """The next to be built, which waits no longer; None where nothing is worth it."""
+        with self._lock:
+            key = max(self._again, key=lambda key: self._again[key].operation.seconds, default=None)
+            if key is not None and self._is_worth_building(self._again[key].operation):
+                return self._again.pop(key)
+            self._looked = True
+            return None
+
+    def _is_worth_building(self, operation: CallByCall) -> bool:
+        """Whether AHEAD times what its calls have taken is what one takes to be built, by those before it."""
+        seconds, count = self._builds
+        return not count or AHEAD * operation.seconds * count >= seconds

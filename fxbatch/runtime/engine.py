@@ -44,10 +44,10 @@ class Engine(Planner):
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         super().__init__(options, root)
         self.table = SignatureTable(verify=options.verify)
-        self.packed = PackedRoute(options, root, self.queue.may_pack)
+        self.packed = PackedRoute(options, root, self.queue.may_build)
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.table.packed = PackedCalls(verify=options.verify, may_build=self.queue.may_pack)
+            self.table.packed = PackedCalls(verify=options.verify, may_build=self.queue.may_build)
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
@@ -113,11 +113,12 @@ class Engine(Planner):
 
         return result, found
 
-    def build_waiting(self, *, seconds: float, loop: float) -> None:
-        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long."""
+    def build_waiting(self, *, seconds: float, loop: float) -> int:
+        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long. How
+        much was built."""
         self.queue.earn(seconds=seconds, loop=loop)
         with kernel_modes():
-            self.queue.build()
+            return self.queue.build()
 
     def record(
         self,

@@ -95,10 +95,11 @@ class Planner:
         grad: bool,
         *,
         late: bool = False,
+        calls: int | None = None,
     ) -> CompiledOperation:
         """The operation of a signature. Needs only grow from call to call, so that graphs are not remade.
 
-        late: it runs call by call this time, its graphs are built later.
+        late: it runs call by call this time, its graphs are built later. calls: how many there are.
         """
         if grad:
             before = self._sticky.get(signature)
@@ -117,7 +118,7 @@ class Planner:
             verify=self.options.verify,
             native=self.options.native,
             compile=None if unused else self.compile_options,
-            may_build=self.queue.may_build,
+            may_build=functools.partial(self.queue.may_build, calls),
             late=late,
         )
         if made.is_late:

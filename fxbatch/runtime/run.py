@@ -226,6 +226,7 @@ class Run:
                     shared[signature],
                     self.grad,
                     late=s in late,
+                    calls=counts[s],
                 )
         family.settled = not any(x is not None and x.is_late for x in operations)
         compiled = tuple(operations)

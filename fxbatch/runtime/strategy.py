@@ -31,6 +31,7 @@ CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole mini
 WINDOW = 5  # timings of either way that are looked at
 COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
+HOPELESS = 2.0  # times the loop's, above which none is
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
@@ -70,7 +71,12 @@ class _Case:
         """How the next minibatch runs."""
         self.minibatches += 1
         before, self.timed = self.timed, ""
-        if before == "batch" and self.batch[-1].building and self.retimed < RETIMED:
+        if (
+            before == "batch"
+            and self.batch[-1].building
+            and self.retimed < RETIMED
+            and not self._is_hopeless()
+        ):
             self.batch.pop()
             self.retimed += 1
             return self._time_batch(instances)
@@ -113,13 +119,18 @@ class _Case:
             return
         self.seconds = loop, batch
         self.rounds += timed == "batch"
-        ratio, margin, over = batch / loop, 1.0 + 2.0 ** (1 - self.rounds), self.minibatches - 1
+        ratio, margin, over = batch / loop, 1.0 + 2.0**-self.rounds, self.minibatches - 1
         self.loops, self.whole = ratio > margin, ratio > CLOSE
         is_close = 1.0 / margin < ratio <= margin
         wait = max(1, over // 4 if is_close else over)
         if self.loops:
             wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
         self.next_round = self.minibatches + wait - 1
+
+    def _is_hopeless(self) -> bool:
+        """Whether the loop is faster by far, whatever was built meanwhile."""
+        loop, batch = self._medians()
+        return bool(loop) and batch > HOPELESS * loop
 
     def _medians(self) -> tuple[float, float]:
         """What one instance takes by the loop, and batched; 0 where that was not timed. Backward passes count where
@@ -130,7 +141,7 @@ class _Case:
             each = [[(t.forward + t.backward) / t.instances for t in way] for way in ways]
         else:
             each = [[t.forward / t.instances for t in way] for way in ways]
-        loop, batch = [_median(way) if way else 0.0 for way in each]
+        loop, batch = [_median(way) for way in each]
         return loop, batch
 
 
@@ -164,12 +175,25 @@ class Strategy:
         case.looped += 1
         return True
 
-    def loop_seconds(self, instances: int, *, grad: bool) -> float:
-        """About how long the loop takes forward; 0 where it was not timed yet."""
+    def loop_seconds(self, instances: int, *, grad: bool, backward: bool = False) -> float:
+        """About how long the loop takes forward, and backward where that is asked for (as long as forward, where it was
+        not timed yet); 0 where nothing was timed yet."""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
-            times = [t.forward / t.instances for t in ([] if case is None else case.loop) if t.forward]
-            return instances * _median(times) if times else 0.0
+            timed = [t for t in ([] if case is None else case.loop) if t.forward]
+            forward = _median([t.forward / t.instances for t in timed])
+            back = _median([t.backward / t.instances for t in timed if t.backward]) or forward
+            return instances * (forward + (back if grad and backward else 0.0))
+
+    def saved_backward(self, instances: int, *, grad: bool) -> float:
+        """By how much backward passes are faster batched; 0 where one of the two was not timed yet."""
+        with self._lock:
+            case = self._cases.get((grad, instances.bit_length()))
+            ways = () if case is None else (case.loop, case.batch)
+            loop, batch = [
+                _median([t.backward / t.instances for t in way if t.backward]) for way in ways
+            ] or (0.0, 0.0)
+            return instances * (loop - batch) if loop and batch else 0.0
 
     def look_again(self) -> None:
         """Begin rounds with the next minibatches: batching has become faster, as all is built."""
@@ -213,8 +237,8 @@ class Strategy:
 
 
 def _median(numbers: Sequence[float]) -> float:
-    """The lower one of two; the module `statistics` imports decimals and fractions."""
-    return sorted(numbers)[(len(numbers) - 1) // 2]
+    """The lower one of two, 0 of none; the module `statistics` imports decimals and fractions."""
+    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
 
 
 def _figures(case: _Case, instances: int, grad: bool) -> str:

@@ -37,6 +37,7 @@ from fxbatch.trace.values import Value, link_views
 
 MOST_MADE = 8  # modules without tensors that instances make of one class, each with other attributes
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
+MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
 
 
 class ModuleRecord:
@@ -398,7 +399,8 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
             raise BodyError(f"changes its attribute {changed[0]!r}")
         return result
 
-    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad)
+    most = MOST_CALLS if rule is PLAIN_MODULE else None
+    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad, most=most)
     if changed := changed_attribute(twins):
         raise BodyError(f"changes {changed}")
     if outcome.written_shared:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -308,10 +309,19 @@ def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> Any:
     return (first.expand(shape).clone(), *states)
 
 
-class _MemoryWatch(TorchFunctionMode):
-    """Refuses what the user's code asks about a tensor's memory. Torch's own code only chooses a faster way by it."""
+class _CallWatch(TorchFunctionMode):
+    """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it), and
+    more than `most` calls of torch."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.left = math.inf if most is None else most
+        self.most = most
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise BodyError(f"calls torch more than {self.most} times: its parts batch better")
         if func in _RECURRENT and _has_steps(*args):
             return _by_one_step(func, *args)
         if func in _OF_MEMORY:
@@ -332,19 +342,21 @@ def run_on_fakes(
     shared: Sequence[torch.Tensor],
     *,
     grad: bool = True,
+    most: int | None = None,
 ) -> BodyRun:
     """Run `body(inputs, shared)` on fake tensors under the modes that are on.
 
-    Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects.
+    Raises what the body raises; BodyError when it draws Python or numpy random numbers or returns objects, or calls
+    torch more than `most` times.
     """
     with building(), without_saved_tensor_hooks(), outside_functorch():
         try:
-            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True)
+            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
         # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
-        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False)
+        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False, most=most)
         return replace(outcome, gradients=tuple(t.differentiable for t in outcome.outputs))
 
 
@@ -355,6 +367,7 @@ def _run_on_fakes(
     *,
     grad: bool,
     differentiable: bool,
+    most: int | None,
 ) -> BodyRun:
     watch = _RandomWatch()
     with torch.inference_mode(False), fake_mode() as mode, torch.set_grad_enabled(grad):
@@ -365,7 +378,7 @@ def _run_on_fakes(
         states = _python_random_states()
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
-            with watch, _MemoryWatch():
+            with watch, _CallWatch(most):
                 result = body(list(fakes), fake_shared)
         finally:
             _LOG.disabled = quiet

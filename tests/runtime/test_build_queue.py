@@ -1,5 +1,5 @@
-"""Building is bounded: so many seconds in a mode's first minibatch, later a share of the time, dearest first. The clock
-is the test's own: building an operation takes as long as the test says."""
+"""Building is bounded: so many seconds in a minibatch, no more than batching may save, dearest first. The clock is the
+test's own: building an operation takes as long as the test says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 import fxbatch
 from fxbatch.runtime import build_queue as module
 from fxbatch.runtime import operation_cache
-from fxbatch.runtime.build_queue import AHEAD, FIRST, MOST, SHARE, BuildQueue
+from fxbatch.runtime.build_queue import AHEAD, MOST, SELDOM, SHARE, BuildQueue
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.stopwatch import building
@@ -43,26 +43,26 @@ def test_what_took_longest_call_by_call_is_built_first_and_only_what_has_come_ag
         queue.put(name, Late(seconds), build)
 
     for names in ("abc", "abd"):
-        with queue.minibatch(grad=True):
+        with queue.minibatch(8, loop=1e-6):
+            assert queue.may_build()
             for name in names:
                 put(name, {"a": 1.0, "b": 3.0}.get(name, 9.0))
     assert len(queue) == 2
-    queue.build()
-    assert built == [], "nothing is earned yet"
-    queue.earn(seconds=0.01, loop=0.01)
-    assert queue.earned == pytest.approx((AHEAD + SHARE) * 0.01)
-    queue.build()
-    assert built == ["b"] and queue.earned < 0, "one at least; it is paid back"
+    queue.earned = -1.0
+    assert queue.build() == 0, "nothing is earned yet"
+    queue.earn(seconds=0.09, loop=1.0)
+    assert queue.earned == pytest.approx(SHARE - 0.09)
+    assert queue.build() == 1 and built == ["b"] and queue.earned < 0, "one at least; it is paid back"
     queue.earn(seconds=5.0, loop=0.01)
-    queue.build()
-    assert built == ["b"], "what takes longer than the loop earns nothing"
-    for _ in range(1000):
+    assert queue.build() == 0, "what takes longer than the loop earns nothing"
+    for _ in range(6000):
         queue.earn(seconds=0.01, loop=0.01)
     queue.build()
     assert built == ["b", "a"] and len(queue) == 0
 
 
-def test_so_many_minibatches_of_the_loop_are_spent_ahead_and_not_all_at_once(clock: Clock) -> None:
+def test_what_batching_may_save_is_spent_ahead_and_not_all_at_once(clock: Clock) -> None:
+    """The loop takes a second, recording a quarter of one: AHEAD minibatches can save no more than 0.75 each."""
     queue, built = BuildQueue(), []
 
     def build() -> None:
@@ -71,23 +71,58 @@ def test_so_many_minibatches_of_the_loop_are_spent_ahead_and_not_all_at_once(clo
         built.append(clock.time)
 
     for _ in range(2):
-        with queue.minibatch(grad=True):
+        with queue.minibatch(8, loop=1.0):
+            clock.time += 0.25
             for k in range(100):
-                queue.put(k, Late(1.0), build)
+                if queue.may_build(calls=8):
+                    build()
+                else:
+                    queue.put(k, Late(9.0), build)
+        queue.earn(seconds=0.25 + MOST, loop=1.0)
+    assert len(built) == 4, "MOST in a minibatch"
     counts = []
-    for _ in range(10):
-        queue.earn(seconds=9.0, loop=1.0)
+    for _ in range(50):
         queue.build()
         counts.append(len(built))
-    assert counts[0] == 2, "MOST after one minibatch"
-    assert counts[-1] == AHEAD / (MOST / 2), "once"
+    assert counts[0] == 4 + 2, "MOST after one"
+    assert counts[-1] == pytest.approx(2 * AHEAD * 0.75, abs=4)
+
+
+def test_nothing_is_built_where_recording_alone_takes_longer_than_the_loop(clock: Clock) -> None:
+    queue = BuildQueue()
+    with queue.minibatch(8, loop=1.0):
+        assert queue.may_build(calls=8)
+        clock.time += 1.5
+        assert not queue.may_build(calls=8)
+
+
+def test_what_few_instances_call_waits_and_is_built_once_it_has_taken_long(clock: Clock) -> None:
+    queue, seldom, built = BuildQueue(), Late(0.01), []
+
+    def build() -> None:
+        with building():
+            clock.time += 1.0
+        built.append(len(built))
+
+    for _ in range(2):
+        with queue.minibatch(SELDOM * 8, loop=9.0):
+            assert queue.may_build(calls=8) and not queue.may_build(calls=7)
+            queue.put("often", Late(1.0), build)
+            queue.put("seldom", seldom, build)
+    for _ in range(5):
+        queue.earn(seconds=0.0, loop=9.0)
+        queue.build()
+    assert len(built) == 1 and not len(queue)
+    seldom.seconds = 1.0 / AHEAD
+    queue.put("seldom", seldom, build)
+    assert len(queue) and queue.build() == 1
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAPACITY", 10)
     queue = BuildQueue()
     for _ in range(2):
-        with queue.minibatch(grad=False):
+        with queue.minibatch(8):
             for k in range(30):
                 queue.put(k, Late(0.0), lambda: None)
     assert len(queue._once) + len(queue._again) <= 20
@@ -138,16 +173,11 @@ def decorated(model: nn.Module, **options: Any) -> Any:
     return fxbatch.autobatch(**options)(model.forward)
 
 
-def test_the_first_minibatch_of_each_mode_builds_for_so_many_seconds(builds: list[str]) -> None:
+def test_a_minibatch_builds_for_so_many_seconds(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has the most calls comes first, wherever it stands."""
-    f = decorated(Layers())
-    f(data())
-    assert set(builds[:3]) == {"last", "sum", "add"} and len(builds) == int(FIRST / BUILD) + 1
-    f(data())
-    assert len(builds) == int(FIRST / BUILD) + 1, "no time was earned: the clock stands still"
-    with torch.no_grad():
-        f(data())
-    assert len(builds) == 2 * (int(FIRST / BUILD) + 1)
+    monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
+    decorated(Layers())(data())
+    assert set(builds[:3]) == {"last", "sum", "add"} and len(builds) == int(MOST / BUILD) + 1
 
 
 def test_the_rest_is_built_over_the_minibatches_that_follow(
@@ -167,7 +197,7 @@ def test_the_rest_is_built_over_the_minibatches_that_follow(
     engine: Engine = f.__fxbatch__.engine(model)
     assert not len(engine.queue) and len(builds) == counts[-1] > counts[0] + 4
     late = [k for k, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
-    assert max(b - a for a, b in itertools.pairwise(counts)) <= int(MOST / BUILD) + 1
+    assert max(b - a for a, b in itertools.pairwise(counts)) <= 2 * (int(MOST / BUILD) + 1)  # in it, and after it
     assert len(late) >= 2 and every > 4
     assert all(not x.is_late for x in engine.operations._entries.values() if x.unbatched is None)
 
@@ -177,6 +207,8 @@ def test_where_the_loop_runs_building_goes_on_and_a_round_follows(
 ) -> None:
     """Partly built, batching is slower than the loop; what is left is built beside it, and batching is timed again."""
     monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr(module, "MOST", BUILD)
+    monkeypatch.setattr(BuildQueue, "_is_worth_building", lambda *_: True)
     model = Layers()
     f = decorated(model)
     engine: Engine = f.__fxbatch__.engine(model)
