@@ -75,7 +75,7 @@ class ServerEngine(Engine):
     def __init__(self, options: Options, root: torch.nn.Module | None, forward: Callable[..., Any]) -> None:
         super().__init__(options, root)
         self.table.forward = forward
-        self.packed = PackedRoute(replace(options, return_exceptions=False), root, self.queue.may_pack)
+        self.packed = PackedRoute(replace(options, return_exceptions=False), root, self.queue.may_build)
 
     def execution(self) -> Any:
         run = super().execution()

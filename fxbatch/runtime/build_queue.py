@@ -26,8 +26,9 @@ from typing import Protocol
 from fxbatch import stopwatch
 
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
-AHEAD = 20.0  # minibatches whose savings may be spent ahead
-SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits
+AHEAD = 12.0  # minibatches whose savings may be spent ahead
+SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
+# what building one takes
 SHARE = 0.1  # of the loop's time
 CAPACITY = 4096
 
@@ -64,6 +65,11 @@ class BuildQueue:
     def __len__(self) -> int:
         """How much waits that has come again and may be worth building."""
         return 0 if self._looked or not self._ahead else len(self._again)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the minibatch that runs has so many seconds for building."""
+        return self._instances > 0
 
     @contextmanager
     def minibatch(self, instances: int, *, loop: float = 0.0) -> Iterator[None]:
@@ -127,6 +133,6 @@ class BuildQueue:
             return None
 
     def _is_worth_building(self, operation: CallByCall) -> bool:
-        """Whether AHEAD times what its calls have taken is what one takes to be built, by those before it."""
+        """Whether its calls have taken a good part of what one takes to be built, by those before it."""
         seconds, count = self._builds
-        return not count or AHEAD * operation.seconds * count >= seconds
+        return not count or SELDOM * operation.seconds * count >= seconds

@@ -152,6 +152,8 @@ class Planner:
 
     def late(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
         """Positions of the signatures that run call by call for now, as counted where no clock is read."""
+        if self.queue.is_bounded:
+            return frozenset()
         return self.postponed.choose(signatures, counts)
 
     def rewrite(self, program: Program) -> tuple[Program, Schedule | None]:

@@ -46,7 +46,7 @@ def test_what_took_longest_call_by_call_is_built_first_and_only_what_has_come_ag
         with queue.minibatch(8, loop=1e-6):
             assert queue.may_build()
             for name in names:
-                put(name, {"a": 1.0, "b": 3.0}.get(name, 9.0))
+                put(name, {"a": 1.0, "b": 3.0}.get(name, 9.0))  # each takes 0.5 to be built
     assert len(queue) == 2
     queue.earned = -1.0
     assert queue.build() == 0, "nothing is earned yet"
@@ -113,7 +113,7 @@ def test_what_few_instances_call_waits_and_is_built_once_it_has_taken_long(clock
         queue.earn(seconds=0.0, loop=9.0)
         queue.build()
     assert len(built) == 1 and not len(queue)
-    seldom.seconds = 1.0 / AHEAD
+    seldom.seconds = 1.0 / SELDOM
     queue.put("seldom", seldom, build)
     assert len(queue) and queue.build() == 1
 
@@ -197,7 +197,9 @@ def test_the_rest_is_built_over_the_minibatches_that_follow(
     engine: Engine = f.__fxbatch__.engine(model)
     assert not len(engine.queue) and len(builds) == counts[-1] > counts[0] + 4
     late = [k for k, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
-    assert max(b - a for a, b in itertools.pairwise(counts)) <= 2 * (int(MOST / BUILD) + 1)  # in it, and after it
+    assert max(b - a for a, b in itertools.pairwise(counts)) <= 2 * (
+        int(MOST / BUILD) + 1
+    )  # in it, and after it
     assert len(late) >= 2 and every > 4
     assert all(not x.is_late for x in engine.operations._entries.values() if x.unbatched is None)
 
@@ -248,3 +250,23 @@ def test_what_always_batches_builds_all_at_once(builds: list[str]) -> None:
 def _bound(model: nn.Module) -> nn.Module:
     model.forward = decorated(model)  # type: ignore[method-assign]
     return model
+
+
+def test_many_new_operations_are_built_by_the_clock_where_it_is_read(builds: list[str]) -> None:
+    """What reads no clock puts off the building of what comes with more than so many others."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rules = nn.ModuleList(nn.Linear(3, 3) for _ in range(2 * operation_cache.MANY_NEW))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for rule in self.rules:
+                x = rule(x) * 0.5
+            return x
+
+    words = list(torch.randn(6, 3))
+    decorated(Many(), adaptive=False)(words)
+    assert not builds
+    decorated(Many())(words)
+    assert builds

@@ -18,6 +18,7 @@ from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import FakeTensorMode
 from fxbatch.trace.calls import operation
+from fxbatch.trace.modules import MOST_CALLS
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, run_on_fakes
 from fxbatch.trace.table import SignatureTable
 from tests.trace.oracle import check_equal, recorded
@@ -464,3 +465,27 @@ def test_a_recurrent_layer_runs_one_step_on_fakes(
     assert all(outcome.gradients) and not any(a >= 0 for a in outcome.aliases)
     assert outcome.random == (getattr(layer, "dropout", 0.0) > 0)
     assert len(calls) < 300, "steps are not run one by one"
+
+
+class Reader(nn.Module):
+    """A loop over a sequence, as a submodule: each length would be an operation of its own, as large as it is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros(1, 4)
+        for word in x.split(1):
+            h = self.cell(word, h)
+        return h
+
+
+@pytest.mark.parametrize(("length", "whole"), [(20, True), (MOST_CALLS, False)])
+def test_a_submodule_that_loops_over_a_sequence_is_recorded_by_its_parts(length: int, whole: bool) -> None:
+    reader = Reader()
+    _, execution = check_equal(
+        lambda x: reader(x * 2), [torch.randn(length, 3)] * 2, list(reader.parameters())
+    )
+    names = {s.name for program in execution.programs for s in program.signatures}
+    assert any("Reader" in name or "reader" in name for name in names) == whole, names
