@@ -252,7 +252,9 @@ def _bound(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_many_new_operations_are_built_by_the_clock_where_it_is_read(builds: list[str]) -> None:
+def test_many_new_operations_are_built_by_the_clock_where_it_is_read(
+    builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What reads no clock puts off the building of what comes with more than so many others."""
 
     class Many(nn.Module):
@@ -268,5 +270,6 @@ def test_many_new_operations_are_built_by_the_clock_where_it_is_read(builds: lis
     words = list(torch.randn(6, 3))
     decorated(Many(), adaptive=False)(words)
     assert not builds
+    monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
     decorated(Many())(words)
     assert builds
