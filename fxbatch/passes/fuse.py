@@ -43,6 +43,7 @@ CHEAP = 8
 LONGEST = 128
 SAMPLE = 30000
 RELEARNED = 4  # times as many calls as runs were learned from: they are looked for anew
+EVER_NEW = 8  # families one after another, from which on most take the runs of another one
 # The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py).
 LEAST_SHARE = 0.125
 
@@ -463,6 +464,8 @@ class Fuser:
         self.capacity = capacity
         self.families: OrderedDict[tuple[Signature, ...], _Learned] = OrderedDict()  # by what is called
         self.made: OrderedDict[Wiring, Signature] = OrderedDict()
+        self.new = 0  # families one after another that were not met before
+        self.last: list[CallBlock] = []  # blocks that were learned last
         self.refused: set[tuple[Signature, ...]] = set()  # members that stay calls of their own
 
     def __call__(self, program: Program) -> Program:
@@ -585,13 +588,28 @@ class Fuser:
         found = self.families.get(key)
         if found is not None and len(program.sig) < RELEARNED * found.calls:
             self.families.move_to_end(key)
+            self.new = 0
             return found
-        stream = Stream(program)
-        blocks = learn_blocks(program, stream) if stream.ordered else []
+        self.new += 1
+        blocks = self._learn(program, key)
         self.families[key] = _Learned(len(program), blocks)
         if len(self.families) > self.capacity:
             self.families.popitem(last=False)
         return self.families[key]
+
+    def _learn(self, program: Program, called: tuple[Signature, ...]) -> list[CallBlock]:
+        """The blocks of a new family. Where families are ever new, as sizes of instances are part of signatures, those
+        that another one has taught are taken, as far as their calls are in this one."""
+        if self.new > EVER_NEW and not _is_power_of_two(self.new):
+            here = set(called)
+            return [block for block in self.last if here.issuperset(block.signatures)]
+        stream = Stream(program)
+        self.last = learn_blocks(program, stream) if stream.ordered else []
+        return self.last
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

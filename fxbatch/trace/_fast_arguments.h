@@ -101,6 +101,19 @@ static PyObject *value_behind(PyObject *recorder, PyObject *x)
     return v && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) == recorder ? v : NULL;
 }
 
+/* An end of a slice, which may be a number of numpy. */
+static int token_end(Arguments *a, PyObject *x)
+{
+    if (PyLong_Check(x))
+        return PyLong_CheckExact(x) ? token_integer(a, x) : 0;
+    if (!PyIndex_Check(x) || PyObject_TypeCheck(x, Tensor))
+        return 0;
+    PyObject *number = PyNumber_Index(x);
+    int known = number ? token_integer(a, number) : -1;
+    Py_XDECREF(number);
+    return known;
+}
+
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -135,9 +148,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
         int known = token(a, (PyObject *)type, 0);
         for (int i = 0; known > 0 && i < 3; i++)
-            known = parts[i] == Py_None           ? token(a, Py_None, 0)
-                    : PyLong_CheckExact(parts[i]) ? token_integer(a, parts[i])
-                                                  : 0;
+            known = parts[i] == Py_None ? token(a, Py_None, 0) : token_end(a, parts[i]);
         return known;
     }
     if (type == BareView) { /* compared by what of which parameter it shows, or a row that is looked up */
