@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxbatch.caches import described
 from fxbatch.on_demand import rich_console, rich_table, rich_text
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.forward import Phase
@@ -310,7 +311,8 @@ class Explanation:
             lines += [f"kept for structures that come again: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
         if self.products:
             lines += [f"products: {self.products}"]
-        return lines + [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
+        lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
+        return lines + described()
 
     def __str__(self) -> str:
         console = rich_console.Console(width=140, no_color=True, highlight=False)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache, kept_by_signatures
 from fxbatch.signature import (
     CONSTANT_KINDS,
     Modes,
@@ -30,7 +31,6 @@ from fxbatch.signature import (
     Slot,
     Template,
     TensorSpec,
-    kept_by_signatures,
     quoted,
     signature_text,
     tensor_spec,
@@ -77,12 +77,12 @@ class SignatureColumns:
     constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
     random: np.ndarray  # bool [signatures]
     numbers: np.ndarray  # int64 [types]: 0, 1, ...
-    graphs: dict[bytes, Any] = field(
-        default_factory=dict, repr=False
+    graphs: Cache[bytes, Any] = field(
+        default_factory=lambda: Cache("signature graphs"), repr=False
     )  # passes/signature_graph.py keeps them here
 
 
-@kept_by_signatures(64)
+@kept_by_signatures("columns")
 def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     """The columns of these signatures."""
     types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from fxbatch.caches import cached
 from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class TensorSpec:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
-@functools.lru_cache(maxsize=65536)
+@cached("tensor types")
 def tensor_spec(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
     """The one interned TensorSpec of these fields."""
     return TensorSpec(shape, dtype, device)
@@ -164,7 +165,7 @@ def _called(function: Callable[..., Any], arguments: tuple[Any, Any]) -> Any:
     return function(*args, **kwargs)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("argument functions")
 def _emitted(text: str) -> Callable[..., Any]:
     return eval(text)  # names of leaves, and of arguments that are identifiers
 
@@ -346,39 +347,6 @@ class Signature:
                 if held.get(name) is not tensor and buffers.get(name) is not tensor:
                     return None
         return self._binder(target, shared)
-
-
-def kept_by_signatures(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Like `functools.lru_cache`, for functions of a tuple of signatures (and of more, all hashable).
-
-    What they gave is kept by the first of the signatures, `size` results each, and goes with it: a cache of the
-    process would hold the operations of models that nobody has any more, with their parameters.
-    """
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        lock, name = threading.Lock(), f"_{function.__module__}.{function.__qualname__}_kept"
-
-        @functools.wraps(function)
-        def kept(signatures: tuple[Signature, ...], *rest: Any) -> T:
-            if not signatures:
-                return function(signatures, *rest)
-            table: dict[Any, T] = signatures[0].__dict__.setdefault(name, {})
-            key = (signatures, *rest)
-            with lock:
-                found = table.pop(key, None)
-                if found is not None:
-                    table[key] = found  # to the end
-                    return found
-            made = function(signatures, *rest)
-            with lock:
-                table[key] = made
-                while len(table) > size:
-                    del table[next(iter(table))]
-            return made
-
-        return kept
-
-    return decorate
 
 
 class _Bodies(threading.local):

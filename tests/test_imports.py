@@ -18,6 +18,7 @@ LONGEST = 1500
 # name that it starts with. Modules above the decorator (`blocks`, `data`, `viz`) don't import each other's
 # rooms by accident either: they share the highest layer, and nothing below may import them.
 LAYERS = {
+    "fxbatch.caches": 0,
     "fxbatch.errors": 0,
     "fxbatch.extensions": 0,
     "fxbatch.mistakes": 0,

@@ -24,9 +24,7 @@ import os
 import stat
 import sys
 import tempfile
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.caches import Cache
 from fxbatch.codegen import body as _body
 from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
 from fxbatch.ir import Layout, Signature, TensorSpec
@@ -42,12 +41,10 @@ from fxbatch.torch_private import FakeTensor, LazyGraphModule, fake_mode
 
 Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 
-_IN_MEMORY = 1024  # operations
 _IN_FOLDER = 4096  # files
 _MODULES = ("forward", "backward", "parameters")
 _READ = ("ir.py", "signature.py", "torch_private.py")  # what building reads besides this folder
-_kept: OrderedDict[str, Fields] = OrderedDict()
-_lock = threading.Lock()
+_graphs: Cache[str, Fields] = Cache("graphs")
 
 
 class _NoText(Exception):
@@ -84,16 +81,13 @@ def find(key: str, signature: Signature) -> OperationGraphs | None:
     """The graphs that were kept under this content, as this signature's."""
     if not key:
         return None
-    with _lock:
-        found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-    if found is None:
-        found = _read(key)
-        if found is None:
+    fields = _graphs.get(key)
+    if fields is None:
+        fields = _read(key)
+        if fields is None:
             return None
-        _remember(key, found)
-    return OperationGraphs(signature=signature, **found)
+        _graphs.put(key, fields)
+    return OperationGraphs(signature=signature, **fields)
 
 
 def keep(key: str, graphs: OperationGraphs) -> None:
@@ -104,24 +98,16 @@ def keep(key: str, graphs: OperationGraphs) -> None:
     fields = {x: getattr(graphs, x) for x in names}
     if any(_constants(fields[x]) for x in _MODULES):
         return
-    _remember(key, fields)
+    _graphs.put(key, fields)
     _write(key, fields)
 
 
 def forget(key: str = "") -> None:
     """Let go of what is kept in memory, under one content or all."""
-    with _lock:
-        if key:
-            _kept.pop(key, None)
-        else:
-            _kept.clear()
-
-
-def _remember(key: str, fields: Fields) -> None:
-    with _lock:
-        _kept[key] = fields
-        while len(_kept) > _IN_MEMORY:
-            _kept.popitem(last=False)
+    if key:
+        _graphs.pop(key)
+    else:
+        _graphs.clear()
 
 
 def _constants(module: fx.GraphModule | None) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.caches import Cache, guard
 from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.operation_graphs import Shape, is_tensor, shape
 from fxbatch.errors import CompileWarning
@@ -111,7 +112,7 @@ class CompiledGraph:
     run: GraphRun
     fits: Callable[[int], bool]  # whether what was compiled is for n rows
     seconds: float = 0.0  # that compiling took
-    _known: dict[int, bool] = field(default_factory=dict)
+    _fitting: Cache[int, bool] = field(default_factory=lambda: Cache("compiled rows"))
 
     @property
     def source(self) -> str:
@@ -136,15 +137,14 @@ class CompiledGraph:
         self.run([n, *made, *own, *ins[rows:]])
         return made
 
+    @guard("sizes")
     def _fits(self, n: int) -> bool:
-        found = self._known.get(n)
-        if found is None:
-            if len(self._known) >= 4096:
-                self._known.clear()
-            found = self._known[n] = self.fits(n)
-            if not found:
+        fits = self._fitting.get(n)
+        if fits is None:
+            fits = self._fitting.put(n, self.fits(n))
+            if not fits:
                 warn_uncompiled(self.name, f"what was compiled is not for {n} rows")
-        return found
+        return fits
 
     def check(self, module: fx.GraphModule, shared: Sequence[torch.Tensor]) -> None:
         """Compare with the uncompiled graph at several numbers of rows. Raises NotCompilable."""

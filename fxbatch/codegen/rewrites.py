@@ -31,7 +31,6 @@ extending-native.md has an example).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -260,13 +259,12 @@ def _rows_on_the_right(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return _permute(graph, product, _TURNED)
 
 
-@functools.cache
-def _tagged(target: Any) -> bool:
-    return torch.Tag.pointwise in getattr(target, "tags", ())
-
-
 def _is_pointwise_tensor(node: fx.Node) -> bool:
-    return node.op == "call_function" and _tagged(node.target) and is_tensor(node)
+    return (
+        node.op == "call_function"
+        and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        and is_tensor(node)
+    )
 
 
 def _turn_pointwise(graph: fx.Graph) -> bool:

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache
 from fxbatch.ir import Program
 from fxbatch.passes.select import checksum, select_calls
 from fxbatch.torch_private import inside_functorch
@@ -58,10 +58,8 @@ SMALL_CONSTANT = 16
 FEWEST_CALLS = 1000
 # The share of the calls that must go: with 7 % (EWT) nothing was won, with 22 % (SST) 6 % of the step.
 LEAST_SHARE = 0.125
-REMEMBERED = 256
 
 StructureKey = tuple[int, int]
-_NOT_MET: StructureKey = (-1, 0)
 
 
 def deduplicate(program: Program, *, least: float = 0.0) -> Program:
@@ -240,7 +238,7 @@ class Deduplicator:
 
     def __init__(self) -> None:
         # The structure of the result; None where it came with other data.
-        self._result: OrderedDict[StructureKey, StructureKey | None] = OrderedDict()
+        self._result: Cache[StructureKey, tuple[StructureKey | None]] = Cache("equal calls")
 
     def idle_below(self, program: Program) -> int:
         """Programs of these signatures with fewer calls are left as they are."""
@@ -251,13 +249,11 @@ class Deduplicator:
         if len(program) < FEWEST_CALLS:
             return program
         structure = _structure(program)
-        before = self._result.pop(structure, _NOT_MET)
-        smaller = program if before is None else deduplicate_large(program)
+        before = self._result.get(structure)
+        smaller = program if before == (None,) else deduplicate_large(program)
         after = structure if smaller is program else _structure(smaller)
-        changed = before != _NOT_MET and before != after
-        self._result[structure] = None if changed else after
-        if len(self._result) > REMEMBERED:
-            self._result.popitem(last=False)
+        changed = before is not None and before != (after,)
+        self._result.put(structure, (None if changed else after,))
         return program if changed else smaller
 
 

@@ -11,12 +11,12 @@ what Fold adds: pass-throughs, gathers, cats. They are there for dumps, drawings
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import torch
 
 from fxbatch.batched_graph import BatchedGraph, GraphBuilder, Node, Read
+from fxbatch.caches import cached
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, Schedule, Signature, Slot, Template, TensorSpec
 from fxbatch.passes.schedule import depth_schedule, depths
 from fxbatch.passes.select import reorder
@@ -171,7 +171,7 @@ def _add_cats(build: GraphBuilder, depth: int, nodes: list[Node]) -> None:
         build.add(f"c{depth}.{t}", Node("cat", depth, (program.types[t],), (np.concatenate(wants),), wants))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("pass-through signatures")
 def pass_through(type_: TensorSpec) -> Signature:
     """The identity on values of a type; one Signature a type."""
     operation = Operation(

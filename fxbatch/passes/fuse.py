@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxbatch.caches import Cache
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
 from fxbatch.passes.fuse_runs import RunTables, find_runs, put_runs
@@ -460,13 +460,12 @@ class _Learned:
 class Fuser:
     """Fuses programs; learns blocks once a family and keeps the fused Signatures for good (bounded)."""
 
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self.families: OrderedDict[tuple[Signature, ...], _Learned] = OrderedDict()  # by what is called
-        self.made: OrderedDict[Wiring, Signature] = OrderedDict()
+    def __init__(self) -> None:
+        self.families: Cache[tuple[Signature, ...], _Learned] = Cache("blocks")  # by what is called
+        self.signatures: Cache[Wiring, Signature] = Cache("fused signatures")
         self.new = 0  # families one after another that were not met before
         self.last: list[CallBlock] = []  # blocks that were learned last
-        self.refused: set[tuple[Signature, ...]] = set()  # members that stay calls of their own
+        self.refused: Cache[tuple[Signature, ...], bool] = Cache("refused blocks")  # which stay calls
 
     def __call__(self, program: Program) -> Program:
         """The program with fused calls; the same object when nothing is fused."""
@@ -567,18 +566,11 @@ class Fuser:
 
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
-        if len(self.refused) >= 4 * self.capacity:
-            self.refused.clear()
-        self.refused.add(signature.operation.target.members)
+        self.refused.put(signature.operation.target.members, True)
 
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
-        found = self.made.get(wiring)
-        if found is None:
-            found = self.made[wiring] = wiring.signature()
-            if len(self.made) > 4 * self.capacity:
-                self.made.popitem(last=False)
-        return found
+        return self.signatures.get(wiring) or self.signatures.put(wiring, wiring.signature())
 
     def _learned(self, program: Program) -> _Learned:
         key = tuple(
@@ -587,15 +579,11 @@ class Fuser:
         )  # fmt: skip
         found = self.families.get(key)
         if found is not None and len(program.sig) < RELEARNED * found.calls:
-            self.families.move_to_end(key)
             self.new = 0
             return found
         self.new += 1
         blocks = self._learn(program, key)
-        self.families[key] = _Learned(len(program), blocks)
-        if len(self.families) > self.capacity:
-            self.families.popitem(last=False)
-        return self.families[key]
+        return self.families.put(key, _Learned(len(program), blocks))
 
     def _learn(self, program: Program, called: tuple[Signature, ...]) -> list[CallBlock]:
         """The blocks of a new family. Where families are ever new, as sizes of instances are part of signatures, those

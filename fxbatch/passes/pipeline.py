@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
+from fxbatch.caches import Cache
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
 from fxbatch.passes.deduplicate import Deduplicator, deduplicate
@@ -22,7 +23,6 @@ from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_program
 
 ProgramPass = Callable[[Program], Program]
-_KEPT = 256  # families of programs
 _FEW = 1000  # calls: with more, the passes take less time than finding the family
 
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
@@ -57,7 +57,7 @@ class Pipeline:
         self.verify = verify
         self._did: list[PassRecord] = []
         # By columns and who is called: programs of fewer calls that the passes after the first leave as they are.
-        self._idle: dict[Hashable, int] = {}
+        self._idle: Cache[Hashable, int] = Cache("idle passes")
 
     @property
     def records(self) -> tuple[PassRecord, ...]:
@@ -74,7 +74,7 @@ class Pipeline:
         for name, rewrite in self.passes.items():
             if len(did) == 1 and calls < _FEW:
                 first, family = program, (program.columns, survey(program).present)
-                if calls < self._idle.get(family, 0) and not self.verify:
+                if calls < (self._idle.get(family) or 0) and not self.verify:
                     self._did = did
                     return program
             before, start = calls, clock
@@ -91,8 +91,7 @@ class Pipeline:
             did.append(PassRecord(name, before, calls, clock - start))
         self._did = did
         if program is first and family is not None:
-            if len(self._idle) >= _KEPT:
-                self._idle.clear()
             others = [*self.passes.values()][1:]
-            self._idle[family] = min(x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others)
+            least = min(x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others)
+            self._idle.put(family, least)
         return program

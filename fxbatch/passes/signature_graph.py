@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fxbatch.caches import Cache, kept_by_signatures
 from fxbatch.ir import Program, Signature, SignatureColumns, offsets, signature_columns
 from fxbatch.passes.components import components
-from fxbatch.signature import kept_by_signatures
 
 try:
     import cython
@@ -43,7 +43,6 @@ Marks = cython.typedef(cython.uchar[::1])
 NOT_THERE = "a column names a call or a value that is not there"
 
 _DENSE_LIMIT = 1 << 22
-_KEPT = 256  # signature graphs, a tuple of signatures
 
 
 class SignatureGraph:
@@ -198,14 +197,9 @@ def _walk(
 
 
 def _graph(columns: SignatureColumns, pairs: np.ndarray) -> SignatureGraph:
-    graphs: dict[bytes, SignatureGraph] = columns.graphs
+    graphs: Cache[bytes, SignatureGraph] = columns.graphs
     key = pairs.tobytes()
-    found = graphs.get(key)
-    if found is None:
-        if len(graphs) >= _KEPT:
-            graphs.clear()
-        found = graphs[key] = SignatureGraph(columns, pairs)
-    return found
+    return graphs.get(key) or graphs.put(key, SignatureGraph(columns, pairs))
 
 
 def source_calls(program: Program) -> np.ndarray:
@@ -254,19 +248,17 @@ class Needs:
     inputs: tuple[tuple[bool, ...], ...]
     outputs: np.ndarray  # bool [signatures' outputs, flat]
     feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
-    _wanted: dict[bytes, tuple[np.ndarray, np.ndarray]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+    _wanted: Cache[bytes, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=lambda: Cache("wanted gradients"), init=False, repr=False, compare=False
     )
 
     def wanted(self, columns: SignatureColumns, reached: bytes) -> tuple[np.ndarray, np.ndarray]:
         """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs; uint8
         [their inputs]: these inputs."""
-        found = self._wanted.get(reached)
-        if found is None:
-            if len(self._wanted) >= _KEPT:
-                self._wanted.clear()
-            found = self._wanted[reached] = self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
-        return found
+        wanted = self._wanted.get(reached)
+        return wanted or self._wanted.put(
+            reached, self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
+        )
 
     def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         slots, outs = self.feeds
@@ -337,7 +329,7 @@ def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int
     return found
 
 
-@kept_by_signatures(64)
+@kept_by_signatures("needs")
 def _spread_needs(
     signatures: tuple[Signature, ...],
     slots_bytes: bytes,

@@ -14,17 +14,17 @@ import sys
 
 import numpy as np
 
+from fxbatch.caches import kept_by_signatures
 from fxbatch.ir import Program, Signature
 from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.unstack_sums import is_stack
-from fxbatch.signature import kept_by_signatures
 from fxbatch.trace.operations import take_row
 from fxbatch.trace.values import GETITEM
 
 _NO_ROW, _LIFTED = -(2**62), -(2**62) + 1
 
 
-@kept_by_signatures(256)
+@kept_by_signatures("rows of stacks")
 def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension; which row each takes of its first input
     (_LIFTED: its second says, _NO_ROW: none); the number of its modes. Empty where nothing takes a row of a stack."""

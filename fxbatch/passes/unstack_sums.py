@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache, kept_by_signatures
 from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorSpec, tensor_spec
 from fxbatch.passes.select import eliminate_dead, reorder
-from fxbatch.signature import kept_by_signatures
 
 _SUMS = (torch.sum, torch.Tensor.sum)
 _MEANS = (torch.mean, torch.Tensor.mean)
@@ -34,7 +34,7 @@ _RULE = "a sum over a stack, as additions"
 _PLACES = 64  # positions that what replaces one call may take: fewer rounds than an int64 has bits
 
 
-@kept_by_signatures(256)
+@kept_by_signatures("reductions of stacks")
 def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension, whether it reduces that (1: a sum, 2: a
     mean), the number of its modes; empty where nothing can reduce a stack."""
@@ -66,9 +66,8 @@ def summed_stacks(program: Program) -> np.ndarray:
 class Unstacker:
     """Replaces reductions of stacks; the same Signatures for the same types and modes."""
 
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self.made: OrderedDict[Any, Signature] = OrderedDict()
+    def __init__(self) -> None:
+        self.signatures: Cache[Hashable, Signature] = Cache("sums of values")
 
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
@@ -93,22 +92,22 @@ class Unstacker:
     def signature(self, like: Signature, operation: str, inputs: tuple[TensorSpec, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""
         key = (operation, inputs, like.outputs, like.modes)
-        found = self.made.get(key)
-        if found is None:
+        signature = self.signatures.get(key)
+        if signature is None:
             slots = tuple(Slot("input", i) for i in range(len(inputs)))
             target = torch.add if operation == "add" else torch.div
-            found = self.made[key] = Signature(
+            signature = Signature(
                 Operation(operation, "function", target, _RULE), inputs, like.outputs,
                 arguments=Template.of((slots, {})), result=Template.of(Slot("output", 0)), modes=like.modes,
                 location=like.location,
             )  # fmt: skip
-            if len(self.made) > self.capacity:
-                self.made.popitem(last=False)
-        return found
+            self.signatures.put(key, signature)
+        return signature
 
     def number(self, kind: TensorSpec) -> Signature:
         """The Signature of numbers of a type."""
-        return self.made.setdefault(kind, Signature(Operation("number", "number"), (), (kind,)))
+        number = self.signatures.get(kind)
+        return number or self.signatures.put(kind, Signature(Operation("number", "number"), (), (kind,)))
 
 
 class _Unstacking:

@@ -7,7 +7,6 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +14,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import sympy
 import torch
+
+from fxbatch.caches import cached, weak_cache
 
 
 class UnknownExpressionError(Exception):
@@ -31,7 +32,7 @@ def expression(size: Any) -> Any:
 
 
 # By shape environment: what guards say.
-_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = weak_cache("numbers of sizes")
 
 
 def know_numbers(environment: Any, guards: Iterable[Any]) -> None:
@@ -42,7 +43,7 @@ def know_numbers(environment: Any, guards: Iterable[Any]) -> None:
     _NUMBERS[environment] = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("size expressions")
 def without_exact_quotients(e: Any) -> Any:
     """(s0 * s1) // s0 => s1: what torch leaves of views of three dimensions as a matrix, and back."""
     if not any(type(x).__name__ == "FloorDiv" for x in sympy.preorder_traversal(e)):

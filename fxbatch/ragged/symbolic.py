@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from fxbatch.caches import cached
 from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import (
     UnknownExpressionError,
@@ -398,7 +399,7 @@ def own_derivatives_refused() -> Iterator[None]:
 _LOCK = threading.RLock()
 
 
-@functools.lru_cache(maxsize=8)
+@cached("decompositions")
 def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     """All composite operators but those that stay whole."""
     found: dict[Any, Callable[..., Any]] = {}

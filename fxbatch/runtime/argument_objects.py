@@ -13,7 +13,6 @@ arguments are tensors alone are `TensorColumns`: the lists as they were given, a
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fxbatch.caches import weak_cache
 from fxbatch.torch_private import TreeSpec, children_of, register_node
 from fxbatch.trace.plain_objects import is_library
 from fxbatch.trace.table import ATOMS
@@ -85,7 +85,7 @@ def data_class(kind: type) -> DataClass | None:
 
 
 _NOT_MET = DataClass((), False)
-_DATA_CLASSES: WeakKeyDictionary[type, DataClass | None] = WeakKeyDictionary()
+_DATA_CLASSES: WeakKeyDictionary[type, DataClass | None] = weak_cache("data classes")
 
 
 def _holds_all(kind: type) -> bool:
@@ -101,7 +101,6 @@ def _holds_all(kind: type) -> bool:
 _PLAIN_BASES = (object, types.SimpleNamespace)
 
 
-@functools.lru_cache(maxsize=1024)
 def _made_in_python(module_name: str) -> bool:
     module = sys.modules.get(module_name)
     if module is None or module_name == "__main__":

@@ -17,20 +17,19 @@ instance has shapes of its own, is not built, nor is what takes little beside wh
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from fxbatch import stopwatch
+from fxbatch.caches import Cache
 
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
 AHEAD = 12.0  # minibatches whose savings may be spent ahead
 SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
 # what building one takes
 SHARE = 0.1  # of the loop's time
-CAPACITY = 4096
 
 
 class CallByCall(Protocol):
@@ -56,8 +55,8 @@ class BuildQueue:
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
         self._begun = 0.0, 0.0  # when it began, and the seconds of building before it
         self._minibatches = 0
-        self._once: OrderedDict[Hashable, _Waiting] = OrderedDict()
-        self._again: OrderedDict[Hashable, _Waiting] = OrderedDict()
+        self._once: Cache[Hashable, _Waiting] = Cache("operations met once")
+        self._again: Cache[Hashable, _Waiting] = Cache("operations to build")
         self._looked = True  # whether nothing that waits is worth building
         self._builds: tuple[float, int] = 0.0, 0  # seconds of those that waited, and how many there were
         self._lock = threading.Lock()
@@ -98,12 +97,13 @@ class BuildQueue:
             if key in self._again:
                 self._looked = False  # its calls have taken longer by now
                 return
-            waiting = self._once.setdefault(key, _Waiting(operation, build, self._minibatches))
-            if waiting.minibatch < self._minibatches:
-                self._again[key], self._looked = self._once.pop(key), False
-            for table in (self._once, self._again):
-                while len(table) > CAPACITY:
-                    table.popitem(last=False)
+            waiting = self._once.get(key)
+            if waiting is None:
+                self._once.put(key, _Waiting(operation, build, self._minibatches))
+            elif waiting.minibatch < self._minibatches:
+                self._once.pop(key)
+                self._again.put(key, waiting)
+                self._looked = False
 
     def earn(self, *, seconds: float, loop: float) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long."""
@@ -126,9 +126,9 @@ class BuildQueue:
     def _dearest(self) -> _Waiting | None:
         """The next to be built, which waits no longer; None where nothing is worth it."""
         with self._lock:
-            key = max(self._again, key=lambda key: self._again[key].operation.seconds, default=None)
-            if key is not None and self._is_worth_building(self._again[key].operation):
-                return self._again.pop(key)
+            waiting = max(self._again.items(), key=lambda x: x[1].operation.seconds, default=None)
+            if waiting is not None and self._is_worth_building(waiting[1].operation):
+                return self._again.pop(waiting[0])
             self._looked = True
             return None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
 from fxbatch.ir import Modes, Program
 from fxbatch.runtime.autograd import DifferentiableRun, LazyRun, UnrolledRun, mixes_constants, take_results
@@ -280,6 +281,7 @@ class ReadyMinibatch:
         self.used = True
         return self.engine.assemble(run, self.found, self.renumber, out)
 
+    @guard("model")
     def stale(self) -> bool:
         """Whether it was run already, or the model, a mode or a number has changed since it was planned."""
         return (

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -112,11 +114,10 @@ def kinds_of_rows(compiled: CompiledOperation) -> list[TensorSpec]:
     return [*(compiled.graphs.group_type(g) for g in compiled.kept_groups), *compiled.saved_types]
 
 
-@functools.lru_cache(maxsize=4096)
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of contiguous rows of this shape."""
-    found = torch.empty((2, *shape), device="meta").stride()
-    return tuple(found)
+    sizes = accumulate((max(d, 1) for d in reversed(shape)), operator.mul, initial=1)
+    return tuple(reversed(list(sizes)))
 
 
 class Pieces:
@@ -293,7 +294,7 @@ class Memory(Pieces):
         )
         if small:
             usual = self.pool.usual
-            rows = [max(n, 2 * self.rows.item(i) or usual.get(self._keys[i], 0)) for i, n, _ in small]
+            rows = [max(n, 2 * self.rows.item(i) or usual.get(self._keys[i]) or 0) for i, n, _ in small]
             self._move([i for i, _, _ in small], rows, [used for _, _, used in small])
         return plan
 

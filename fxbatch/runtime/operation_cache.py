@@ -14,7 +14,6 @@ that is twice the time of the better choice, as for who rents skis before buying
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxbatch.caches import Cache
 from fxbatch.codegen.build_operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.codegen.check import inputs_without_gradient
 from fxbatch.codegen.inductor import (
@@ -48,10 +48,9 @@ REASON = "met too few times so far, or too lately, for its graphs to be built"
 class Postponed:
     """Counts the calls of signatures that came many at once; bounded."""
 
-    def __init__(self, capacity: int = 4096) -> None:
-        self.capacity = capacity
-        self._calls: OrderedDict[Signature, int] = OrderedDict()  # of those that wait
-        self._built: OrderedDict[Signature, None] = OrderedDict()
+    def __init__(self, most: int | None = None) -> None:
+        self._calls: Cache[Signature, int] = Cache("operations that wait", most)  # how many they had
+        self._built: Cache[Signature, bool] = Cache("operations that were met", most)
 
     def choose(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
         """Positions of the signatures that run call by call in this program; `counts`: their calls in it."""
@@ -64,9 +63,9 @@ class Postponed:
         many = len(new) > MANY_NEW or bool(self._calls)  # a model that has had many will have more
         for s in new:
             if many:
-                self._calls[signatures[s]] = 0
+                self._calls.put(signatures[s], 0)
             else:
-                self._built[signatures[s]] = None
+                self._built.put(signatures[s], True)
         late = []
         if self._calls:
             for s, signature in enumerate(signatures):
@@ -74,14 +73,11 @@ class Postponed:
                 if calls is None or not counts[s]:
                     continue
                 if calls >= ENOUGH_CALLS:
-                    self._calls.pop(signature, None)  # another thread may have been quicker
-                    self._built[signature] = None
+                    self._calls.pop(signature)
+                    self._built.put(signature, True)
                 else:
-                    self._calls[signature] = calls + counts[s]
+                    self._calls.put(signature, calls + counts[s])
                     late.append(s)
-        for table in (self._calls, self._built):
-            while len(table) > self.capacity:
-                table.popitem(last=False)
         return frozenset(late)
 
 
@@ -286,9 +282,8 @@ def _emit(
 class OperationCache:
     """Compiled operations by (signature, needs, types of shared operands, options); the least recently used go."""
 
-    def __init__(self, size: int = 4096) -> None:
-        self._entries: OrderedDict[tuple[Any, ...], CompiledOperation] = OrderedDict()
-        self.size = size
+    def __init__(self, most: int | None = None) -> None:
+        self._entries: Cache[tuple[object, ...], CompiledOperation] = Cache("operations", most)
         self.hits = 0
         self.misses = 0
 
@@ -310,22 +305,16 @@ class OperationCache:
         )
         named = tuple(sorted(options.items(), key=lambda x: x[0]))
         key = (id(signature), needs, state, late, named)
-        found = self._entries.get(key)
-        if found is not None and found.signature is signature:
+        compiled = self._entries.get(key)
+        if compiled is not None and compiled.signature is signature:
             self.hits += 1
-            self._entries[key] = self._entries.pop(
-                key, found
-            )  # to the end; another thread may have dropped it
-            return found
+            return compiled
         self.misses += 1
         if not late and not may_build():
             return self.get(signature, needs, shared, late=True, **options)
         with building(), without_saved_tensor_hooks():
-            made = compile_operation(signature, needs, shared, late=late, **options)
-        self._entries[key] = made
-        while len(self._entries) > self.size:
-            self._entries.popitem(last=False)
-        return made
+            compiled = compile_operation(signature, needs, shared, late=late, **options)
+        return self._entries.put(key, compiled)
 
     def clear(self) -> None:
         self._entries.clear()

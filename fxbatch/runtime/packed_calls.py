@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
@@ -441,6 +442,7 @@ def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[
     return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
 
 
+@guard("sizes")
 def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> list[np.ndarray] | None:
     """The sizes of one call; None where the function is not for them, or another dimension than its own differs."""
     for t, dims, example in zip(types, function.dynamic, function.graph.tensors, strict=False):

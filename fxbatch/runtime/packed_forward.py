@@ -13,9 +13,9 @@ is not the forward get a graph of their own, or run by themselves.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache, cached
 from fxbatch.codegen.body import IndexByTensor
 from fxbatch.errors import BatchCoupledError, FxbatchError
 from fxbatch.mistakes import report
@@ -69,7 +70,6 @@ from fxbatch.trace.things import Roots
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 FEWEST = 8  # one in so many instances the first graph is to be for: four such are for half of them
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
-MOST_FAMILIES = 32  # forwards of one engine with different modes, types or contents
 MOST_UNLIKE = 4  # minibatches of objects that are not alike, one after another, before it is given up
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
@@ -133,10 +133,11 @@ class PackedForward:
         self.options = options
         self.root = root
         self.may_build = may_build  # asked before a graph is built for what the first one is not for
-        self.families: dict[Any, PackedFamily] = {}
+        self.families: Cache[Hashable, PackedFamily] = Cache("packed families")
         self.examined: Examined | None = None
-        self.contents: dict[Any, int] = {}  # what the module and its code read -> a number, which is in keys
+        self.contents: Cache[Hashable, int] = Cache("contents")  # -> a number, which is in keys
         self.content = 0
+        self._numbers = itertools.count()
         self.reason = ""
         self.classes: tuple[type, ...] = ()  # of objects among the arguments
         self.numbers: set[int] = set()  # places of integers among the arguments that have differed
@@ -185,10 +186,8 @@ class PackedForward:
         if family is None:
             if not differ:
                 return None
-            if len(self.families) >= MOST_FAMILIES:
-                self.families.clear()
             family = PackedFamily([set() for _ in bounds], [tuple(s[0].tolist()) for s in columns.shapes])
-            self.families[key] = family
+            self.families.put(key, family)
         family.note(bounds)
         return family if any(family.own) else None
 
@@ -237,10 +236,9 @@ class PackedForward:
 
     def _now(self, found: Examined) -> Examined:
         """Note how the module is."""
-        if len(self.contents) >= MOST_FAMILIES:
-            self.contents.clear()
-            self.families.clear()
-        self.examined, self.content = found, self.contents.setdefault(found.key, len(self.contents))
+        number = self.contents.get(found.key)
+        self.content = self.contents.put(found.key, next(self._numbers)) if number is None else number
+        self.examined = found
         return found
 
     def _work(
@@ -541,7 +539,7 @@ def _of_containers(
     return _alike(own, tuple(plain), spec, classes, whole)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached("sizes of integers")
 def _as_size(number: int) -> torch.Tensor:
     """A tensor without elements that has this size: an integer of an instance is a size of its own."""
     return torch.empty(number, 0)
@@ -592,7 +590,7 @@ def _named(spec: TreeSpec) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=64)
+@cached("packed arguments")
 def _tensors_alone(count: int) -> tuple[tuple[Any, ...], TreeSpec]:
     plain = (_TENSOR,) * count
     return plain, tree_flatten((plain, {}))[1]

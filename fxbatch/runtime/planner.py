@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache
 from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule, Signature
@@ -78,7 +79,7 @@ class Planner:
             warn_uncompiled(
                 'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
             )
-        self._sticky: dict[Signature, tuple[bool, ...]] = {}
+        self._sticky: Cache[Signature, tuple[bool, ...]] = Cache("needs of signatures")
         self._local = _PerThread()
         self._strategy = Strategy() if options.chooses else None
         self.refusals = Refusals()
@@ -106,9 +107,7 @@ class Planner:
             inputs = (
                 needs[0] if before is None else tuple(a or b for a, b in zip(needs[0], before, strict=True))
             )
-            if before is None and len(self._sticky) >= self.operations.size:
-                self._sticky.clear()
-            self._sticky[signature] = inputs
+            self._sticky.put(signature, inputs)
             needs = (inputs, needs[1])
         unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
         made = self.operations.get(

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from fxbatch.caches import Cache
 from fxbatch.codegen.native import address
 from fxbatch.passes.room import LINE
 from fxbatch.torch_private import storage_uses
@@ -51,7 +52,7 @@ class Pool:
         self._lock = threading.Lock()
         # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
         self._given: deque[Piece] = deque()
-        self.usual: dict[Hashable, int] = {}  # rows of arrays, only a hint
+        self.usual: Cache[Hashable, int] = Cache("rows of arrays")  # only a hint
         self.allocated = 0  # fresh allocations so far
         self.reused = 0
 
@@ -84,9 +85,8 @@ class Pool:
 
     def note_usual(self, rows: Iterable[tuple[Hashable, int]]) -> None:
         """How many rows arrays came to have in a run of several phases: as many are taken at once in the next."""
-        if len(self.usual) > 4096:
-            self.usual.clear()
-        self.usual.update(rows)
+        for array, n in rows:
+            self.usual.put(array, n)
 
     def give(self, piece: Piece) -> None:
         """Take a piece back; the caller must not use it any more. Never waits, and takes no lock, which an interrupt
@@ -147,10 +147,9 @@ class GradientMemory:
 
     LEAST = 1 << 16  # bytes from which on memory is kept: smaller pieces are cheap anywhere
     KEPT = 4  # storages kept a shape and type
-    KINDS = 64  # shapes and types
 
     def __init__(self) -> None:
-        self._storages: OrderedDict[Any, list[tuple[torch.UntypedStorage, int]]] = OrderedDict()
+        self._storages: Cache[Hashable, list[tuple[torch.UntypedStorage, int]]] = Cache("gradient memory")
         self._lock = threading.Lock()
         self.reused = 0
 
@@ -160,8 +159,9 @@ class GradientMemory:
         if size < self.LEAST:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:
-            kept = self._storages.setdefault((shape, dtype), [])
-            self._storages.move_to_end((shape, dtype))
+            kept = self._storages.get((shape, dtype))
+            if kept is None:
+                kept = self._storages.put((shape, dtype), [])
             for entry in reversed(kept):  # the last one is warm in the cache
                 # Resized, or moved into shared memory, it is the user's alone.
                 if _is_free(entry) and entry[0].data_ptr() == entry[1] and entry[0].nbytes() == size:
@@ -171,6 +171,4 @@ class GradientMemory:
             kept.append((made.untyped_storage(), made.data_ptr()))
             if len(kept) > self.KEPT:
                 kept.pop(0)
-            if len(self._storages) > self.KINDS:
-                self._storages.popitem(last=False)
         return made

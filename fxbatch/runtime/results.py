@@ -6,7 +6,6 @@ tensor of shape [instances, *shape], or a pytree of them
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import cached
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
 from fxbatch.trace.held import Held
@@ -132,7 +132,7 @@ class Results:
 _VALUES = {Value}
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("row structures")
 def _row_spec(n: int, is_list: bool) -> TreeSpec:
     """The structure of a plain tuple or list of n leaves."""
     return tree_flatten([0] * n if is_list else (0,) * n)[1]

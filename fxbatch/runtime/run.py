@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
@@ -77,7 +78,7 @@ class Run:
         self.phases: list[Phase] = []
         self.segments: list[Run] = []  # what ran before, for packed calls
         self.operands: Operands = {}  # what shared operands are in this run
-        self._families: dict[Any, tuple[Family, dict[Hashable, FamilyTemplate]]] = {}  # that were met in it
+        self._families: dict[Any, tuple[Family, Cache[Hashable, FamilyTemplate]]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
@@ -177,10 +178,10 @@ class Run:
         if found is None or not family.settled:
             found = self._make_template(program, family, constants, known_needs)
             if family.settled:
-                templates[key] = found
+                templates.put(key, found)
         return found
 
-    def _family(self, program: Program) -> tuple[Family, dict[Hashable, FamilyTemplate]]:
+    def _family(self, program: Program) -> tuple[Family, Cache[Hashable, FamilyTemplate]]:
         """The family of a program and its templates: looked for once a run, whose operands stay what they are."""
         found = survey(program)
         key = found.graph, found.present

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache, guard
 from fxbatch.ir import Layout, Program, SharedOperand, Signature
 from fxbatch.passes.plan import Slots, is_constant
 from fxbatch.passes.select import checksum
@@ -43,21 +43,16 @@ T = TypeVar("T")
 Operands = dict[tuple[int, str], torch.Tensor]  # by SharedOperand.key
 
 HELD = 8 << 10  # bytes that a signature or an operation counts, since it is kept alive
-_MET = 256  # structures that are known to have been met once: about as many as their plans would fit
-_TEMPLATES = 64  # of a family: which constants and early values carry gradients
 
 
 class StructureCache:
     """Least recently used things made from the structure of programs, bounded in bytes."""
 
-    def __init__(self, most: int = 64 << 20) -> None:
-        self.most = most
-        self.bytes = 0
+    def __init__(self, most: int | None = None) -> None:
         self.hits: Counter[str] = Counter()  # by kind
         self.misses: Counter[str] = Counter()
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._met: OrderedDict[int, None] = OrderedDict()  # hashes of what was made once and not kept
-        self._lock = threading.Lock()
+        self.entries: Cache[tuple[str, Hashable], Any] = Cache("structures", most)
+        self._met: Cache[int, bool] = Cache("structures met once")  # hashes of what was not kept
 
     def get(
         self, kind: str, key: Hashable, make: Callable[[], T], size: int, *, may_be_rare: bool = False
@@ -65,49 +60,33 @@ class StructureCache:
         """What was made for this key, made now if it is new. size: about how many bytes it takes, with its key.
         may_be_rare: it is kept when it is made for the second time."""
         whole = kind, key
-        found = self._entries.get(whole)
-        if found is not None:
+        entry: T | None = self.entries.get(whole)
+        if entry is not None:
             self.hits[kind] += 1
-            with self._lock:
-                if whole in self._entries:  # another thread may have dropped it
-                    self._entries.move_to_end(whole)
-            kept: T = found[0]
-            return kept
+            return entry
         self.misses[kind] += 1
         made = make()
-        with self._lock:
-            if may_be_rare and not self._was_met(hash(whole)):
-                return made
-            before = self._entries.pop(whole, None)
-            self.bytes += size - (0 if before is None else before[1])
-            self._entries[whole] = made, size
-            while self.bytes > self.most and len(self._entries) > 1:
-                self.bytes -= self._entries.popitem(last=False)[1][1]
-        return made
-
-    def _was_met(self, number: int) -> bool:
-        """Whether a key with this hash was met lately; it is now. The caller has the lock."""
-        if number in self._met:
-            del self._met[number]
-            return True
-        self._met[number] = None
-        if len(self._met) > _MET:
-            self._met.popitem(last=False)
-        return False
+        if may_be_rare and self._met.pop(hash(whole)) is None:
+            self._met.put(hash(whole), True)
+            return made
+        return self.entries.put(whole, made, size)
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._lock:
-            self._entries.clear()
-            self._met.clear()
-            self.bytes = 0
+        self.entries.clear()
+        self._met.clear()
 
     def counts(self) -> dict[str, int]:
         """How many things of each kind it has."""
-        return dict(Counter(cast(tuple[str, Any], key)[0] for key in list(self._entries)))
+        return dict(Counter(kind for kind, _ in self.entries))
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes."""
+        return self.entries.size
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
 
 class PlanKey:
@@ -211,7 +190,7 @@ class Family:
             (s, mine) for s, mine, n in zip(program.signatures, self.places, self.present, strict=True) if n
         ]
         # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
-        self._current: tuple[Any, dict[Hashable, FamilyTemplate]] = (None, {})
+        self._current: tuple[object, Cache[Hashable, FamilyTemplate]] = (None, Cache("templates"))
 
     def resolve(self, known: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
@@ -223,14 +202,15 @@ class Family:
         known.update(zip(self.keys, tensors, strict=True))
         return tensors
 
-    def templates(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, FamilyTemplate]:
+    @guard("types")
+    def templates(self, tensors: Sequence[torch.Tensor]) -> Cache[Hashable, FamilyTemplate]:
         """The templates for operands of these types, to be looked up in and added to."""
         types = types_of(tensors)
-        before, found = self._current
-        if before != types or len(found) > _TEMPLATES:
-            found = {}
-            self._current = (types, found)
-        return found
+        before, templates = self._current
+        if before != types:
+            templates = Cache("templates")
+            self._current = (types, templates)
+        return templates
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from fxbatch.caches import Cache, guard
 from fxbatch.ir import SharedOperand, TensorSpec
 from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
@@ -97,6 +98,7 @@ class Examined:
                 self.shared.append(SharedOperand(m, name))
                 key.append((name, t.shape, t.dtype, t.device))
 
+    @guard("places")
     def unchanged(self) -> bool:
         """Whether examining the module again would find the same."""
         return self.lasts and _as_before(self.places, self.reads)
@@ -179,8 +181,9 @@ class KnownModel:
         self.places = None if model is None else places_of_modules(list(model.modules()))
         self.reads = Reads.of_forward(forward, model)  # what the code of the forward and of its modules reads
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
-        self.ids: dict[bytes, np.ndarray] = {}
+        self.ids: Cache[bytes, np.ndarray] = Cache("traces")
 
+    @guard("model")
     def is_true(self, model: torch.nn.Module | None) -> bool:
         """Whether it still holds."""
         return self.model is model and _as_before(self.places, self.reads)

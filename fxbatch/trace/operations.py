@@ -10,7 +10,6 @@ A body runs once on fake tensors, to learn what it gives.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import random
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fxbatch.caches import cached
 from fxbatch.ir import Slot, Template, TensorSpec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import (
@@ -74,7 +74,7 @@ class Attribute:
         return attribute, (self.name,)
 
 
-@functools.cache
+@cached("attribute readers")
 def attribute(name: str) -> Attribute:
     """The one Attribute of a name."""
     return Attribute(name)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
+from fxbatch.caches import guard
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import ATOMS, static_key
 from fxbatch.trace.values import Value
@@ -156,6 +157,7 @@ def same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in ATOMS and static_key(a) == static_key(b))
 
 
+@guard("places")
 def first_changed(places: list[Item], *, far: bool = True) -> Item | None:
     """The first place that holds something else than it held. far: whether those that user code may change unseen are
     looked at too."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.trace.places import Item, first_changed, put, same
 from fxbatch.trace.plain_body import Walk
 from fxbatch.trace.plain_objects import CONSTANTS
@@ -110,6 +111,7 @@ class Reads:
         reads.key = reads._key()
         return reads
 
+    @guard("places")
     def unchanged(self) -> bool:
         """Whether every place still holds what it held."""
         return first_changed(self.items) is None
@@ -123,6 +125,7 @@ class Reads:
         """Whether those places hold what they held."""
         return all(x.holds() for x in self.items if x.far)
 
+    @guard("places")
     def differs_from(self, other: Reads) -> str:
         """The name of the first place where another look found something else, "" if there is none."""
         before = {x.path: x for x in self.items}

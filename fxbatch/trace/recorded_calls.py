@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
 from fxbatch.signature import Frozen
@@ -115,6 +116,7 @@ class Knowledge:
         """The places that the code of operations reads."""
         return [item for x in self.examined.values() if not x.reason for item in x.reads.items]
 
+    @guard("places")
     def is_true(self, roots: tuple[torch.nn.Module, ...]) -> bool:
         """Whether it still holds, for these roots."""
         return (

@@ -10,15 +10,16 @@ The file is taken to be the one that was imported, as torch.jit.script takes it 
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import inspect
 import linecache
 from types import FunctionType
 from typing import Any
 
+from fxbatch.caches import cached
 
-@functools.lru_cache(maxsize=64)
+
+@cached("functions of a file")
 def _functions_in(source: str) -> dict[tuple[int, str], list[Any]]:
     """The functions of a file, by first line and name."""
     functions: dict[tuple[int, str], list[Any]] = {}
@@ -51,7 +52,7 @@ def syntax_of(function: FunctionType) -> Any:
     return fitting[0] if len(fitting) == 1 else None
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("names of a function")
 def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The local variables of a function, and those that it declares to be others'."""
     stored, others = set(names_of_arguments(node.args)), set[str]()
@@ -86,6 +87,6 @@ def yields(statement: Any) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=4096)
+@cached("digests of functions")
 def digest(node: Any) -> str:
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]

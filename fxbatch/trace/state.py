@@ -20,6 +20,7 @@ import greenlet
 import numpy as np
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.errors import TraceError
 from fxbatch.ir import Modes
 from fxbatch.torch_private import (
@@ -185,6 +186,7 @@ def modes_now() -> Modes:
     return Modes(False, torch.is_grad_enabled(), casts, torch.get_default_dtype())
 
 
+@guard("modes")
 def still_hold(under: Modes, now: Modes) -> bool:
     """Whether what was recorded under these is what would be recorded now. Gradients that are not asked for do no
     harm."""

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import Cache
 from fxbatch.ir import (
     CONSTANT_KINDS,
     Operation,
@@ -214,7 +215,7 @@ class SignatureTable:
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[Any, set[int]] = {}
         self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
-        self.views: dict[Hashable, ByIdentity] = {}  # of parameters
+        self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
         self.packed: Any = None  # makes entries of calls with sizes of their own (runtime/packed_calls.py)
@@ -292,9 +293,7 @@ class SignatureTable:
         """The one object that stands for all views of a parameter with this geometry."""
         key = ByIdentity(base), geometry
         with self.lock:
-            if len(self.views) > self.limit:
-                self.views.clear()
-            return self.views.setdefault(key, ByIdentity(key))
+            return self.views.get(key) or self.views.put(key, ByIdentity(key))
 
     def constant(self, t: TensorSpec, *, grad: bool = True) -> Entry:
         """The signature of constants of type t. grad: whether any may require gradients."""

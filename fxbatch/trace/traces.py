@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import guard
 from fxbatch.errors import StaleTraceError, TraceError
 from fxbatch.ir import Modes, Program, Signature, Slot, Template, TensorSpec
 from fxbatch.torch_private import tree_flatten, tree_unflatten
@@ -203,9 +204,6 @@ def _attribute(model: torch.nn.Module, name: str) -> Any:
         return operator.attrgetter(name)(model) if name else model
     except AttributeError:
         raise StaleTraceError(f"the trace uses {name}, which the model has not") from None
-
-
-_KEPT = 256  # digests of traces whose signatures are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,6 +443,7 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     return Recording(recorder, results, Statistics(len(traces)), integers)
 
 
+@guard("model")
 def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...], *, whole: bool) -> None:
     """whole: `now` also tells what the forward reads, not its modules alone."""
     under, first = modes_now(), dict[bytes, tuple[int, Trace]]()
@@ -476,9 +475,7 @@ def _signature_ids(
                 for s in missing:
                     found[s.key] = find_again(s, recorder.table, model)
                 ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
-                if len(known.ids) >= _KEPT:
-                    known.ids.clear()
-                known.ids[trace.digest] = ids
+                known.ids.put(trace.digest, ids)
             out.append(ids)
     return out
 

@@ -17,27 +17,24 @@ from typing import Any
 
 import torch
 
+from fxbatch.caches import cached
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
 
 
 _LIBRARIES = ("contextlib", "functools", "copy", "threading", "greenlet")
-# By id of the code (its own hash reads all of its constants): the code, the file of the user's, "" for other code.
-_files: dict[int, tuple[CodeType, str]] = {}  # at most _MOST
-_MOST = 4096
 
 
 def _user_file(frame: FrameType) -> str:
     """The name of the file of a frame of the user's code, "" for other frames."""
-    code = frame.f_code
-    found = _files.get(id(code))
-    if found is None:
-        if len(_files) >= _MOST:
-            _files.clear()
-        own = in_users_code(code, frame.f_globals)
-        found = _files[id(code)] = code, shown_name(code.co_filename) if own else ""
-    return found[1]
+    return _shown_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+@cached("files of code")
+def _shown_file(path: str, module: str) -> str:
+    return shown_name(path) if _is_users(path, module) else ""
 
 
 def shown_name(path: str) -> str:
@@ -50,8 +47,11 @@ def shown_name(path: str) -> str:
 
 def in_users_code(code: CodeType, names: dict[str, Any]) -> bool:
     """Whether code with these globals is the user's, not torch's, ours or a library's that passes calls on."""
-    module = names.get("__name__", "")
-    return not (code.co_filename.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
+    return _is_users(code.co_filename, str(names.get("__name__", "")))
+
+
+def _is_users(path: str, module: str) -> bool:
+    return not (path.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
 
 
 def user_frame() -> FrameType | None:

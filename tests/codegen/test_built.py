@@ -101,8 +101,8 @@ def test_bodies_of_one_content_and_other_gradients_are_told_apart() -> None:
 
 def test_nothing_of_a_model_is_held() -> None:
     right(lambda self, x: self.g(x), g=Gated())
-    assert built._kept
-    for fields in built._kept.values():
+    assert built._graphs
+    for fields in built._graphs.values():
         for name in ("forward", "backward", "parameters"):
             held = fields[name]
             assert held is None or not list(held.parameters()) + list(held.buffers())
@@ -195,7 +195,7 @@ def test_files_are_this_users_alone_and_few(tmp_path: Path, monkeypatch: pytest.
 def test_writers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXBATCH_CACHE", str(tmp_path))
     right(lambda self, x: self.g(x), g=Gated())
-    ((key, fields), *_) = built._kept.items()
+    ((key, fields), *_) = built._graphs.items()
     threads = [
         threading.Thread(target=lambda: [built._write(key, fields) for _ in range(20)]) for _ in range(4)
     ]

@@ -11,7 +11,6 @@ import torch
 import fxbatch
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
-from fxbatch.passes import deduplicate as module
 from fxbatch.passes.deduplicate import Deduplicator, deduplicate, deduplicate_large
 from fxbatch.runtime.options import Options, deduplication
 from tests import models as M
@@ -52,9 +51,9 @@ def test_one_structure_with_other_data_is_left_alone_from_then_on() -> None:
     assert rewrite(other) is other and rewrite(one) is one
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 2)
+def test_what_is_remembered_is_bounded() -> None:
     rewrite = Deduplicator()
+    rewrite._result.most = 2
     for length in (500, 502, 504, 506):
         rewrite(words_program(*range(length), *range(200)))
     assert len(rewrite._result) == 2

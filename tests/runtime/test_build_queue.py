@@ -118,9 +118,9 @@ def test_what_few_instances_call_waits_and_is_built_once_it_has_taken_long(clock
     assert len(queue) and queue.build() == 1
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CAPACITY", 10)
+def test_what_waits_is_bounded() -> None:
     queue = BuildQueue()
+    queue._once.most = queue._again.most = 10
     for _ in range(2):
         with queue.minibatch(8):
             for k in range(30):

@@ -32,7 +32,7 @@ def test_few_are_built_at_once_and_many_wait_for_their_turn() -> None:
 
 
 def test_tables_are_bounded() -> None:
-    postponed = Postponed(capacity=10)
+    postponed = Postponed(most=10)
     postponed.choose(signatures(MANY_NEW + 5), [1] * (MANY_NEW + 5))
     assert len(postponed._calls) == 10
 

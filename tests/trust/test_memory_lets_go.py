@@ -162,7 +162,7 @@ def test_a_workspace_has_rows_of_a_group_and_type_once() -> None:
 
 
 def test_operations_that_were_not_used_for_the_longest_time_go_first() -> None:
-    cache = OperationCache(size=2)
+    cache = OperationCache(most=2)
     signatures = [Signature(Operation("constant", "constant"), (), (rows_of(n),)) for n in range(3)]
     first, second, third = signatures
     for signature in (first, second, first, third, first):
