@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +21,7 @@ SIX = {"found", "made", "known", "kept", "own", "given"}
 class Concept(NamedTuple):
     """Classes and functions with names like these, in these rooms ("" is fxbatch/ itself)."""
 
-    rooms: Sequence[str]
+    rooms: tuple[str, ...]
     names: str
 
 
@@ -49,13 +50,16 @@ CONCEPTS = {
 GUARD = r"^(is_)?(un|first_)?changed$|still_hold|^stale$|differs_from|_fresh$|^_?fits$|_fitting|^is_true$|^unchanged$"
 
 
-def trees(rooms: Sequence[str] = (*ROOMS, "")) -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def trees(rooms: tuple[str, ...] = (*ROOMS, "")) -> tuple[tuple[str, ast.Module], ...]:
     """The engine's modules, with their paths in fxbatch/."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         room = inside.parts[0] if len(inside.parts) > 1 else ""
         if room in rooms and inside.name != "caches.py":
-            yield str(inside), ast.parse(path.read_text())
+            found.append((str(inside), ast.parse(path.read_text())))
+    return tuple(found)
 
 
 def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
@@ -119,6 +123,7 @@ def uses_of(names: set[str], tree: ast.AST) -> int:
     )
 
 
+@functools.cache
 def counted() -> dict[str, int]:
     """All rows of the table, as the source is."""
     modules = dict(trees())
