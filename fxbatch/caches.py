@@ -49,6 +49,7 @@ CACHES = {
     "functions of a file": Kind("source", 64, "process"),
     "names of a function": Kind("syntax tree", 4096, "process"),
     "digests of functions": Kind("syntax tree", 4096, "process"),
+    "strides": Kind("shape", 4096, "process"),
     "size expressions": Kind("expression", 4096, "process"),
     "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
     "decompositions": Kind("operators left whole", 8, "process"),
@@ -115,9 +116,10 @@ class Cache(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        with self._lock:
-            if key in self._entries:  # another thread may have dropped it
-                self._entries.move_to_end(key)
+        try:
+            self._entries.move_to_end(key)
+        except KeyError:  # another thread has dropped it
+            return entry[0]
         return entry[0]
 
     def put(self, key: K, value: V, size: int = 1) -> V:

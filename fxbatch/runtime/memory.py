@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxbatch.caches import cached
 from fxbatch.codegen.native import address, extension
 from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorSpec
 from fxbatch.passes.plan import RunColumns, Slots, WholePlan
@@ -114,6 +115,7 @@ def kinds_of_rows(compiled: CompiledOperation) -> list[TensorSpec]:
     return [*(compiled.graphs.group_type(g) for g in compiled.kept_groups), *compiled.saved_types]
 
 
+@cached("strides")
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of contiguous rows of this shape."""
     sizes = accumulate((max(d, 1) for d in reversed(shape)), operator.mul, initial=1)
