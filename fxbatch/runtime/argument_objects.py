@@ -44,7 +44,7 @@ class Opened:
 class _Unread:
     """Stands for what no code names, in a copy of an object: an error where it is read after all."""
 
-    def _refuse(self, *args: Any) -> Any:
+    def _refuse(self, *args: object) -> Any:
         raise TypeError("it reads an attribute that its code does not name")
 
     __bool__ = __len__ = __iter__ = __str__ = __repr__ = __eq__ = __hash__ = __int__ = __float__ = (
@@ -131,7 +131,7 @@ def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
     return held if not known.slots else {**held, **{n: getattr(x, n) for n in known.slots if hasattr(x, n)}}
 
 
-def named(x: Any, names: Container[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def named(x: object, names: Container[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The attributes of an object that count, and the names of those that don't but are there."""
     known = data_class(type(x)) or _NOT_MET
     held = attributes_of(x, known)
@@ -223,7 +223,7 @@ class TensorColumns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
 
     __slots__ = ("columns", "head")
 
-    def __init__(self, head: tuple[Any, ...], columns: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, head: tuple[object, ...], columns: Sequence[Sequence[torch.Tensor]]) -> None:
         self.head = head
         self.columns = columns
 

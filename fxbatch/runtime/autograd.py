@@ -211,7 +211,7 @@ class Blocks:
         self.starts: list[int] = []
         self.used = 0
 
-    def append(self, tensor: Any, rows: int) -> None:
+    def append(self, tensor: object, rows: int) -> None:
         self.tensors.append(tensor)
         self.starts.append(self.used)
         self.used += rows

@@ -88,14 +88,16 @@ class Engine(Planner):
         run = self.execution()
         return LazyRun(self) if isinstance(run, Run) else run
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str, *, first: int = 0) -> Any:
+    def call(
+        self, fn: Callable[..., object], instances: Sequence[Instance], out: str, *, first: int = 0
+    ) -> Any:
         """Record all instances, run what is pending, put the results together. first: the number of the first instance
         in the minibatch."""
         run = self.execution()
         return self.finish(run, self.record(fn, instances, run, first=first), out)
 
     def call_with_reasons(
-        self, fn: Callable[..., Any], instances: Sequence[Instance], out: str
+        self, fn: Callable[..., object], instances: Sequence[Instance], out: str
     ) -> tuple[Any, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
         run, recording, finishing = self.execution(), Timing(1), Timing(1)
@@ -123,7 +125,7 @@ class Engine(Planner):
 
     def record(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         instances: Sequence[Instance],
         run: Execution,
         *,
@@ -205,7 +207,7 @@ class TracedInstance:
     reason: str = ""  # why there is no trace
 
     @staticmethod
-    def of(args: tuple[Any, ...], shared: dict[str, Any], make: Callable[[], Trace]) -> TracedInstance:
+    def of(args: tuple[object, ...], shared: dict[str, Any], make: Callable[[], Trace]) -> TracedInstance:
         """Trace an instance; one that can't be traced ahead is kept without a trace, with the reason."""
         try:
             made = make()
@@ -293,7 +295,7 @@ class ReadyMinibatch:
         )
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether an argument is a ready minibatch, or a list of traces or traced instances."""
     if isinstance(x, ReadyMinibatch):
         return True

@@ -472,7 +472,7 @@ def fill_constants(
 
 
 def _host_column(
-    signature: Signature, payload: Sequence[Any], where: slice | np.ndarray
+    signature: Signature, payload: Sequence[object], where: slice | np.ndarray
 ) -> np.ndarray | None:
     """Tensors on the CPU without dimensions as an array of their type; None for all others."""
     kind = signature.outputs[0]

@@ -130,7 +130,7 @@ def deduplication(options: Options) -> list[str]:
     return [] if once else ["deduplicate_large"]
 
 
-def check_backend(backend: Any) -> None:
+def check_backend(backend: object) -> None:
     """Raise OptionError for what is no torch.compile backend; torch is asked about rare names only."""
     if isinstance(backend, bool) or callable(backend) or backend in ("auto", *_BACKENDS):
         return

@@ -145,7 +145,7 @@ class PackedForward:
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
+    def call(self, fn: Callable[..., object], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
         """The results of a minibatch, or None."""
         if is_watched() or inside_functorch() or function_modes() or not memory_is_real():
             return None
@@ -175,7 +175,7 @@ class PackedForward:
 
     # -- which functions ------------------------------------------------------------------------------
 
-    def _family(self, fn: Any, columns: _Columns) -> PackedFamily | None:
+    def _family(self, fn: object, columns: _Columns) -> PackedFamily | None:
         """The family of these instances, with the dimensions that have differed; None where none has."""
         bounds = columns.bounds
         differ = any(low != high for low, high in bounds)
@@ -198,7 +198,7 @@ class PackedForward:
         types = autocast_state() if any_autocast() else ()
         return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs, types)
 
-    def _columns(self, fn: Any, instances: Sequence[Instance]) -> _Columns | None:
+    def _columns(self, fn: object, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
         if isinstance(instances, TensorColumns):
             plain, spec = _tensors_alone(len(instances.columns))
@@ -221,7 +221,7 @@ class PackedForward:
         self.unlike = 0 if columns is not None else self.unlike + 1
         return columns
 
-    def _look(self, fn: Any) -> Examined | None:
+    def _look(self, fn: object) -> Examined | None:
         """The module as it is; None where its code or hooks can't be known."""
         assert self.root is not None
         found = self.examined
@@ -242,7 +242,7 @@ class PackedForward:
         return found
 
     def _work(
-        self, fn: Any, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
+        self, fn: object, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
     ) -> list[tuple[Variant | None, np.ndarray | None]] | None:
         """Which variant runs which instances (None: all), and None for those that run by themselves."""
         if family.variants and family.variants[0].function.graph.certain(columns.smallest(family.dynamic)):
@@ -277,7 +277,7 @@ class PackedForward:
         work.append((None, np.flatnonzero(left)))
         return work
 
-    def _build(self, fn: Any, columns: _Columns, example: int, family: PackedFamily) -> Variant | None:
+    def _build(self, fn: object, columns: _Columns, example: int, family: PackedFamily) -> Variant | None:
         grad = torch.is_grad_enabled()
         try:
             # What is built stays, and serves calls outside of inference mode, too.
@@ -295,7 +295,7 @@ class PackedForward:
         return None
 
     def _built(
-        self, fn: Any, columns: _Columns, example: int, dynamic: tuple[tuple[int, ...], ...]
+        self, fn: object, columns: _Columns, example: int, dynamic: tuple[tuple[int, ...], ...]
     ) -> Variant:
         tensors = [*[c[example] for c in columns.tensors], *columns.whole]
         assert self.root is not None and self.examined is not None
@@ -323,7 +323,7 @@ class PackedForward:
 
     def _run(
         self,
-        fn: Any,
+        fn: object,
         family: PackedFamily,
         work: list[tuple[Variant | None, np.ndarray | None]],
         instances: Sequence[Instance],
@@ -498,7 +498,7 @@ class _Columns:
 def _of_containers(
     instances: Sequence[Instance],
     numbers: set[int],
-    opened: Callable[[Any], Any] = lambda x: x,
+    opened: Callable[[Any], object] = lambda x: x,
     *,
     once: bool = False,
 ) -> _Columns | None:
@@ -624,7 +624,7 @@ def _alike(
     return _Columns(_Kind(spec, keys + classes, tuple(kinds)), plain, columns, shapes, bounds, list(whole))
 
 
-def _all_equal(column: Sequence[Any]) -> bool:
+def _all_equal(column: Sequence[object]) -> bool:
     first = column[0]
     if all(x is first for x in column):
         return True

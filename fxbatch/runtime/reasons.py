@@ -12,7 +12,6 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fxbatch.ir import Signature
 from fxbatch.passes.plan import is_constant
@@ -27,7 +26,7 @@ LARGE_SHARE = 0.3  # of a step, from which on recording is one
 
 
 def reasons(
-    phases: Sequence[Phase], statistics: Statistics | None, forward: Callable[..., Any] | None
+    phases: Sequence[Phase], statistics: Statistics | None, forward: Callable[..., object] | None
 ) -> list[str]:
     """A line about phases and one about signatures, where there are many. forward: the user's, whose file is read."""
     lines = []
@@ -77,7 +76,7 @@ def _difference(signatures: Sequence[Signature]) -> str:
     return "differs each time"
 
 
-def _line_text(location: str, forward: Callable[..., Any] | None) -> str:
+def _line_text(location: str, forward: Callable[..., object] | None) -> str:
     """The text of a line of the file that `forward` is in, "" for another file."""
     path = getattr(getattr(forward, "__code__", None), "co_filename", "")
     name, _, number = location.rpartition(":")

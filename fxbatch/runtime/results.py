@@ -63,7 +63,7 @@ class Results:
                 self.specs.append(spec)
                 self._look_into(leaves)
 
-    def _look_into(self, leaves: Sequence[Any]) -> None:
+    def _look_into(self, leaves: Sequence[object]) -> None:
         for leaf in leaves:
             if type(leaf) is not Value and has_attributes(leaf):
                 self.opaque = True
@@ -212,7 +212,7 @@ def _as_row(leaves: list[Any], spec: TreeSpec | Structure) -> Any:
     return tuple(leaves) if spec is _row_spec(len(leaves), False) else put_together(leaves, spec)
 
 
-def stack_real(results: Sequence[Any]) -> Any:
+def stack_real(results: Sequence[object]) -> Any:
     """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
     alike = _stack_alike(results)
     if alike is not None:
@@ -229,7 +229,7 @@ def stack_real(results: Sequence[Any]) -> Any:
 _DTYPE = operator.attrgetter("dtype")
 
 
-def _stack_alike(results: Sequence[Any]) -> torch.Tensor | None:
+def _stack_alike(results: Sequence[object]) -> torch.Tensor | None:
     """The short way for plain tensors of one type; None for others, and where they can't be stacked."""
     if set(map(type, results)) != {torch.Tensor} or len(set(map(_DTYPE, results))) > 1:
         return None
@@ -246,7 +246,7 @@ def _stack_recorded(column: Sequence[Any]) -> Any:
     return torch.stack(list(column))
 
 
-def nest(results: Sequence[Any]) -> Any:
+def nest(results: Sequence[object]) -> Any:
     """One pytree whose tensor leaves are jagged nested tensors over the instances."""
     found = Results(results).made_alike()
     leaves = [

@@ -251,7 +251,9 @@ class Run:
         return torch.index_select(arena, 0, to_device(rows, arena.device))
 
     def by_type(
-        self, values: Sequence[int] | np.ndarray, take: Callable[[list[np.ndarray]], Iterable[Sequence[Any]]]
+        self,
+        values: Sequence[int] | np.ndarray,
+        take: Callable[[list[np.ndarray]], Iterable[Sequence[object]]],
     ) -> list[Any]:
         """One item a value. take: gives, for each request of values of one type, an item a value."""
         ids = np.asarray(values, dtype=np.int64)

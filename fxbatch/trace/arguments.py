@@ -134,7 +134,7 @@ class ArrayArgument(OpaqueArgumentError):
 
 
 def without_arrays(
-    recorder: RecordedCalls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, indexed: bool
+    recorder: RecordedCalls, name: str, args: tuple[object, ...], kwargs: dict[str, Any], *, indexed: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with tensors in place of numpy arrays.
 
@@ -156,7 +156,7 @@ def without_arrays(
     return given
 
 
-def without_derived(given: Any) -> Any:
+def without_derived(given: object) -> Any:
     """Arguments with plain data in place of objects of classes derived from int, float or str, which are to
     torch what they are derived from; None where there are none."""
     leaves, spec = tree_flatten(given)
@@ -173,7 +173,7 @@ _DERIVED: dict[type, Callable[[Any], Any]] = {
 }  # what is read of them, whatever their classes override
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> Any:
     if type(x) in ATOMS or isinstance(x, np.generic):
         return x
     return next((plain(x) for kind, plain in _DERIVED.items() if isinstance(x, kind)), x)
@@ -267,7 +267,7 @@ class Arguments:
         self.shared.append(shared)
         return ("shared", shared.key, tuple(t.shape), t.dtype, t.device)
 
-    def template(self, *before: Any) -> Template:
+    def template(self, *before: object) -> Template:
         """`(args, kwargs)` with slots in place of tensors. before: plain arguments in front of these."""
         leaves, spec = tree_flatten(((*before, *self.args), self.kwargs))
         slots = iter(self.slots)
@@ -282,10 +282,10 @@ class Arguments:
         assert next(slots, None) is None, "arguments flatten in another order than their key"
         return Template(tuple(filled), spec)
 
-    def outcome(self, target: Callable[..., Any], template: Template) -> BodyRun:
+    def outcome(self, target: Callable[..., object], template: Template) -> BodyRun:
         """What a function gives for these, and does to them, from one run on fake tensors."""
 
-        def body(tensors: Any, shared: Any) -> Any:
+        def body(tensors: object, shared: object) -> Any:
             args, kwargs = template.fill(input=tensors, shared=shared)
             return target(*args, **kwargs)
 
@@ -326,7 +326,7 @@ for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
     _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
 
 
-def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of bare parameters, or views of them, gives: a value where it is recorded."""
     recorder = state.recorder
     if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
@@ -347,7 +347,7 @@ def call_of_bare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _heard_views(recorder, key, func, args, kwargs)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     return type(x) in _PLAIN or (type(x) is tuple and all(type(i) is int for i in x))
 
 
@@ -360,11 +360,11 @@ def _by_numbers(recorder: Any, index: Any) -> Any:
     return index if any(type(x) is not int for x in found) else found if type(index) is tuple else found[0]
 
 
-def _is_position(x: Any) -> bool:
+def _is_position(x: object) -> bool:
     return type(x) is torch.Tensor and not x.dim() and x.dtype in POSITIONS
 
 
-def _is_recorded(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function computes something of what is an instance's own: its tensors, and rows that it chose."""
     nested = kwargs or any(type(x) in _NESTS for x in args)
     if not any(_is_own(recorder, x) for x in (tree_leaves((args, kwargs)) if nested else args)):
@@ -376,7 +376,7 @@ def _is_recorded(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return torchs_own and not told and not _writes(func) and kwargs.get("out") is None
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: object) -> bool:
     name = getattr(func, "__name__", "")
     return (
         name in ("__set__", "__delete__")

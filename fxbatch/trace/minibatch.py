@@ -167,8 +167,8 @@ class Recording:
 
 
 def record_minibatch(
-    fn: Callable[..., Any],
-    instances: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    fn: Callable[..., object],
+    instances: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
     table: SignatureTable,
     execution: Execution,
     *,
@@ -359,7 +359,7 @@ class Turns:
         self._raise()
         self.resuming = []
 
-    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[Any]]) -> dict[int, Any]:
+    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> dict[int, Any]:
         """What instances wait for as numbers (plain) or as tensors, each value once."""
         wanted = list(dict.fromkeys([v._value for p in self.resuming if p.plain == plain for v in p.values]))
         base = self.recorder.base
@@ -579,7 +579,7 @@ class LazyBatch:
                 self.execution.run(program)
             self.statistics.phase(calls, [0])
 
-    def real(self, results: Any) -> Any:
+    def real(self, results: object) -> Any:
         """A pytree with its Values replaced by real, differentiable tensors."""
         found: list[Value] = []
         tree_map(lambda x: found.append(x) if type(x) is Value else None, results)

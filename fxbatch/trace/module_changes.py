@@ -95,12 +95,12 @@ def _state(x: Any) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def states_of(args: Iterable[Any]) -> list[tuple[Any, int]]:
+def states_of(args: Iterable[object]) -> list[tuple[Any, int]]:
     """Lists and tensors among the arguments of an instance, as they are now."""
     return [(x, _state(x)) for x in args if type(x) in _WATCHED]
 
 
-def are_unchanged(states: Iterable[tuple[Any, int]]) -> bool:
+def are_unchanged(states: Iterable[tuple[object, int]]) -> bool:
     """Whether they are as they were, so that the instance can begin anew."""
     return all(_state(x) == state for x, state in states)
 
@@ -135,7 +135,7 @@ class ModuleChanges:
         self.waited = ""  # where the first of them waited, with the line; "" where none has
         self.refused = False  # whether a change is an error as soon as some instance has waited
 
-    def note(self, module: torch.nn.Module, name: str, value: Any = _ABSENT) -> None:
+    def note(self, module: torch.nn.Module, name: str, value: object = _ABSENT) -> None:
         """An attribute is about to be set, or deleted. TraceError where instances that wait may have read it."""
         before = _before(module, name)
         if before.value is value is not _ABSENT:
@@ -174,7 +174,7 @@ class ModuleChanges:
         """The same of containers alone."""
         return _first_changed(self._containers)
 
-    def watch(self, instances: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def watch(self, instances: Iterable[tuple[tuple[object, ...], dict[str, Any]]]) -> None:
         """Look at lists and tensors that are arguments: an instance that has changed its own can't begin anew."""
         for args, _ in instances:
             self._arguments += states_of(args)

@@ -109,7 +109,7 @@ class ExaminedFunction:
 
     __slots__ = ("attributes", "custom", "guards", "lasts", "reads", "reason", "state", "target")
 
-    def __init__(self, target: Any, reads: Reads, state: int, reason: str) -> None:
+    def __init__(self, target: object, reads: Reads, state: int, reason: str) -> None:
         self.target = target
         self.reads = reads
         self.attributes = reads.names  # that it reads of modules
@@ -176,7 +176,7 @@ class KnownModel:
 
     __slots__ = ("fingerprint", "ids", "model", "places", "reads")
 
-    def __init__(self, forward: Callable[..., Any] | None, model: torch.nn.Module | None) -> None:
+    def __init__(self, forward: Callable[..., object] | None, model: torch.nn.Module | None) -> None:
         self.model = model
         self.places = None if model is None else places_of_modules(list(model.modules()))
         self.reads = Reads.of_forward(forward, model)  # what the code of the forward and of its modules reads

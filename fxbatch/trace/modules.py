@@ -55,7 +55,7 @@ class ModuleRecord:
         self.variants: dict[Any, dict[Any, dict[Any, Any]]] = {}
 
 
-def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> Any:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
     if recorder is None:
@@ -64,7 +64,7 @@ def traced_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_module(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module call that the fast path did not settle."""
     quicken(type(module))
@@ -145,7 +145,7 @@ def _recorded(call: ModuleCall) -> Any:
     return result
 
 
-def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: Any) -> Entry | str:
+def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: object) -> Entry | str:
     """The entry of a call, or why it is no operation."""
     recorder, examined = call.recorder, _examined(call.recorder, record)
     if examined.reason:
@@ -316,7 +316,7 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 
 def _new_entry(
-    record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: Any, arguments: Arguments
+    record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: object, arguments: Arguments
 ) -> Entry | str:
     """The entry of a call that was not met before, or why it is no operation."""
     recorder, module, method = arguments.recorder, record.module, record.method
@@ -386,7 +386,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
     twin = structural_twin(module, twins)
 
-    def body(tensors: Any, operands: Any) -> Any:
+    def body(tensors: object, operands: Any) -> Any:
         tensors_now = dict(zip(names, operands, strict=False))
         given = dict(tensors_now)
         a, k = template.fill(input=tensors, shared=operands)

@@ -31,17 +31,17 @@ _CLOSED = (
 )  # fmt: skip
 
 
-def has_attributes(x: Any) -> bool:
+def has_attributes(x: object) -> bool:
     """Whether an object is of a class whose instances have attributes of their own, and may hold tensors."""
     return not isinstance(x, _CLOSED) and not is_pytree_node(type(x)) and bool(_names(x))
 
 
-def values_in(x: Any) -> list[Value]:
+def values_in(x: object) -> list[Value]:
     """The values that an object, and whatever it refers to, holds; each object is looked at once."""
     return [t for t in _tensors(x, {}) if type(t) is Value]
 
 
-def _tensors(x: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+def _tensors(x: object, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         yield x
     elif not isinstance(x, _CLOSED) and id(x) not in seen:
@@ -50,14 +50,14 @@ def _tensors(x: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(part, seen)
 
 
-def _parts(x: Any) -> Sequence[Any]:
+def _parts(x: object) -> Sequence[Any]:
     """What an object consists of: the items of a container, the attributes of others."""
     if is_pytree_node(type(x)):
         return [leaf for leaf in tree_flatten(x, is_leaf=lambda y: y is not x)[0] if leaf is not x]
     return [getattr(x, name) for name in _names(x)]
 
 
-def _names(x: Any) -> tuple[str, ...]:
+def _names(x: object) -> tuple[str, ...]:
     """The attributes that an object has now, in its dictionary or its slots."""
     own = list(getattr(x, "__dict__", ()))
     slots: list[str] = []
@@ -115,7 +115,7 @@ class Taken:
     inside: TreeSpec | Structure = field(repr=False)
 
 
-def take_apart(x: Any, around: tuple[int, ...] = ()) -> tuple[list[Any], TreeSpec | Structure]:
+def take_apart(x: object, around: tuple[int, ...] = ()) -> tuple[list[Any], TreeSpec | Structure]:
     """The leaves of a pytree, objects with tensors among them taken apart by attribute; and how it was."""
     flat, spec = tree_flatten(x)
     leaves: list[Any] = []
@@ -132,7 +132,7 @@ def take_apart(x: Any, around: tuple[int, ...] = ()) -> tuple[list[Any], TreeSpe
     return leaves, Structure(spec, tuple(objects)) if objects else spec
 
 
-def _check_can_be_made(x: Any, around: tuple[int, ...]) -> None:
+def _check_can_be_made(x: object, around: tuple[int, ...]) -> None:
     """ResultError for objects that attributes alone don't make again."""
     kind, why = type(x), ""
     if id(x) in around:
@@ -148,12 +148,12 @@ def _check_can_be_made(x: Any, around: tuple[int, ...]) -> None:
         )
 
 
-def put_together(leaves: Sequence[Any], structure: TreeSpec | Structure) -> Any:
+def put_together(leaves: Sequence[object], structure: TreeSpec | Structure) -> Any:
     """The pytree of these leaves; objects are made anew, without their `__init__`."""
     return _put(iter(leaves), structure)
 
 
-def _put(leaves: Iterator[Any], structure: TreeSpec | Structure) -> Any:
+def _put(leaves: Iterator[object], structure: TreeSpec | Structure) -> Any:
     if not isinstance(structure, Structure):
         return tree_unflatten([next(leaves) for _ in range(structure.num_leaves)], structure)
     objects = dict(structure.objects)

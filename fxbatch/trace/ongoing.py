@@ -68,7 +68,7 @@ class OngoingRecording(Turns):
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         table: SignatureTable,
         roots: Sequence[torch.nn.Module],
         new_execution: Callable[[], Execution],

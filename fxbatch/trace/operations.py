@@ -86,12 +86,12 @@ class CustomFunction:
     examined: what its code reads, of which there is one CustomFunction for each content; None: not looked at yet.
     """
 
-    def __init__(self, cls: type[torch.autograd.Function], examined: Any = None) -> None:
+    def __init__(self, cls: type[torch.autograd.Function], examined: object = None) -> None:
         self.cls = cls
         self.examined = examined
         self.__name__ = cls.__name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.cls.apply(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -113,7 +113,7 @@ class Functional:
         return f"functional_call_{type(self.module).__name__}"
 
     def __call__(
-        self, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tensors: dict[str, torch.Tensor], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> Any:
         with reparametrized(self.module, tensors, tie_weights=self.tie_weights):
             return self.module(*args, **kwargs)
@@ -122,7 +122,7 @@ class Functional:
         return {**self.__dict__, "examined": None}
 
 
-def plain_function(func: Any) -> Any:
+def plain_function(func: object) -> Any:
     """The function to call for what `__torch_function__` was given: getters become Attributes."""
     owner = getattr(func, "__self__", None)
     if owner is not None and getattr(func, "__name__", "") == "__get__" and hasattr(owner, "__name__"):
@@ -133,7 +133,7 @@ def plain_function(func: Any) -> Any:
     return func
 
 
-def function_name(func: Any) -> str:
+def function_name(func: object) -> str:
     """A short name: "add", "softmax", "T"."""
     name = getattr(func, "__name__", None) or type(func).__name__
     return name.strip("_") if name.startswith("__") else name
@@ -188,7 +188,7 @@ WITHIN_RANGE: dict[Any, Callable[..., torch.Tensor]] = {
 View = tuple[int, tuple[int, ...], tuple[int, ...], int, bool, bool]
 
 
-def on_views(func: Callable[..., Any], views: tuple[View, ...], *args: Any, **kwargs: Any) -> Any:
+def on_views(func: Callable[..., object], views: tuple[View, ...], *args: object, **kwargs: object) -> Any:
     """Call `func` with some tensor arguments seen through a view: `x @ weight.T` for `weight`."""
     leaves, spec = tree_flatten((args, kwargs))
     for leaf, size, stride, offset, conjugated, negated in views:
@@ -219,7 +219,7 @@ LIFTS = named_functions(
 LIFTS_FLOAT = named_functions("pow float_power __pow__ __rpow__")
 
 
-def lifted_dtype(func: Any, t: Any, number: Any) -> torch.dtype | None:
+def lifted_dtype(func: object, t: Any, number: object) -> torch.dtype | None:
     """The dtype of a lifted number beside a tensor of type t, None when it must stay static.
 
     Exact only: eager casts the number to the computation's dtype, so a [] tensor of that dtype is the same.
@@ -280,7 +280,9 @@ class _RandomWatch(QuietDispatchMode):
         super().__init__()
         self.random = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.random = True
         return self.call(func, args, kwargs)
@@ -337,7 +339,7 @@ class _CallWatch(TorchFunctionMode):
 
 
 def run_on_fakes(
-    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
+    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object],
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -361,7 +363,7 @@ def run_on_fakes(
 
 
 def _run_on_fakes(
-    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
+    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object],
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -401,7 +403,7 @@ def _fake_shared(mode: FakeTensorMode, s: torch.Tensor) -> torch.Tensor:
 
 
 def _outcome(
-    result: Any,
+    result: object,
     types: Sequence[TensorSpec],
     fakes: list[torch.Tensor],
     fake_shared: list[torch.Tensor],

@@ -98,7 +98,7 @@ NEVER_CALLED = frozenset({
 })  # fmt: skip
 
 
-def is_library(module_name: Any) -> bool:
+def is_library(module_name: object) -> bool:
     """Whether a Python module is Python's own or one of those that bodies may rely on."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
@@ -108,11 +108,11 @@ def is_own(name: str) -> bool:
     return name not in _OWN and not name.startswith("_fxbatch")
 
 
-def is_users(f: Any) -> bool:
+def is_users(f: object) -> bool:
     return isinstance(f, FunctionType) and not is_library(f.__globals__.get("__name__"))
 
 
-def unwrapped(f: Any) -> Any:
+def unwrapped(f: object) -> Any:
     """The user's function in one that a decorator of a library made."""
     while (
         isinstance(f, FunctionType)
@@ -123,14 +123,14 @@ def unwrapped(f: Any) -> Any:
     return f
 
 
-def is_in(x: Any, among: frozenset[Any]) -> bool:
+def is_in(x: object, among: frozenset[Any]) -> bool:
     try:
         return x in among
     except TypeError:
         return False
 
 
-def is_torchs_or_pythons(x: Any) -> bool:
+def is_torchs_or_pythons(x: object) -> bool:
     """Whether something that can be called, or holds functions, is written in C or belongs to torch."""
     if isinstance(x, _COMPUTING) or is_in(x, _FUNCTIONS):
         return True
@@ -140,7 +140,7 @@ def is_torchs_or_pythons(x: Any) -> bool:
     return callable(x) and is_library(type(x).__module__) and type(x).__module__.startswith("torch")
 
 
-def only_computes(f: Any) -> bool:
+def only_computes(f: object) -> bool:
     """Whether a function or class of a library gives a result and does nothing else."""
     if is_in(f, BUILTINS) or isinstance(f, _COMPUTING):
         return True
@@ -179,7 +179,7 @@ def is_plain_tuple(cls: type) -> bool:
     return all(n.startswith("_") for n, v in members.items() if isinstance(v, (FunctionType, property)))
 
 
-def why_not_plain(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+def why_not_plain(args: Iterable[object], kwargs: Mapping[str, object]) -> str:
     """Why a call with these arguments is none of a plain body, "" where it is one: lists, dictionaries and objects may
     be changed by it, and keep what they are given."""
     todo = [*args, *kwargs.values()]

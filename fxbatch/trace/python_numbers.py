@@ -137,11 +137,11 @@ def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: An
     return found[0], tuple(lift)
 
 
-def without_floats(key: Any) -> tuple[Any, tuple[Any, ...]]:
+def without_floats(key: object) -> tuple[Any, tuple[Any, ...]]:
     """The key of a call without the floats in it, and those floats."""
     floats: list[Any] = []
 
-    def strip(x: Any) -> Any:
+    def strip(x: object) -> Any:
         if type(x) is not tuple:
             return x
         if len(x) == 2 and x[0] is float:
@@ -201,7 +201,9 @@ class _Pair:
 _BOTH = Template.of(((Slot("input", 0), Slot("input", 1)), {}))
 
 
-def _new_entry(recorder: RecordedCalls, key: Any, func: Any, v: Value, lifted: Value, position: int) -> Entry:
+def _new_entry(
+    recorder: RecordedCalls, key: object, func: object, v: Value, lifted: Value, position: int
+) -> Entry:
     """A lifted call that was not met before: of its family, where that is for all sizes."""
     packed = recorder.table.packed
     pair = _Pair(recorder, (v, lifted) if position == 1 else (lifted, v))
@@ -261,7 +263,7 @@ def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int
 
 
 def _new_lifted(
-    recorder: RecordedCalls, key: Any, func: Any, fixed_func: Any, v: Value, lifted: Value, position: int
+    recorder: RecordedCalls, key: Any, func: Any, fixed_func: object, v: Value, lifted: Value, position: int
 ) -> Entry:
     table = recorder.table
     with table.lock, tracing(None):

@@ -31,11 +31,11 @@ from fxbatch.trace.things import NotPlain, Roots
 Guards = tuple[Any, ...]  # dictionary, class or cell, key, object it held; and again
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return type(x) in ATOMS or (type(x) is tuple and all(map(_is_number, x)))
 
 
-def _token(x: Any) -> Any:
+def _token(x: object) -> Any:
     """What a place holds, as a key: equal for what is equal to a body."""
     if isinstance(x, tuple) and type(x) is not torch.Size:
         return (type(x), *map(_token, x))
@@ -84,14 +84,14 @@ class Reads:
         return Reads(Roots(module, method or "forward", None))
 
     @staticmethod
-    def of_function(function: Any) -> Reads:
+    def of_function(function: object) -> Reads:
         """Of a function, a class, or a module's forward."""
         if isinstance(function, torch.nn.Module):
             return Reads.of_module(function)
         return Reads(Roots(None, "forward", function))
 
     @staticmethod
-    def of_forward(function: Any, module: torch.nn.Module | None) -> Reads:
+    def of_forward(function: object, module: torch.nn.Module | None) -> Reads:
         """Of a forward that is traced through: what can be compared of all that it reads."""
         return Reads(Roots(module, "forward", function, loose=True))
 
@@ -162,7 +162,7 @@ def _holds_tensors(m: torch.nn.Module) -> bool:
     return any(isinstance(t, torch.Tensor) for t in tensors)
 
 
-def _text(x: Any) -> str:
+def _text(x: object) -> str:
     if isinstance(x, (*CONSTANTS, enum.Enum)):
         return repr(x)
     if isinstance(x, tuple):

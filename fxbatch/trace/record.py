@@ -37,7 +37,7 @@ from fxbatch.trace.writes import rebind
 class Recorder(RecordedCalls):
     """Records the calls of one minibatch."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function."""
         if self.over and self.give is not None:
             return self._call_real(func, args, kwargs)

@@ -237,7 +237,7 @@ class RecordedCalls(Columns):
         )  # fmt: skip
         return self.table.add(signature, outcome)
 
-    def attribute_changes(self, module: torch.nn.Module, name: str, *value: Any) -> None:
+    def attribute_changes(self, module: torch.nn.Module, name: str, *value: object) -> None:
         """The instance that runs is about to give an attribute of a module this value, or to delete it."""
         if id(module) in self.known.modules.seen:  # others are the instance's own
             self.changes.note(module, name, *value)
@@ -280,7 +280,7 @@ class RecordedCalls(Columns):
         """Record one call; its result with Values."""
         return entry.result(self.row(entry, inputs)) if _fast is None else _fast.emit(self, entry, inputs)
 
-    def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry) -> None:
+    def remember(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any], entry: Entry) -> None:
         """Calls like this one, of a function or a module, are recorded in C from now on."""
         if _fast is not None:
             _fast.remember(self, func, args, kwargs, entry)
@@ -337,7 +337,7 @@ class RecordedCalls(Columns):
                 "attributes of modules as attributes, not through __dict__, and don't replace code there"
             )
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of a torch function (`record.Recorder`)."""
         raise NotImplementedError
 

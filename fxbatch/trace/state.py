@@ -43,7 +43,7 @@ except ImportError:  # installed without a C compiler
 Owner = TypeVar("Owner")
 
 
-def _ignore(_: Any) -> None:
+def _ignore(_: object) -> None:
     """There is no C extension to be told."""
 
 
@@ -85,7 +85,7 @@ class _State(threading.local):
         return self._recorder
 
     @recorder.setter
-    def recorder(self, new: Any) -> None:
+    def recorder(self, new: object) -> None:
         self._recorder = new
         set_current(new)
 
@@ -99,7 +99,7 @@ def current_recorder() -> Any:
 
 
 @contextlib.contextmanager
-def tracing(recorder: Any) -> Iterator[None]:
+def tracing(recorder: object) -> Iterator[None]:
     """Make `recorder` this thread's current one (None: pause tracing)."""
     before = state.recorder
     state.recorder = recorder

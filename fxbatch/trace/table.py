@@ -59,7 +59,7 @@ ATOMS = frozenset({*_BY_VALUE, float, complex})  # types of plain data without p
 class OpaqueArgumentError(Exception):
     """An argument that is neither a tensor nor plain data; `kind` is its type's name."""
 
-    def __init__(self, argument: Any) -> None:
+    def __init__(self, argument: object) -> None:
         self.kind = type(argument).__name__
         super().__init__(f"takes a {self.kind}")
 
@@ -69,7 +69,7 @@ class ByIdentity:
 
     __slots__ = ("held",)
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held: object) -> None:
         self.held = held
 
     def __eq__(self, other: object) -> bool:
@@ -162,7 +162,7 @@ class Entry:
         )
         self.requires = 0
 
-    def result(self, outputs: Sequence[Any]) -> Any:
+    def result(self, outputs: Sequence[object]) -> Any:
         """The result of the call that gave these."""
         if self.single:
             return outputs[0]
@@ -192,7 +192,7 @@ class SignatureTable:
     """Interns signatures by their whole key; thread safe; ids are stable."""
 
     def __init__(
-        self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., Any] | None = None
+        self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., object] | None = None
     ) -> None:
         self.limit = limit
         self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
@@ -289,7 +289,7 @@ class SignatureTable:
         with self.lock:
             return self.operations.setdefault(key, made)
 
-    def view_key(self, base: torch.Tensor, geometry: tuple[Any, ...]) -> object:
+    def view_key(self, base: torch.Tensor, geometry: tuple[object, ...]) -> object:
         """The one object that stands for all views of a parameter with this geometry."""
         key = ByIdentity(base), geometry
         with self.lock:
@@ -326,7 +326,7 @@ def fix_uniform_numbers(
     sig: np.ndarray,
     inputs: np.ndarray,
     lifted_here: Iterable[int],
-    numbers: Mapping[int, Any],
+    numbers: Mapping[int, object],
     base: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The signature and input columns with uniform numbers fixed; value ids stay.
@@ -357,7 +357,7 @@ def fix_uniform_numbers(
     return changed, inputs[keep]
 
 
-def uniform_entry(table: SignatureTable, entry: Entry, number: Any) -> Entry | None:
+def uniform_entry(table: SignatureTable, entry: Entry, number: object) -> Entry | None:
     """The entry of a lifted call with this number in it, where all that the table has seen had this number."""
     known = table.uniform.get(entry.sid)
     if known is None or known is _VARIED or known != static_key(number):
@@ -374,7 +374,7 @@ def varies_now(table: SignatureTable, entry: Entry) -> bool:
     return True
 
 
-def _stays_uniform(uniform: dict[int, Any], sid: int, number: Any, same: bool) -> bool:
+def _stays_uniform(uniform: dict[int, Any], sid: int, number: object, same: bool) -> bool:
     key = static_key(number) if same else _VARIED
     before = uniform.setdefault(sid, key)
     if before is not _VARIED and before != key:

@@ -142,7 +142,7 @@ if _fast is not None:
 _PATCHES: list[tuple[Any, str, Any]] = []  # what stands in torch's place while some thread records
 
 
-def stands_for(owner: Any, *names: str) -> Callable[[Replacement], Replacement]:
+def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacement]:
     """This function stands for functions of torch while some thread records: where it is the caller that records, it
     is given the recorder, torch's function and the arguments."""
 
@@ -285,11 +285,11 @@ def _entries() -> Entries:
     return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 
-def _uncompiled(ask: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., Any]:
     """What a function that torch.compile made asks: where values are, and in bodies, it is the Python that it was
     made from, which is recorded call by call."""
 
-    def asked(*args: Any) -> Any:
+    def asked(*args: object) -> Any:
         plain = state.recorder is not None or bodies.running or not memory_is_real()
         return answer if plain else ask(*args)
 
@@ -342,7 +342,7 @@ _FACTORIES = (
 _ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     """Whether an argument is plain data or a list of it, which no Value is in."""
     return type(x) in _ATOMS or (type(x) is list and _ATOMS.issuperset(map(type, x)))
 
@@ -361,13 +361,13 @@ def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs
     return plain(*args, **kwargs)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> Any:
     """A real tensor of shape [] as a Python number: factories don't take all of them as tensors."""
     return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
 @stands_for(torch, "as_tensor")
-def _as_tensor(recorder: RecordedCalls, plain: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_tensor(recorder: RecordedCalls, plain: object, data: Any, *args: Any, **kwargs: Any) -> Any:
     if type(data) is Value:
         return data.to(*args, **kwargs) if args or kwargs else data
     return _with_real_tensors(recorder, plain, data, *args, **kwargs)

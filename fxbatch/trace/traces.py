@@ -73,7 +73,7 @@ class FunctionReference:
         return found.__wrapped__ if getattr(found, "__fxbatch_operation__", False) is True else found
 
 
-def refer(func: Any) -> FunctionReference:
+def refer(func: object) -> FunctionReference:
     """The reference of a function; TraceError when there is none (a lambda, a local function)."""
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "")
     if module and name and "<" not in name:
@@ -116,7 +116,7 @@ def module_names(model: torch.nn.Module | None) -> dict[int, str]:
     return {} if model is None else {id(m): name for name, m in model.named_modules()}
 
 
-def describe(s: Signature, names: dict[int, str], lifted: int, sample: Any) -> Described:
+def describe(s: Signature, names: dict[int, str], lifted: int, sample: object) -> Described:
     """A signature as plain data; TraceError when it uses what is not part of the model."""
     op = s.operation
     target: FunctionReference | str | None = None
@@ -291,8 +291,8 @@ class Trace:
 
 
 def trace_instance(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Callable[..., object],
+    args: tuple[object, ...],
     kwargs: dict[str, Any],
     table: SignatureTable,
     execution: Execution,
@@ -330,7 +330,7 @@ def trace_instance(
     return _trace(recording, table, model, reason, under)
 
 
-def _is_result(x: Any) -> bool:
+def _is_result(x: object) -> bool:
     """Whether an attribute held nothing yet, or a tensor: state that a forward sets before it reads it."""
     return x is MISSING or x is None or isinstance(x, torch.Tensor)
 

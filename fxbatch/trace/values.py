@@ -46,7 +46,7 @@ def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
     """An operator: torch's function, and the method."""
     func = getattr(torch.Tensor, name)
 
-    def method(self: Value, other: Any) -> Any:
+    def method(self: Value, other: object) -> Any:
         if not isinstance(other, _OPERANDS):
             return NotImplemented
         return self._recorder.call(func, (self, other), {})
@@ -206,7 +206,7 @@ class Value(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, _: Any) -> None:
+    def data(self, _: object) -> None:
         raise InPlaceError("assigning .data of a value can't be recorded: use copy_(), or a new name")
 
     def dim(self) -> int:
@@ -239,10 +239,10 @@ class Value(torch.Tensor):
     def storage_offset(self) -> int:
         return int(self._recorder.laid_out(self).storage_offset())
 
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+    def is_contiguous(self, *args: object, **kwargs: object) -> bool:
         return self._recorder.laid_out(self).is_contiguous(*args, **kwargs)
 
-    def dim_order(self, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    def dim_order(self, *args: object, **kwargs: object) -> tuple[int, ...]:
         return self._recorder.laid_out(self).dim_order(*args, **kwargs)
 
     def __len__(self) -> int:
@@ -288,7 +288,7 @@ class Value(torch.Tensor):
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
-    def __array_wrap__(self, array: np.ndarray, *_: Any) -> torch.Tensor:
+    def __array_wrap__(self, array: np.ndarray, *_: object) -> torch.Tensor:
         return torch.from_numpy(array)
 
     def __bool__(self) -> bool:
@@ -306,7 +306,7 @@ class Value(torch.Tensor):
     def __index__(self) -> int:
         return self._number() if self._is_one(_WHOLE) else self._read().__index__()
 
-    def __contains__(self, element: Any) -> bool:
+    def __contains__(self, element: object) -> bool:
         if not isinstance(element, (torch.Tensor, bool, int, float, complex)):
             raise RuntimeError(
                 f"Tensor.__contains__ only supports Tensor or scalar, but you passed in a {type(element)}."
@@ -316,7 +316,7 @@ class Value(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec) if self.dim() == 0 else object.__format__(str(self), spec)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its only argument otherwise
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch names its only argument otherwise
         recorder = getattr(self, "_recorder", None)
         if recorder is None or not recorder.can_read():
             return f"Value({recorder.type_of(self)})" if recorder is not None else "Value()"
@@ -327,7 +327,7 @@ class Value(torch.Tensor):
 
     # Structure
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         if type(index) is int:
             return self._recorder.row_of(self, index)
         if type(index) is tuple and index and type(index[0]) is int and self.dim() > 1:
@@ -341,7 +341,7 @@ class Value(torch.Tensor):
                 return self[int(index)]
         return self._recorder.call(GETITEM, (self, index), {})
 
-    def __setitem__(self, index: Any, new: Any) -> None:
+    def __setitem__(self, index: object, new: object) -> None:
         self._recorder.call(SETITEM, (self, index, new), {})
 
     def __iter__(self) -> Iterator[Any]:
@@ -367,7 +367,7 @@ class Value(torch.Tensor):
     def __copy__(self) -> Any:
         return self.detach()  # as torch makes it: the same memory, a leaf
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         real = self._recorder.tensor(self)
         if real is not None:
             return real.__reduce_ex__(protocol)
@@ -380,7 +380,7 @@ class Value(torch.Tensor):
 
     # Gradients
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *args: object, **kwargs: object) -> None:
         (real,) = self._recorder.materialised([self], "backward()")
         real.backward(*args, **kwargs)
 
@@ -399,7 +399,7 @@ class Value(torch.Tensor):
             return real.retain_grad()
         raise TraceError("retain_grad() on a value can't be recorded")
 
-    def register_hook(self, hook: Any) -> Any:
+    def register_hook(self, hook: object) -> Any:
         real = self._recorder.tensor(self)
         if real is not None:
             return real.register_hook(hook)
@@ -445,7 +445,7 @@ for _name, (_, _operator) in BINARY.items():
 def _operator_in_place(name: str) -> Callable[[Any, Any], Any]:
     func = getattr(torch.Tensor, name)
 
-    def method(self: Value, other: Any) -> Any:
+    def method(self: Value, other: object) -> Any:
         return (
             self._recorder.call(func, (self, other), {}) if isinstance(other, _OPERANDS) else NotImplemented
         )
@@ -459,7 +459,7 @@ for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__
         setattr(Value, _name, _operator_in_place(_name))
 
 
-def set_attribute(func: Any, args: Any) -> None:
+def set_attribute(func: object, args: Any) -> None:
     """Set or delete a tensor's attribute on a value, where that means anything."""
     name = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
     if name == "requires_grad":
@@ -508,7 +508,7 @@ class WeakValues:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, v: Any) -> None:
+    def add(self, v: object) -> None:
         """A new value, or a tensor that stands for one."""
         self._values.append(weakref.ref(v))
 
@@ -731,7 +731,7 @@ class WrittenTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> Any:
         raise TraceError(
             f"{func} met a tensor that a value was written to inside C++, where it has no content yet: use Python's "
@@ -755,12 +755,12 @@ def value_of(t: torch.Tensor) -> Value:
 _FLAT = frozenset({WrittenTensor, Value, torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), str})
 
 
-def _is_flat(args: Sequence[Any]) -> bool:
+def _is_flat(args: Sequence[object]) -> bool:
     """Whether none of these holds others, as in most calls."""
     return _FLAT.issuperset(map(type, args))
 
 
-def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_values(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with values in place of WrittenTensors."""
     if not kwargs and _is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
@@ -771,6 +771,6 @@ def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return given
 
 
-def result_with_values(result: Any) -> Any:
+def result_with_values(result: object) -> Any:
     """An instance's result with values in place of WrittenTensors."""
     return tree_map(lambda x: value_of(x) if type(x) is WrittenTensor else x, result)

@@ -92,7 +92,9 @@ _RESHAPING_FORMS = _forms(_RESHAPING)
 _DETACHING = frozenset({"detach", "data", "detach_"})
 
 
-def on_copies(func: Callable[..., Any], places: tuple[int, ...], *args: Any, **kwargs: Any) -> list[Any]:
+def on_copies(
+    func: Callable[..., object], places: tuple[int, ...], *args: object, **kwargs: object
+) -> list[Any]:
     """Call `func` on copies of the tensor leaves at `places`: their new contents, then its other results."""
     leaves, spec = tree_flatten((args, kwargs))
     for p in places:
@@ -125,7 +127,7 @@ def written_entry(made: Operation, arguments: Arguments, outcome: BodyRun, reaso
 
 
 def _signed(
-    made: Operation, arguments: Arguments, written: BodyRun, reason: str, *before: Any
+    made: Operation, arguments: Arguments, written: BodyRun, reason: str, *before: object
 ) -> Entry | None:
     template = arguments.template(*before)
     outcome = arguments.outcome(made.target, template)
@@ -144,7 +146,7 @@ def _signed(
     return entry
 
 
-def call_pure(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_pure(recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a function that has a pure form; None where it is no write of a value to a tensor of its type."""
     target = args[0] if args else None
     if not isinstance(target, torch.Tensor) or (type(target) is not Value and _is_shared(recorder, target)):
@@ -338,7 +340,7 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def stores_what_is_there(args: tuple[Any, ...]) -> bool:
+def stores_what_is_there(args: tuple[object, ...]) -> bool:
     """Whether `x[i] = v` has for v the view `x[i]`, as it is: what follows `x[i] += h`."""
     if len(args) != 3 or type(args[2]) is not Value or is_stale(args[2]):
         return False
