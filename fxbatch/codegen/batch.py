@@ -275,7 +275,7 @@ class _Unifier:
         self.root.register_buffer(name, a)
         return self.graph.get_attr(name)
 
-    def argument(self, a: object, *others: object) -> Any:
+    def argument(self, a: Any, *others: Any) -> Any:
         if isinstance(a, Result):
             if any(x != a for x in others):
                 raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
@@ -307,7 +307,7 @@ class _Unifier:
         return node
 
 
-def _form(value: object) -> Any:
+def _form(value: Any) -> Any:
     """A value without what autograd knows of it."""
     if isinstance(value, torch.Tensor):
         return without_autograd(value) if value.requires_grad else value

@@ -53,7 +53,7 @@ class CompileOptions:
     rest: bool = False
 
     @staticmethod
-    def of(compile: bool | Backend, given: Sequence[tuple[str, object]] = ()) -> CompileOptions | None:
+    def of(compile: bool | Backend, given: Sequence[tuple[str, Any]] = ()) -> CompileOptions | None:
         """The options of `compile=` and `compile_options=`; None where nothing is to be compiled."""
         if compile is False:
             return None
@@ -186,7 +186,7 @@ def compile_graph(
     return compiled
 
 
-def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: object, name: str, random: bool) -> Any:
+def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: Any, name: str, random: bool) -> Any:
     """`compile_graph`, or the reason why there is nothing compiled, which is warned of."""
     try:
         return compile_graph(module, kernel, *args, name=name, random=random)

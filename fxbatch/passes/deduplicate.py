@@ -187,14 +187,14 @@ def _mix(chain: Hash, item: Hash) -> Hash:
     return chain ^ (chain >> 29)
 
 
-def _read(program: Program, s: int, payload: Sequence[object]) -> Sequence[Any]:
+def _read(program: Program, s: int, payload: Sequence[Any]) -> Sequence[Any]:
     """The payload of a signature, integers as a column: what runs later need not read them again."""
     signature = program.signatures[s]
     column = read_payload(signature.outputs[0], signature.operation.kind, payload, watched=False)
     return payload if column is None else column
 
 
-def _contents(program: Program, s: int, payload: Sequence[object]) -> np.ndarray:
+def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
     """int64 [payload]: equal for equal constants of a signature, and for no others."""
     if isinstance(payload, IntegerColumn):
         return payload.numbers

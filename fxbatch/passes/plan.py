@@ -21,7 +21,7 @@ Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -256,7 +256,7 @@ class RunColumns:
         return planner.plan(program, schedule), small
 
 
-def _longer(column: object, items: int) -> np.ndarray:
+def _longer(column: Any, items: int) -> np.ndarray:
     """An array with more items, which are zeros."""
     found = np.zeros(items, dtype=np.int64)
     found[: len(column)] = column

@@ -242,7 +242,7 @@ def _mix(chain: Hash, item: Hash) -> Hash:
 
 
 def kept_payloads(
-    program: Program, payloads: Mapping[int, Sequence[object]], keep: np.ndarray
+    program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
 ) -> dict[int, Sequence[Any]]:
     """The constants of the calls where `keep` (bool [calls]) holds."""
     kept: dict[int, Sequence[Any]] = {}

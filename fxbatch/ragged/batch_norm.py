@@ -30,9 +30,7 @@ _library.define(
 _lock = threading.RLock()
 
 
-def _fake(
-    x: object, mean: object, var: object, weight: object, bias: object, momentum: object, eps: object
-) -> Any:
+def _fake(x: Any, mean: Any, var: Any, weight: Any, bias: Any, momentum: Any, eps: Any) -> Any:
     return torch.empty_like(x)
 
 
@@ -47,10 +45,10 @@ def batch_norm_as_nodes() -> Iterator[None]:
 
         def call(
             input: torch.Tensor,
-            running_mean: object = None,
-            running_var: object = None,
-            weight: object = None,
-            bias: object = None,
+            running_mean: Any = None,
+            running_var: Any = None,
+            weight: Any = None,
+            bias: Any = None,
             training: bool = False,
             momentum: float = 0.1,
             eps: float = 1e-5,

@@ -35,7 +35,7 @@ def _shapes(x: torch.Tensor, states: list[torch.Tensor], bidirectional: bool) ->
     return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
 
 
-def _fake(x: Any, hx: Any, params: object, has_biases: object, num_layers: object, *modes: object) -> Any:
+def _fake(x: Any, hx: Any, params: Any, has_biases: Any, num_layers: Any, *modes: Any) -> Any:
     _dropout, _train, bidirectional, _batch_first = modes
     return _shapes(x, list(hx) if isinstance(hx, (list, tuple)) else [hx], bidirectional)
 
@@ -62,10 +62,10 @@ def recurrent_as_nodes() -> Iterator[None]:
                 delattr(functions, name)
 
 
-def _one_node(name: str, plain: Callable[..., object]) -> Callable[..., Any]:
+def _one_node(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     node = getattr(torch.ops.fxbatch_ragged, name).default
 
-    def call(*args: object) -> Any:
+    def call(*args: Any) -> Any:
         if isinstance(args[0], FakeTensor) and len(args) == 9 and isinstance(args[2], (list, tuple)):
             return node(*args)
         return plain(*args)

@@ -103,7 +103,7 @@ def _view(e: Emitter, node: fx.Node) -> Any:
     return e.made(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
 
 
-def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[object, ...], val: object) -> Packed:
+def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> Packed:
     """[T, S] as [T * S], and back: all pairs of an instance."""
     wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
     a = own_dimensions(wide)[0]
@@ -117,7 +117,7 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[object, ...], val: objec
     return e.made(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
 
 
-def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
+def _groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
     """Dimensions before and after, in groups of equal products."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -158,7 +158,7 @@ def _less(a: Any, b: Any) -> bool:
     return bool(a.subs(values) < b.subs(values))
 
 
-def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[list[int], bool]:
+def _grouped(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[list[int], bool]:
     """The order of dimensions in which own ones and the rest of their group come first; whether any are joined."""
     first: list[int] = []
     others: list[int] = []
@@ -178,7 +178,7 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
     return first + others, joined
 
 
-def _out_order(before: tuple[object, ...], after: tuple[object, ...]) -> list[int]:
+def _out_order(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[int]:
     first: list[int] = []
     others: list[int] = []
     for _, outs in _groups(before, after):
@@ -232,7 +232,7 @@ def _select(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
 
 
-def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> Packed:
+def _row_of_own_place(e: Emitter, x: Packed, d: int, i: Any, val: Any) -> Packed:
     """Of a dimension that is as long in all instances one place, another one in each: `table[len(x)]`."""
     place = _start(e, i, e.lengths(int(x.shape[d])))
     index = e.line(f"z.tensor({place}, torch.int64)")
@@ -245,7 +245,7 @@ def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> 
     return e.made(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
 
 
-def _start(e: Emitter, i: object, size: str) -> str:
+def _start(e: Emitter, i: Any, size: str) -> str:
     if depends(i):
         return f"(lambda c: np.where(c < 0, c + {size}.sizes, c))({e.column(i)})"
     return str(i) if i >= 0 else f"{size}.sizes + {i}"
@@ -278,7 +278,7 @@ def _slice(e: Emitter, node: fx.Node) -> Any:
     return _rows_or_dense(e, name, x, d, val)
 
 
-def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: object) -> Packed:
+def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
     """Rows that were picked along dimension d, as many in each instance or not."""
     shape = shape_of(val)
     if d in own_dimensions(shape):
@@ -287,7 +287,7 @@ def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: object) -> Pac
     return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
 
 
-def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
+def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: Any, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
     val = node.meta["val"]
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
@@ -303,7 +303,7 @@ def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, 
     return e.made(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
 
-def _as_padded(e: Emitter, x: Packed, val: object) -> str:
+def _as_padded(e: Emitter, x: Packed, val: Any) -> str:
     """x as [n, a, b, *rest] for the two own dimensions of a result, along which it may have fixed sizes."""
     shape = shape_of(val)
     axes = own_dimensions(shape)
@@ -344,11 +344,11 @@ def _cat(e: Emitter, node: fx.Node) -> Any:
     return _joined(e, parts, d, val)
 
 
-def _with(shape: tuple[object, ...], d: int, size: object) -> tuple[Any, ...]:
+def _with(shape: tuple[Any, ...], d: int, size: Any) -> tuple[Any, ...]:
     return (*shape[:d], size, *shape[d + 1 :])
 
 
-def _joined(e: Emitter, parts: list[Packed], d: int, val: object) -> Packed:
+def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
     axes = own_dimensions(shape_of(val))
     if len(axes) > 1:

@@ -105,7 +105,7 @@ class SizedGraph:
             if not depends(now) and depends(symbol):
                 raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
 
-    def unseen(self, size: object) -> bool:
+    def unseen(self, size: Any) -> bool:
         """Whether a size depends on values, as that of `x[mask]` does."""
         return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
 
@@ -140,7 +140,7 @@ class SizedGraph:
             good &= answer
         return good
 
-    def assume(self, fact: object) -> None:
+    def assume(self, fact: Any) -> None:
         """Instances for whose sizes this is not so don't fit."""
         if fact is not sympy.true and fact not in self.assumed:
             self.assumed.append(fact)
@@ -150,7 +150,7 @@ class SizedGraph:
         found: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
         return found
 
-    def equal(self, a: object, b: object) -> bool:
+    def equal(self, a: Any, b: Any) -> bool:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
         if a == b:
             return True
@@ -192,7 +192,7 @@ class SizedGraph:
         return _same_nodes(self.module.graph, module.graph, values)
 
 
-def _of_all_but_small(guard: object) -> bool:
+def _of_all_but_small(guard: Any) -> bool:
     """Whether a guard holds for all sizes of 2 and more by its form."""
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Ne)) or not isinstance(guard.lhs, sympy.Symbol):
         return False
@@ -201,9 +201,9 @@ def _of_all_but_small(guard: object) -> bool:
 
 
 def _trace(
-    body: Callable[..., object],
+    body: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
-    dynamic: object,
+    dynamic: Any,
     kept: frozenset[str],
     flags_known: bool,
 ) -> tuple[fx.GraphModule, Any]:
@@ -234,13 +234,13 @@ def _sizes_of_fakes() -> Iterator[None]:
     """
     plain = builtins.len, builtins.max, builtins.min
 
-    def length(x: object, /) -> Any:
+    def length(x: Any, /) -> Any:
         if isinstance(x, FakeTensor) and x.dim():
             return x.shape[0]
         return plain[0](x)
 
-    def extreme(usual: object, of_sizes: object) -> Any:
-        def found(*given: object, **options: object) -> Any:
+    def extreme(usual: Any, of_sizes: Any) -> Any:
+        def found(*given: Any, **options: Any) -> Any:
             if plain[0](given) == 2 and not options and any(map(depends_on_values, given)):
                 return of_sizes(*given)
             return usual(*given, **options)
@@ -265,7 +265,7 @@ _FLAGS = ("requires_grad", "is_leaf")
 class WithoutPlainSizes(TorchFunctionMode):
     """Functions that ask for sizes or values as plain numbers, by others that don't."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.max_pool1d, F.max_pool1d):
             func = functools.partial(_max_pool1d, func)
         elif func in (torch.bincount, torch.Tensor.bincount):
@@ -297,16 +297,14 @@ class _Refused(WithoutPlainSizes):
         }
         self.read = {getattr(torch.Tensor, name).__get__ for name in read}
 
-    def __torch_function__(
-        self, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _fill_diagonal(plain: object, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(plain: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
     """The diagonal of a matrix as a view, which asks for no strides as plain numbers."""
     if x.dim() != 2 or wrap or not isinstance(x, FakeTensor):
         return plain(x, value, wrap)
@@ -314,7 +312,7 @@ def _fill_diagonal(plain: object, x: torch.Tensor, value: Any, wrap: bool = Fals
     return x
 
 
-def _counts(index: object) -> bool:
+def _counts(index: Any) -> bool:
     """Whether an index is a number of sizes, or has one among numbers and whole dimensions: `x[len(x) // 2]`."""
     parts = index if type(index) is tuple else (index,)
     kinds = [torch.SymInt, int, slice]
@@ -322,7 +320,7 @@ def _counts(index: object) -> bool:
     return known and any(type(i) is torch.SymInt for i in parts)
 
 
-def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
+def _row_of_own_place(x: torch.Tensor, index: Any) -> torch.Tensor:
     """x[index], where plain indexing asks for the number."""
     for d, i in reversed(list(enumerate(index if type(index) is tuple else (index,)))):
         x = x if isinstance(i, slice) else x.select(d, i)
@@ -338,7 +336,7 @@ def _all_rows(index: Any) -> Any:
     return torch.arange(len(index), device=index.device) if is_mask and without_symbols(index) else index
 
 
-def _nonzero(plain: object, x: torch.Tensor, as_tuple: bool = False) -> Any:
+def _nonzero(plain: Any, x: torch.Tensor, as_tuple: bool = False) -> Any:
     """The places of a mask of rows; on fake tensors without symbols as if it picked all."""
     if not isinstance(x, FakeTensor) or x.dim() != 1:
         return plain(x, as_tuple=True) if as_tuple else plain(x)
@@ -346,7 +344,7 @@ def _nonzero(plain: object, x: torch.Tensor, as_tuple: bool = False) -> Any:
     return (places,) if as_tuple or plain is torch.where else places.unsqueeze(1)
 
 
-def _bincount(plain: object, x: torch.Tensor, weights: object = None, minlength: object = 0) -> Any:
+def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any = 0) -> Any:
     """bincount to a length; a number beyond it, where the result would be longer, is an index out of range."""
     if weights is not None or not isinstance(x, FakeTensor) or (type(minlength) is int and minlength < 1):
         return plain(x, weights, minlength)
@@ -354,12 +352,12 @@ def _bincount(plain: object, x: torch.Tensor, weights: object = None, minlength:
 
 
 def _max_pool1d(
-    plain: object,
+    plain: Any,
     x: torch.Tensor,
-    kernel_size: object,
-    stride: object = None,
-    padding: object = 0,
-    dilation: object = 1,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
@@ -372,7 +370,7 @@ def _max_pool1d(
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
 
-def _watched(body: Callable[..., object], flags_known: bool) -> Callable[..., Any]:
+def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
         with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
@@ -385,7 +383,7 @@ def own_derivatives_refused() -> Iterator[None]:
     """A torch.autograd.Function has derivatives of its own, which a graph of operators would lose: NoPackedForm."""
     plain = torch.autograd.Function.__dict__["apply"]  # in Python until torch 2.13, in C from 2.14 on
 
-    def apply(cls: Any, *args: object, **kwargs: object) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
             raise NoPackedForm(f"{cls.__name__} has derivatives of its own")
         return plain.__get__(None, cls)(*args, **kwargs)
@@ -421,7 +419,7 @@ def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _original(size: object) -> Any:
+def _original(size: Any) -> Any:
     """The symbol that a size had before anything was known of it."""
     return sympy.sympify(size.node._expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
@@ -613,7 +611,7 @@ def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int])
     return found, str(spec)
 
 
-def _number(x: object, values: dict[Any, int]) -> Any:
+def _number(x: Any, values: dict[Any, int]) -> Any:
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         found = expression(x).subs(values)
         return str(found) if depends(found) else float(found)

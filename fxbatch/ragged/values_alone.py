@@ -51,7 +51,7 @@ class Alone:
     """A call of an operator for each instance by itself."""
 
     def __init__(
-        self, target: object, leaves: list[Any], spec: object, outputs: list[tuple[int, ...] | None]
+        self, target: Any, leaves: list[Any], spec: Any, outputs: list[tuple[int, ...] | None]
     ) -> None:
         self.target = target
         self.leaves = leaves  # ("tensor", layout, own dimensions, rank), ("number",) or ("plain", value)

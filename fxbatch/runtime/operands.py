@@ -144,11 +144,11 @@ def clear_rows(table: np.ndarray) -> list[int]:
 
 def put_steps(
     rows: np.ndarray,
-    table: object,
+    table: Any,
     places: np.ndarray,
-    operands: Mapping[Signature, object],
+    operands: Mapping[Signature, Any],
     asked: Asked,
-    made: object,
+    made: Any,
 ) -> list[int]:
     """Write pointers into the rows of a PointerTable; the signatures whose operands C can't read. made: the rows that
     steps make for the gradients of parameters (GradientRows), or None."""
@@ -173,9 +173,9 @@ def put_steps(
 
 def put_kernels(
     rows: np.ndarray,
-    kernels: Sequence[object],
-    memory: object,
-    made: object,
+    kernels: Sequence[Any],
+    memory: Any,
+    made: Any,
     results: Sequence[torch.Tensor],
     asked: Asked,
 ) -> bool:
@@ -237,8 +237,8 @@ def _put_operands(
 
 
 def add_gradients(
-    kernels: Sequence[object],
-    operands: Mapping[Signature, object],
+    kernels: Sequence[Any],
+    operands: Mapping[Signature, Any],
     results: Sequence[torch.Tensor],
     found: dict[int, Any],
 ) -> None:

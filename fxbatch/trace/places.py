@@ -108,7 +108,7 @@ def tensors_are(tensors: tuple, before: tuple) -> cython.bint:
     return True
 
 
-def holds_now(kind: int, holder: object, name: object) -> Any:
+def holds_now(kind: int, holder: Any, name: Any) -> Any:
     """What such a place holds."""
     if kind == IN_DICT:
         return holder.get(name, MISSING)
@@ -133,7 +133,7 @@ def holds_now(kind: int, holder: object, name: object) -> Any:
     return tuple((t.shape, t.dtype, t.device) for t in holder)
 
 
-def found_in(kind: object, name: str) -> tuple[type | None, Any]:
+def found_in(kind: Any, name: str) -> tuple[type | None, Any]:
     """The class of a type's bases that has an attribute, and what it has; (None, MISSING) for none."""
     for c in kind.__mro__:
         members = c.__dict__
@@ -142,17 +142,17 @@ def found_in(kind: object, name: str) -> tuple[type | None, Any]:
     return None, MISSING
 
 
-def _filled(holder: object, names: tuple[str, ...]) -> tuple[bool, ...]:
+def _filled(holder: Any, names: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple([bool(holder.get(name)) for name in names])
 
 
-def _type_of(x: object) -> Any:
+def _type_of(x: Any) -> Any:
     """The type of an attribute. Tensors among them are not held: they may be results, with all behind them."""
     plain = isinstance(x, torch.Tensor) and type(x) is not Value
     return (x.shape, x.dtype, x.device, type(x)) if plain else type(x)
 
 
-def same(a: object, b: object) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Whether what is in a place is what was there: the same object, or equal plain data."""
     return a is b or (type(a) is type(b) and type(a) in ATOMS and static_key(a) == static_key(b))
 
@@ -184,7 +184,7 @@ def versions_now(tensors: Sequence[tuple[Owner, torch.Tensor, int]]) -> list[tup
     return [(owner, tensor, tensor._version) for owner, tensor, _ in tensors]
 
 
-def put(item: Item, value: object) -> None:
+def put(item: Item, value: Any) -> None:
     """Let a place hold this."""
     kind, holder, name = item.kind, item.holder, item.name
     if kind == IN_DICT:
