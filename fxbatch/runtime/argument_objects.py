@@ -57,7 +57,7 @@ class _Unread:
 UNREAD = _Unread()
 
 
-def _made_of(values: Iterable[Any], context: Any) -> Opened:
+def _made_of(values: Iterable[object], context: Any) -> Opened:
     kind, names, unread = context
     return Opened(kind, names, list(values), unread)
 
@@ -127,11 +127,11 @@ def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
     """What an object of such a class holds."""
     if known.of_dictionary:
         return dict(x.to_dict())
-    held: dict[str, Any] = getattr(x, "__dict__", {})
+    held: dict[str, object] = getattr(x, "__dict__", {})
     return held if not known.slots else {**held, **{n: getattr(x, n) for n in known.slots if hasattr(x, n)}}
 
 
-def named(x: object, names: Container[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def named(x: object, names: Container[str] | None) -> tuple[dict[str, object], tuple[str, ...]]:
     """The attributes of an object that count, and the names of those that don't but are there."""
     known = data_class(type(x)) or _NOT_MET
     held = attributes_of(x, known)
@@ -228,7 +228,7 @@ class TensorColumns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
         self.columns = columns
 
     @staticmethod
-    def of(head: tuple[Any, ...], columns: Sequence[Any]) -> TensorColumns | None:
+    def of(head: tuple[object, ...], columns: Sequence[Any]) -> TensorColumns | None:
         """The instances of these columns; None where one is no list of tensors alone or has another length."""
         if len(head) != 1:
             return None
@@ -246,13 +246,13 @@ class TensorColumns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
         return len(self.columns[0])
 
     @overload
-    def __getitem__(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def __getitem__(self, i: int) -> tuple[tuple[object, ...], dict[str, object]]: ...
     @overload
     def __getitem__(self, i: slice) -> TensorColumns: ...
-    def __getitem__(self, i: int | slice) -> TensorColumns | tuple[tuple[Any, ...], dict[str, Any]]:
+    def __getitem__(self, i: int | slice) -> TensorColumns | tuple[tuple[object, ...], dict[str, object]]:
         if isinstance(i, slice):
             return TensorColumns(self.head, [c[i] for c in self.columns])
         return (*self.head, *[c[i] for c in self.columns]), {}
 
-    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[tuple[object, ...], dict[str, object]]]:
         return (((*self.head, *row), {}) for row in zip(*self.columns, strict=True))

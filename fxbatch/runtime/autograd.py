@@ -60,7 +60,7 @@ class MinibatchFunction(torch.autograd.Function):
         needs: Sequence[bool],
         ids: Sequence[int],
         *inputs: torch.Tensor,
-    ) -> Any:
+    ) -> object:
         ctx.run = run
         ctx.ids = ids
         ctx.requests = requests
@@ -73,7 +73,7 @@ class MinibatchFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
         run: Run = ctx.run
         if torch.is_grad_enabled():
             reason = (
@@ -207,7 +207,7 @@ class Blocks:
 
     def __init__(self, kind: TensorSpec, index: Index = to_device) -> None:
         self.kind, self.index = kind, index
-        self.tensors: list[Any] = []
+        self.tensors: list[object] = []
         self.starts: list[int] = []
         self.used = 0
 
@@ -251,7 +251,7 @@ def walk(
             arenas[plan.block_arena[b]].append(out, n)
 
 
-def _read(plan: Plan, g: int, n: int, arenas: Sequence[Blocks]) -> Any:
+def _read(plan: Plan, g: int, n: int, arenas: Sequence[Blocks]) -> object:
     blocks = arenas[plan.gather_arena[g]]
     kind, start, rows = int(plan.gather_kind[g]), int(plan.gather_start[g]), int(plan.gather_rows[g])
     if kind == INDEX:
@@ -389,11 +389,11 @@ class DifferentiableRun:
         with torch.no_grad():
             return [self.rows(np.array([v], dtype=np.int64))[0].detach() for v in values]
 
-    def numbers(self, values: Sequence[int]) -> list[Any]:
+    def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists."""
         return [t.tolist() for t in self.read(values)]
 
-    def settled(self, base: int) -> Any:
+    def settled(self, base: int) -> object:
         """C finds none."""
         return None
 

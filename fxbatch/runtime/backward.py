@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ class KernelTable:
     """The kernels of a set of operations that run in one call: rows (pointer, bytes) that are still to come."""
 
     kernels: tuple[_Kernel, ...]
-    programs: tuple[Any, ...]
+    programs: tuple[object, ...]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and type of each
     rows: int
     rest: tuple[CompiledOperation, ...]  # the operations without a kernel here
@@ -124,7 +124,7 @@ class KernelTable:
         """The table of those that have native programs, and arrays that C can read."""
         kernels: list[_Kernel] = []
         results: list[tuple[tuple[int, ...], torch.dtype]] = []
-        written: dict[Any, int] = {}  # the result of each shared operand that others may be added to
+        written: dict[object, int] = {}  # the result of each shared operand that others may be added to
         row = 0
         for operation in operations:
             step = operation.native_parameters

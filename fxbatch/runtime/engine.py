@@ -90,7 +90,7 @@ class Engine(Planner):
 
     def call(
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str, *, first: int = 0
-    ) -> Any:
+    ) -> object:
         """Record all instances, run what is pending, put the results together. first: the number of the first instance
         in the minibatch."""
         run = self.execution()
@@ -98,7 +98,7 @@ class Engine(Planner):
 
     def call_with_reasons(
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str
-    ) -> tuple[Any, Callable[[], list[str]]]:
+    ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
         run, recording, finishing = self.execution(), Timing(1), Timing(1)
         if not isinstance(run, Run):
@@ -167,7 +167,7 @@ class Engine(Planner):
         recording.recorder.changes.forget()
         return result
 
-    def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
+    def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> object:
         found = Results(recording.results, recording.held)
         values = found.values
         program = recording.recorder.final_program(values)
@@ -177,7 +177,7 @@ class Engine(Planner):
             renumber = run.finish(after_packed_calls(run, program), values)
         return self.assemble(run, found, renumber, out)
 
-    def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> Any:
+    def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
         held = found.held
 
@@ -201,13 +201,13 @@ class Engine(Planner):
 class TracedInstance:
     """One instance with its trace, if it has one that may be kept. Picklable."""
 
-    args: tuple[Any, ...] | None  # None: a bare trace, whose instance is not known
-    shared: dict[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...] | None  # None: a bare trace, whose instance is not known
+    shared: dict[str, object] = field(default_factory=dict)
     trace: Trace | None = None
     reason: str = ""  # why there is no trace
 
     @staticmethod
-    def of(args: tuple[object, ...], shared: dict[str, Any], make: Callable[[], Trace]) -> TracedInstance:
+    def of(args: tuple[object, ...], shared: dict[str, object], make: Callable[[], Trace]) -> TracedInstance:
         """Trace an instance; one that can't be traced ahead is kept without a trace, with the reason."""
         try:
             made = make()
@@ -306,7 +306,7 @@ def traced_items(batch: Any) -> list[TracedInstance]:
     """The traced instances of such an argument."""
     if isinstance(batch, ReadyMinibatch):
         return batch.instances
-    items: Sequence[Any] = batch
+    items: Sequence[object] = batch
     found: list[TracedInstance] = []
     for i, item in enumerate(items):
         if isinstance(item, Trace):

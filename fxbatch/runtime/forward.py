@@ -132,9 +132,9 @@ class NativeSteps(NamedTuple):
     """The programs of a phase by signature, and the columns that `_native_steps.c` walks."""
 
     phase: Phase
-    programs: tuple[Any, ...]
-    room: Any
-    columns: tuple[Any, ...]
+    programs: tuple[object, ...]
+    room: object
+    columns: tuple[object, ...]
 
     def begins_at(self, k: int) -> bool:
         """Whether step k has a program."""
@@ -164,7 +164,7 @@ class NativeSteps(NamedTuple):
             return first
         return int(extension.backward(self.programs, self.room, self.columns, first, last))
 
-    def _named(self, k: int, kind: str) -> AbstractContextManager[Any]:
+    def _named(self, k: int, kind: str) -> AbstractContextManager[object]:
         plan = self.phase.plan
         compiled = self.phase.compiled[int(plan.step_signature[k])]
         assert compiled is not None

@@ -198,7 +198,7 @@ class Memory(Pieces):
         self._phases: RunColumns | None = None
         self._operation: dict[CompiledOperation, int] = {}  # the number of each
         self._keys: list[Hashable] = []  # what the next run knows arrays by
-        self.filled: dict[Any, Any] = {}  # pointers for C, by their table
+        self.filled: dict[object, Any] = {}  # pointers for C, by their table
         self.moves = 0  # how often arrays came to lie elsewhere
         self._columns: dict[Arrays, tuple[int, tuple[np.ndarray, np.ndarray]]] = {}  # after how many moves
         # Of arrays in this memory; and of each signature's operation, -1 for none.

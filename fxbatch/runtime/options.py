@@ -12,7 +12,7 @@ import torch
 
 from fxbatch.errors import OptionError
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[object, ...]] = {
     "schedule": ("agenda", "depth", "fold", "lookahead", "none"),
     "mode": ("looped", "unrolled"),
     "backward": ("compiled", "autograd"),
@@ -60,8 +60,8 @@ class Options:
     fuse: bool = True
     return_exceptions: bool = False
     verify: bool = False
-    compile: bool | str | Callable[..., Any] = False
-    compile_options: tuple[tuple[str, Any], ...] = ()
+    compile: bool | str | Callable[..., object] = False
+    compile_options: tuple[tuple[str, object], ...] = ()
     native: bool = True
     check: int = 0
     check_gradients: bool = False
@@ -142,6 +142,6 @@ def check_backend(backend: object) -> None:
         )
 
 
-def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _frozen(options: dict[str, object]) -> tuple[tuple[str, object], ...]:
     """A dictionary as a hashable value, dictionaries in it too."""
     return tuple(sorted((k, _frozen(v) if isinstance(v, dict) else v) for k, v in options.items()))

@@ -53,7 +53,7 @@ class CallFamily:
     """Calls of one module or function that differ in the sizes of their inputs alone."""
 
     members: list[Entry] = field(default_factory=list)
-    keys: list[Any] = field(default_factory=list)  # of the members among the entries of their module
+    keys: list[object] = field(default_factory=list)  # of the members among the entries of their module
     function: PackedFunction | None = None
     signature: Signature | None = None  # of a member: its body
     reason: str = ""
@@ -75,7 +75,7 @@ class PackedCalls:
 
     # -- while recording ------------------------------------------------------------------------------
 
-    def entry(self, entries: dict[Any, Any], arguments: Any, *, of: Any = None) -> Entry | None:
+    def entry(self, entries: dict[object, object], arguments: Any, *, of: object = None) -> Entry | None:
         """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
         that is called, if it is no module, whose entries these are."""
         recorder = arguments.recorder
@@ -119,7 +119,7 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
-    def _stack_entry(self, entries: dict[Any, Any], arguments: Any) -> Entry | None:
+    def _stack_entry(self, entries: dict[object, Any], arguments: Any) -> Entry | None:
         """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
         family: CallFamily | None = entries.get(_stack_key(arguments))
         if family is None or len(family.members) < MEMBERS:
@@ -145,7 +145,7 @@ class PackedCalls:
         table: SignatureTable = arguments.recorder.table
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
-    def _met_stack(self, entries: dict[Any, Any], arguments: Any, made: Any) -> None:
+    def _met_stack(self, entries: dict[object, Any], arguments: Any, made: Any) -> None:
         key = _stack_key(arguments)
         if key is None:
             return
@@ -156,7 +156,7 @@ class PackedCalls:
             family.signature = made[1].signature
 
     def met(
-        self, entries: dict[Any, Any], arguments: Any, made: tuple[Any, Entry], *, of: Any = None
+        self, entries: dict[object, object], arguments: Any, made: tuple[object, Entry], *, of: object = None
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands:
@@ -172,7 +172,7 @@ class PackedCalls:
         if not arguments.values:
             family.reason = "no value in it"
 
-    def _family(self, entries: dict[Any, Any], arguments: Any, of: Any) -> CallFamily:
+    def _family(self, entries: dict[object, Any], arguments: Any, of: object) -> CallFamily:
         template, types = arguments.template(), arguments.types()
         key = (
             "sizes",
@@ -403,7 +403,7 @@ class _Resolution:
 _LIFTED = object()
 
 
-def _row_read(signature: Signature) -> Any:
+def _row_read(signature: Signature) -> object:
     """Which rows of its first input a call reads: a number of `x[3]`, all for `x.unbind(0)` (which `for row in x` is
     as well), _LIFTED where the number is its second input, None where it is another call."""
     target = signature.operation.target
@@ -427,7 +427,7 @@ def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
     return np.unique(program.reader[np.isin(program.inputs, given)])
 
 
-def _stack_key(arguments: Any) -> Any:
+def _stack_key(arguments: Any) -> object:
     """The key of the family of a stack along a new first dimension, of rows of one type; None for other stacks."""
     args, kwargs = arguments.args, arguments.kwargs
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)

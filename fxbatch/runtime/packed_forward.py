@@ -80,8 +80,8 @@ class _Kind:
     """What the instances of a minibatch have in common besides their sizes."""
 
     spec: TreeSpec
-    plain: tuple[Any, ...]  # keys of leaves that are no tensors
-    tensors: tuple[Any, ...]  # number of dimensions, dtype, device of each; whether it requires gradients
+    plain: tuple[object, ...]  # keys of leaves that are no tensors
+    tensors: tuple[object, ...]  # number of dimensions, dtype, device of each; whether it requires gradients
 
 
 @dataclass
@@ -145,7 +145,9 @@ class PackedForward:
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
 
-    def call(self, fn: Callable[..., object], instances: Sequence[Instance], out: str) -> tuple[Any] | None:
+    def call(
+        self, fn: Callable[..., object], instances: Sequence[Instance], out: str
+    ) -> tuple[object] | None:
         """The results of a minibatch, or None."""
         if is_watched() or inside_functorch() or function_modes() or not memory_is_real():
             return None
@@ -191,7 +193,7 @@ class PackedForward:
         family.note(bounds)
         return family if any(family.own) else None
 
-    def _key(self, kind: _Kind) -> Any:
+    def _key(self, kind: _Kind) -> object:
         """All that a packed function depends on but the sizes."""
         assert self.examined is not None
         needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
@@ -330,7 +332,7 @@ class PackedForward:
         columns: _Columns,
         sizes: Sequence[np.ndarray],
         out: str,
-    ) -> Any:
+    ) -> object:
         assert self.examined is not None
         shared = [*columns.whole, *[s.resolve() for s in self.examined.shared]]
         if self.examined.coupled and len(work) != 1:
@@ -395,7 +397,7 @@ class _Body:
         root: torch.nn.Module,
         names: list[str],
         kind: _Kind,
-        plain: tuple[Any, ...],
+        plain: tuple[object, ...],
         count: int,
     ) -> None:
         self.fn = fn
@@ -417,7 +419,7 @@ class _Body:
         # Counters of BatchNorm layers that are in training.
         self.trackers: dict[str, torch.Tensor] | None = None
 
-    def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
+    def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> object:
         """The forward's own result."""
         given = iter(tensors)
         own = [
@@ -472,7 +474,7 @@ class _Columns:
     """The instances of a minibatch as columns."""
 
     kind: _Kind
-    plain: tuple[Any, ...]  # the leaves of an instance, _TENSOR for each tensor, _NUMBER for its integers
+    plain: tuple[object, ...]  # the leaves of an instance, _TENSOR for each tensor, _NUMBER for its integers
     tensors: list[list[torch.Tensor]]  # per tensor leaf, those of all instances
     shapes: list[np.ndarray]  # int64 [n, dimensions] each
     bounds: list[Bounds]
@@ -498,7 +500,7 @@ class _Columns:
 def _of_containers(
     instances: Sequence[Instance],
     numbers: set[int],
-    opened: Callable[[Any], object] = lambda x: x,
+    opened: Callable[[object], object] = lambda x: x,
     *,
     once: bool = False,
 ) -> _Columns | None:
@@ -570,10 +572,10 @@ _OF_ALL_NAMED = frozenset((
 ))  # fmt: skip
 
 
-def _named(spec: TreeSpec) -> tuple[Any, ...] | None:
+def _named(spec: TreeSpec) -> tuple[object, ...] | None:
     """What the classes of named tuples hold besides their fields: methods and numbers that code may read; None where
     they hold what can't be compared."""
-    found: list[Any] = []
+    found: list[object] = []
     classes = [spec.context] if isinstance(spec.context, type) else []
     for cls in (c for given in classes for c in given.__mro__ if c not in (tuple, object)):
         for name, value in vars(cls).items():
@@ -591,16 +593,16 @@ def _named(spec: TreeSpec) -> tuple[Any, ...] | None:
 
 
 @cached("packed arguments")
-def _tensors_alone(count: int) -> tuple[tuple[Any, ...], TreeSpec]:
+def _tensors_alone(count: int) -> tuple[tuple[object, ...], TreeSpec]:
     plain = (_TENSOR,) * count
     return plain, tree_flatten((plain, {}))[1]
 
 
 def _alike(
     columns: list[list[Any]],
-    plain: tuple[Any, ...],
+    plain: tuple[object, ...],
     spec: TreeSpec,
-    classes: tuple[Any, ...] = (),
+    classes: tuple[object, ...] = (),
     whole: Sequence[Any] = (),
 ) -> _Columns | None:
     """These columns, where the tensors of each may differ in their sizes alone."""
@@ -631,7 +633,7 @@ def _all_equal(column: Sequence[object]) -> bool:
     return all(type(x) in ATOMS for x in column) and len(set(map(static_key, column))) == 1
 
 
-def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> Any:
+def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> object:
     """Results stacked on a new first dimension; None where they can't be, or only one by one."""
     made = []
     for output, tensor in zip(variant.function.lowered.outputs, outputs, strict=True):
@@ -644,7 +646,7 @@ def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) 
     return tree_unflatten(made, variant.spec)
 
 
-def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> list[Any]:
+def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> list[object]:
     """A result an instance."""
     function = variant.function
     columns = [
@@ -654,7 +656,7 @@ def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch)
     return [tree_unflatten(list(row), variant.spec) for row in zip(*columns, strict=True)]
 
 
-def _alone(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alone(fn: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     bodies.running += 1
     try:
         return fn(*args, **kwargs)

@@ -34,7 +34,7 @@ class PackedRoute:
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> Any:
+    def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> object:
         """The results of a minibatch, or NOT_PACKED."""
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED

@@ -64,7 +64,7 @@ class PointerTable:
     def of(arrays: Arrays, *, backward: bool) -> PointerTable | None:
         """The template; None where nothing runs in C."""
         rows, first = array("q"), [0]
-        programs: list[Any] = []
+        programs: list[object] = []
         at: list[int] = []
         read: list[int] = []
         parts: list[_Part] = []

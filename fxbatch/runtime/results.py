@@ -42,7 +42,7 @@ class Results:
         self.results = results
         self.held = held  # what others hold
         self.specs: list[TreeSpec | Structure | None] = []
-        self.leaves: list[list[Any]] = []
+        self.leaves: list[list[object]] = []
         self.objects: dict[int, list[Value]] = {}
         self._values: np.ndarray | None = None
         self.opaque = False  # whether there are objects whose attributes may be tensors
@@ -159,7 +159,7 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
     return stacked[0] if spec is None else put_together(stacked, spec)
 
 
-def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> Any:
+def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> object:
     """A leaf that instances compute, or bring along (a constant, a parameter, an input), or both."""
     computed = [i for i, x in enumerate(column) if type(x) is Value]
     if len(computed) == len(column):
@@ -175,10 +175,10 @@ def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> Any:
 
 def separate(
     found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take, needs: np.ndarray | None = None
-) -> list[Any]:
+) -> list[object]:
     """A list of per-instance results with real tensors in place of values. needs: whether gradients go through each
     value of the program, where the run knows."""
-    by_type: dict[Any, dict[int, Value]] = {}
+    by_type: dict[object, dict[int, Value]] = {}
     for x in found.all_values():
         kind = id(x._recorder.table), x._type
         ids = by_type.get(kind)
@@ -205,14 +205,14 @@ def separate(
     return out
 
 
-def _as_row(leaves: list[Any], spec: TreeSpec | Structure) -> Any:
+def _as_row(leaves: list[object], spec: TreeSpec | Structure) -> object:
     """`put_together` of these leaves, plain lists and tuples at once."""
     if spec is _row_spec(len(leaves), True):
         return leaves
     return tuple(leaves) if spec is _row_spec(len(leaves), False) else put_together(leaves, spec)
 
 
-def stack_real(results: Sequence[object]) -> Any:
+def stack_real(results: Sequence[object]) -> object:
     """`stack` of one-by-one results: what `fxbatch.disabled()` returns, and a decorated call inside another."""
     alike = _stack_alike(results)
     if alike is not None:
@@ -239,14 +239,14 @@ def _stack_alike(results: Sequence[object]) -> torch.Tensor | None:
         return None
 
 
-def _stack_recorded(column: Sequence[Any]) -> Any:
+def _stack_recorded(column: Sequence[Any]) -> object:
     if not any(isinstance(x, torch.Tensor) for x in column):
         return _stack_plain(column)
     _same_types(column)
     return torch.stack(list(column))
 
 
-def nest(results: Sequence[object]) -> Any:
+def nest(results: Sequence[object]) -> object:
     """One pytree whose tensor leaves are jagged nested tensors over the instances."""
     found = Results(results).made_alike()
     leaves = [
@@ -301,7 +301,7 @@ def _same_types(column: Sequence[Any]) -> None:
             )
 
 
-def _stack_plain(column: Sequence[Any]) -> Any:
+def _stack_plain(column: Sequence[Any]) -> object:
     """Leaves that are no tensors: numbers become a tensor, None stays None, others become a list."""
     if all(x is None for x in column):
         return None

@@ -48,7 +48,7 @@ class KnownValues:
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
         self.constant: dict[
-            int, Any
+            int, object
         ] = {}  # what the programs' constants are, and rows of what packed calls gave
 
     def note(self, program: Program) -> None:
@@ -78,7 +78,9 @@ class Run:
         self.phases: list[Phase] = []
         self.segments: list[Run] = []  # what ran before, for packed calls
         self.operands: Operands = {}  # what shared operands are in this run
-        self._families: dict[Any, tuple[Family, Cache[Hashable, FamilyTemplate]]] = {}  # that were met in it
+        self._families: dict[
+            object, tuple[Family, Cache[Hashable, FamilyTemplate]]
+        ] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
@@ -259,7 +261,7 @@ class Run:
         ids = np.asarray(values, dtype=np.int64)
         kinds = self.value_type[ids]
         places = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-        out: list[Any] = [None] * len(ids)
+        out: list[object] = [None] * len(ids)
         for where, items in zip(places, take([ids[w] for w in places]), strict=True):
             for place, item in zip(where.tolist(), items, strict=True):
                 out[place] = item
@@ -269,7 +271,7 @@ class Run:
         """The values as real, detached tensors on the CPU side: one transfer a type and call."""
         return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
 
-    def numbers(self, values: Sequence[int]) -> list[Any]:
+    def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer a type and call."""
         if len(values) == 1:
             at = values[0]
@@ -285,7 +287,7 @@ class Run:
                 return []
             host = self.memory.host_arena(kinds.item(0))
             self._asked[kinds.item(0)] = None
-            found: list[Any] = (
+            found: list[object] = (
                 self.rows(wanted).tolist()
                 if host is None
                 else host.take(self.value_row.take(wanted), axis=0).tolist()
@@ -293,7 +295,7 @@ class Run:
             return found
         return self.by_type(values, lambda requests: [self.rows(ids).tolist() for ids in requests])
 
-    def settled(self, base: int) -> Any:
+    def settled(self, base: int) -> object:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""
         if not self._asked or _fast is None:
             return None

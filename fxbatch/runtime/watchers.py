@@ -17,7 +17,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from fxbatch.torch_private import (
 
 
 class _Hidden(threading.local):
-    modes: list[Any] = []  # replaced, never changed; innermost first
+    modes: list[object] = []  # replaced, never changed; innermost first
 
 
 _hidden = _Hidden()
@@ -42,7 +41,7 @@ def is_watched() -> bool:
     return bool(_hidden.modes) or dispatch_mode_count() > 0
 
 
-def hidden_modes_now() -> list[Any]:
+def hidden_modes_now() -> list[object]:
     """This thread's dispatch modes that are hidden, innermost first."""
     return _hidden.modes
 
@@ -75,6 +74,6 @@ class shown_modes:
             _hidden.modes = self.modes
 
 
-def named_step(name: str, rows: int, kind: str) -> AbstractContextManager[Any]:
+def named_step(name: str, rows: int, kind: str) -> AbstractContextManager[object]:
     """A range of torch's profiler, `cell x37 forward`, where one is on."""
     return torch.profiler.record_function(f"{name} x{rows} {kind}") if profiler_enabled() else nullcontext()

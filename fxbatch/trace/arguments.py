@@ -134,8 +134,8 @@ class ArrayArgument(OpaqueArgumentError):
 
 
 def without_arrays(
-    recorder: RecordedCalls, name: str, args: tuple[object, ...], kwargs: dict[str, Any], *, indexed: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    recorder: RecordedCalls, name: str, args: tuple[object, ...], kwargs: dict[str, object], *, indexed: bool
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with tensors in place of numpy arrays.
 
     Arithmetic with an array is numpy's in a plain loop, which has other rules than torch for the type of the result:
@@ -152,7 +152,7 @@ def without_arrays(
             f"{name} met a value and a numpy array of another type ({', '.join(str(x.dtype) for x in types)}), for "
             "which numpy and torch have different rules: write torch.from_numpy(array)"
         )
-    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(found, spec)
+    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(found, spec)
     return given
 
 
@@ -166,14 +166,14 @@ def without_derived(given: object) -> Any:
     )
 
 
-_DERIVED: dict[type, Callable[[Any], Any]] = {
+_DERIVED: dict[type, Callable[[Any], object]] = {
     int: int.__index__,
     float: float.__float__,
     str: str.__str__,
 }  # what is read of them, whatever their classes override
 
 
-def _plain(x: object) -> Any:
+def _plain(x: object) -> object:
     if type(x) in ATOMS or isinstance(x, np.generic):
         return x
     return next((plain(x) for kind, plain in _DERIVED.items() if isinstance(x, kind)), x)
@@ -191,7 +191,7 @@ class Arguments:
         self,
         recorder: RecordedCalls,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         *,
         views: bool = False,
         own: bool = False,
@@ -211,11 +211,11 @@ class Arguments:
         self.shared: list[SharedOperand] = []
         self.slots: list[Slot] = []  # one a tensor leaf
 
-    def key(self) -> tuple[Any, Any]:
+    def key(self) -> tuple[object, object]:
         """The key of all arguments, asked for once; OpaqueArgumentError for a leaf that is no plain data."""
         return self._key(self.args), self._key(self.kwargs) if self.kwargs else None
 
-    def _key(self, x: Any) -> Any:
+    def _key(self, x: Any) -> object:
         kind = type(x)
         if kind is Value:
             real = None if x._recorder is self.recorder else x._recorder.tensor(x)
@@ -249,7 +249,7 @@ class Arguments:
         self.leaves.append(leaf)
         return v._type
 
-    def _real(self, t: torch.Tensor) -> Any:
+    def _real(self, t: torch.Tensor) -> object:
         shared = self.recorder.shared_operand(t)
         if shared is None:
             row = row_of_parameter(self.recorder, t)
@@ -285,7 +285,7 @@ class Arguments:
     def outcome(self, target: Callable[..., object], template: Template) -> BodyRun:
         """What a function gives for these, and does to them, from one run on fake tensors."""
 
-        def body(tensors: object, shared: object) -> Any:
+        def body(tensors: object, shared: object) -> object:
             args, kwargs = template.fill(input=tensors, shared=shared)
             return target(*args, **kwargs)
 
@@ -315,7 +315,7 @@ _IN_PLACE = named_functions("__setitem__ " + " ".join(f"__i{x}__" for x in _OPER
 _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)
 
 
-def bare_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def bare_function(func: object, types: Any, args: Any = (), kwargs: Any = None) -> object:
     """`__torch_function__` of bare parameters and their views."""
     if Value in types:
         return _OF_VALUES(func, types, args, kwargs)
@@ -326,7 +326,7 @@ for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
     _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
 
 
-def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What a function of bare parameters, or views of them, gives: a value where it is recorded."""
     recorder = state.recorder
     if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
@@ -351,7 +351,7 @@ def _is_plain(x: object) -> bool:
     return type(x) in _PLAIN or (type(x) is tuple and all(type(i) is int for i in x))
 
 
-def _by_numbers(recorder: Any, index: Any) -> Any:
+def _by_numbers(recorder: Any, index: object) -> object:
     """An index of positions, of which some are the instance's own tensors, as numbers; others as they are."""
     if type(index) is int or not (recorder.watches_operands and recorder.can_read()):
         return index
@@ -364,7 +364,7 @@ def _is_position(x: object) -> bool:
     return type(x) is torch.Tensor and not x.dim() and x.dtype in POSITIONS
 
 
-def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
+def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether a function computes something of what is an instance's own: its tensors, and rows that it chose."""
     nested = kwargs or any(type(x) in _NESTS for x in args)
     if not any(_is_own(recorder, x) for x in (tree_leaves((args, kwargs)) if nested else args)):
@@ -391,7 +391,9 @@ def _is_own(recorder: Any, x: Any) -> bool:
     return type(x) is BareView and type(vars(x).get(VIEW_KEY)) is Value
 
 
-def _heard_views(recorder: Any, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _heard_views(
+    recorder: Any, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """The function's own result. Views of bare parameters in it are heard of too, and are the same objects whenever
     they are asked for again (key: as what), so that calls of them are recorded in C from the second on."""
     if _writes(func):
@@ -419,6 +421,6 @@ def _view_key(recorder: Any, x: torch.Tensor) -> object:
     return recorder.table.view_key(x._base, (*geometry, x.grad_fn is not None))
 
 
-def _as_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _as_tensors(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

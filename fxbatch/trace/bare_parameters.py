@@ -28,7 +28,7 @@ class BareParameter(torch.nn.Parameter):
 
     __slots__ = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         copied = super().__deepcopy__(memo)
         copied.__class__ = torch.nn.Parameter
         return copied
@@ -50,7 +50,7 @@ class Heard:
     def __init__(self) -> None:
         self.parameters: Sequence[torch.nn.Parameter] = ()
         self.computed = False  # whether tensors were computed of parameters alone
-        self.again: dict[Any, torch.Tensor] = {}  # views by what was asked
+        self.again: dict[object, torch.Tensor] = {}  # views by what was asked
         self.changed: list[torch.nn.Parameter] = []  # by this recording: another thread's may be at it too
         self.views: list[torch.Tensor] = []
 

@@ -91,7 +91,7 @@ WRITES_TO_SHARED = (
 class Known:
     """A call whose result the types alone tell: no call is recorded."""
 
-    result: Any
+    result: object
 
 
 # What torch.nn.utils.rnn and recurrent layers call for a PackedSequence: they read numbers in C++. The recurrent ones
@@ -101,7 +101,9 @@ _PACKED = frozenset({
 })  # fmt: skip
 
 
-def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_function(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Record `func(*args, **kwargs)` and give its result with Values."""
     recorder.sync_modes()
     func = plain_function(func)
@@ -193,7 +195,7 @@ def call_function(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwa
     return result
 
 
-def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
+def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction:
     """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed. Its states
     with each content are kept, the last one first."""
     found = recorder.known.examined.get(id(func))
@@ -219,7 +221,7 @@ def examined_function(recorder: RecordedCalls, func: Any) -> ExaminedFunction:
     return found
 
 
-def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:
+def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
     """Whether a new call is one that was met with many other floats: building it once more would not pay."""
     structure, floats = without_floats(key)
     if not floats:
@@ -229,7 +231,9 @@ def _floats_keep_changing(recorder: RecordedCalls, key: Any) -> bool:
     return len(met) > MANY_NUMBERS
 
 
-def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_views(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A call with views of shared operands: the operands themselves are its inputs."""
     leaves, spec = tree_flatten((args, kwargs))
     comes_again = any(type(t) is BareView for t in leaves)  # the same object, which C can tell
@@ -255,7 +259,7 @@ def _call_on_views(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kw
     return result
 
 
-def _by_integer_value(x: Any, index: Any) -> bool:
+def _by_integer_value(x: Any, index: object) -> bool:
     whole = type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32)
     return whole and x.dim() > 0
 
@@ -318,7 +322,7 @@ def function_entry(
     return entry
 
 
-def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
+def _refuse_running_statistics(func: object, args: Any, kwargs: Any) -> None:
     """Functional batch_norm in training writes running statistics that are not declared as written."""
     if func not in (F.batch_norm, F.instance_norm):
         return
@@ -371,7 +375,7 @@ _inside = _Depth()
 
 
 @contextlib.contextmanager
-def inside_binding(func: Any) -> Iterator[None]:
+def inside_binding(func: object) -> Iterator[None]:
     """Note that this thread is inside a call of func, if that is one of torch.ops."""
     if not isinstance(func, _BOUND):
         yield
@@ -392,7 +396,7 @@ _INTEGERS = (*POSITIONS, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _MASKS = (torch.bool, torch.uint8)
 
 
-def call_with_values(func: Any, arguments: Arguments, key: Any, reason: str) -> Any:
+def call_with_values(func: object, arguments: Arguments, key: object, reason: str) -> object:
     """The result of a call with these arguments, which have this key, asking for as few values as will do."""
     recorder, args, kwargs = arguments.recorder, arguments.args, arguments.kwargs
     with inside_binding(func):
@@ -414,7 +418,7 @@ def call_with_values(func: Any, arguments: Arguments, key: Any, reason: str) -> 
         return _run_on_values(func, arguments, key, reason)
 
 
-def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any:
+def _with_plain_integers(recorder: RecordedCalls, args: object, kwargs: object) -> Any:
     """Arguments with integer values of shape [] after the first replaced by Python ints: `x.view(n)`."""
     leaves, spec = tree_flatten((args, kwargs))
     scalars = [i for i, x in enumerate(leaves) if i and type(x) is Value and not x.shape]
@@ -426,10 +430,10 @@ def _with_plain_integers(recorder: RecordedCalls, args: Any, kwargs: Any) -> Any
     return tree_unflatten(leaves, spec)
 
 
-def _indices(recorder: RecordedCalls, index: Any) -> Any:
+def _indices(recorder: RecordedCalls, index: object) -> object:
     """An index with its masks replaced by the indices of what they select, positions by Python ints."""
     if type(index) is tuple:
-        parts: list[Any] = []
+        parts: list[object] = []
         for part in index:
             found = _indices(recorder, part)
             parts.extend(found if type(found) is tuple else [found])
@@ -448,7 +452,7 @@ def _indices(recorder: RecordedCalls, index: Any) -> Any:
     return index
 
 
-def _plain_index(index: Any) -> Any:
+def _plain_index(index: object) -> object:
     """An index with lists in place of ranges, and numbers in place of values within slices; the same where it has
     neither."""
     if type(index) is tuple:
@@ -463,10 +467,10 @@ def _plain_index(index: Any) -> Any:
     return index
 
 
-def _mask(index: list[Any]) -> torch.Tensor | None:
+def _mask(index: list[object]) -> torch.Tensor | None:
     """A mask given as a list of Python's bools, as a tensor. Nested lists mean different things to different versions
     of torch: TraceError."""
-    leaf: Any = index
+    leaf: object = index
     while type(leaf) is list and leaf:
         leaf = leaf[0]
     if type(leaf) is not bool:
@@ -478,7 +482,7 @@ def _mask(index: list[Any]) -> torch.Tensor | None:
     return torch.tensor(index)
 
 
-def _run_on_values(func: Any, arguments: Arguments, key: Any, reason: str) -> Any:
+def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) -> object:
     recorder = arguments.recorder
     real = recorder.read(arguments.values)
     template = arguments.template()
@@ -539,7 +543,7 @@ def operation(target: Marked) -> Marked:
         return target
 
     @functools.wraps(target)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: object, **kwargs: object) -> object:
         if state.recorder is None:
             return target(*args, **kwargs)
         return call_marked(state.recorder, target, args, kwargs)
@@ -548,7 +552,9 @@ def operation(target: Marked) -> Marked:
     return marked  # type: ignore[return-value]  # wraps keeps the signature
 
 
-def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_marked(
+    recorder: RecordedCalls, func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A call of an `@operation` function or method while tracing."""
     if args and isinstance(args[0], torch.nn.Module):
         return call_method(recorder, func, args, kwargs)
@@ -576,11 +582,11 @@ def call_marked(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwarg
     return result
 
 
-def _note_marked(recorder: RecordedCalls, func: Any, reason: str) -> None:
+def _note_marked(recorder: RecordedCalls, func: object, reason: str) -> None:
     recorder.table.note_traced_through(function_name(func), f"{reason} (marked @operation)", user_line())
 
 
-def _new_marked(key: Any, examined: ExaminedFunction, arguments: Arguments) -> Any:
+def _new_marked(key: object, examined: ExaminedFunction, arguments: Arguments) -> object:
     recorder = arguments.recorder
     with recorder.table.lock, tracing(None):
         entry = recorder.known.functions.get(key)

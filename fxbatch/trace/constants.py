@@ -121,7 +121,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor: ...
     @overload
     def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         if self._chosen is not None and self._tensors is not None and type(index) is not slice:
             return self._tensors[self._chosen[index]]
         return self.tensors[index]

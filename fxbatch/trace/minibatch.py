@@ -122,10 +122,10 @@ class Execution(Protocol):
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """Real detached tensors of values that have run, by one transfer from the device."""
 
-    def numbers(self, values: Sequence[int]) -> list[Any]:
+    def numbers(self, values: Sequence[int]) -> list[object]:
         """The same as Python numbers in nested lists, as `tolist` gives them."""
 
-    def settled(self, base: int) -> Any:
+    def settled(self, base: int) -> object:
         """Where C finds numbers like those that were asked for, until the next phase; None where it can't. base: the
         number of the recording's first value."""
 
@@ -143,7 +143,7 @@ class Recording:
     def __init__(
         self,
         recorder: Recorder,
-        results: list[Any],
+        results: list[object],
         statistics: Statistics,
         integers: Sequence[IntegerColumn] = (),
         held: Held | None = None,
@@ -168,7 +168,7 @@ class Recording:
 
 def record_minibatch(
     fn: Callable[..., object],
-    instances: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    instances: Sequence[tuple[tuple[object, ...], dict[str, object]]],
     table: SignatureTable,
     execution: Execution,
     *,
@@ -220,7 +220,7 @@ def record_minibatch(
     return Recording(recorder, run.results, run.statistics, held=held, changed=changed)
 
 
-def refuse_foreign_values(recorder: Recorder, results: list[Any]) -> None:
+def refuse_foreign_values(recorder: Recorder, results: list[object]) -> None:
     for i, result in enumerate(results):
         for x in (result,) if type(result) is Value else tree_leaves(result):
             if type(x) is Value and x._recorder is not recorder:
@@ -239,7 +239,7 @@ class _Parked:
     plain: bool  # whether it waits for Python numbers
     modes: ThreadModes
     waits: bool = True
-    answer: Sequence[Any] = ()
+    answer: Sequence[object] = ()
 
 
 class Turns:
@@ -255,7 +255,7 @@ class Turns:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         instances: Any,
         recorder: Recorder,
         execution: Execution,
@@ -270,7 +270,7 @@ class Turns:
         self.changes: ModuleChanges = recorder.changes
         self.changes.refused = self.refuses_changes = known_changes is None
         self.stays = known_changes or ""  # why no instance is left where it waits
-        self.results: list[Any] = [None] * len(instances)
+        self.results: list[object] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
@@ -359,7 +359,7 @@ class Turns:
         self._raise()
         self.resuming = []
 
-    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> dict[int, Any]:
+    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> dict[int, object]:
         """What instances wait for as numbers (plain) or as tensors, each value once."""
         wanted = list(dict.fromkeys([v._value for p in self.resuming if p.plain == plain for v in p.values]))
         base = self.recorder.base
@@ -443,7 +443,7 @@ class Turns:
             )
         error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
 
-    def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
+    def _ask(self, values: list[Value], plain: bool = False) -> list[object]:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
@@ -565,7 +565,7 @@ class LazyBatch:
         if error is None:
             self.recorder.ask = self._ask
 
-    def value(self, x: torch.Tensor) -> Any:
+    def value(self, x: torch.Tensor) -> object:
         """A real tensor as a value of this batch, so that plain torch functions of it are recorded."""
         found = self.recorder.constant(x)
         return x if found is None else found

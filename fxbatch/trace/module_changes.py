@@ -74,7 +74,7 @@ class Container(NamedTuple):
         return True
 
 
-def _content(x: Any) -> tuple[Any, ...]:
+def _content(x: Any) -> tuple[object, ...]:
     return (*x, *x.values()) if isinstance(x, dict) else tuple(x)
 
 
@@ -95,7 +95,7 @@ def _state(x: Any) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def states_of(args: Iterable[object]) -> list[tuple[Any, int]]:
+def states_of(args: Iterable[object]) -> list[tuple[object, int]]:
     """Lists and tensors among the arguments of an instance, as they are now."""
     return [(x, _state(x)) for x in args if type(x) in _WATCHED]
 
@@ -110,8 +110,8 @@ class _Before(NamedTuple):
 
     module: torch.nn.Module
     name: str
-    table: dict[str, Any] | None
-    value: Any
+    table: dict[str, object] | None
+    value: object
 
 
 def _before(module: torch.nn.Module, name: str) -> _Before:
@@ -127,7 +127,7 @@ class ModuleChanges:
     def __init__(self, containers: Sequence[tuple[torch.nn.Module, str]] = ()) -> None:
         self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
         self._containers = [Container.of(m, name) for m, name in containers]
-        self._arguments: list[tuple[Any, int]] = []
+        self._arguments: list[tuple[object, int]] = []
         self._first = ""
         self.lasts = False  # whether something was changed that `undo` does not know
         self.begun = 0  # instances
@@ -174,7 +174,7 @@ class ModuleChanges:
         """The same of containers alone."""
         return _first_changed(self._containers)
 
-    def watch(self, instances: Iterable[tuple[tuple[object, ...], dict[str, Any]]]) -> None:
+    def watch(self, instances: Iterable[tuple[tuple[object, ...], dict[str, object]]]) -> None:
         """Look at lists and tensors that are arguments: an instance that has changed its own can't begin anew."""
         for args, _ in instances:
             self._arguments += states_of(args)
@@ -226,7 +226,7 @@ def _first_changed(containers: Iterable[Container]) -> str:
     return "" if changed is None else f"{type(changed.module).__name__}.{changed.name} is changed"
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+def _attributes(module: torch.nn.Module) -> dict[str, object]:
     """All that a module holds by name."""
     state = module.__dict__
     found = {name: x for name, x in state.items() if name not in _TORCHS_OWN or name == "training"}

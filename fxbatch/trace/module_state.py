@@ -67,8 +67,10 @@ class Examined:
         self.shared: list[SharedOperand] = []
         self.training = module.training
         self.places = places_of_modules(list(module.modules()))
-        self.entries: dict[Any, dict[Any, Any]] = {}  # modes -> what it was called with -> Entry or reason
-        key: list[Any] = []
+        self.entries: dict[
+            object, dict[object, Any]
+        ] = {}  # modes -> what it was called with -> Entry or reason
+        key: list[object] = []
         for prefix, m in module.named_modules(remove_duplicate=False):
             if has_hooks(m):
                 self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
@@ -82,7 +84,7 @@ class Examined:
         self.lasts = self.places is not None and not self.reason and not self.coupled
         self.reason = self.reason or reads.opaque
 
-    def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[Any]) -> None:
+    def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[object]) -> None:
         plain = {k: x for k, x in m.__dict__.items() if isinstance(x, torch.Tensor)}
         for tensors in (m._parameters, m._buffers, plain):
             for name, t in tensors.items():
@@ -116,7 +118,7 @@ class ExaminedFunction:
         self.guards = reads.guards()
         self.state = state  # a number for the content of what it reads
         self.reason = reason  # why it is no operation, "" where it is one
-        self.custom: Any = None  # the CustomFunction of a torch.autograd.Function with this content
+        self.custom: object = None  # the CustomFunction of a torch.autograd.Function with this content
         self.lasts = True
 
 

@@ -52,10 +52,10 @@ class ModuleRecord:
         self.changed = ""  # what it reads that changed last
         self.through = ""  # why it is traced through from now on, whatever it is called with
         # (modes, structure) -> what it reads -> argument key -> Entry or reason
-        self.variants: dict[Any, dict[Any, dict[Any, Any]]] = {}
+        self.variants: dict[object, dict[object, dict[object, Any]]] = {}
 
 
-def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> Any:
+def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
     if recorder is None:
@@ -64,8 +64,8 @@ def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> Any:
 
 
 def call_module(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-) -> Any:
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A module call that the fast path did not settle."""
     quicken(type(module))
     recorder.sync_modes()
@@ -73,7 +73,9 @@ def call_module(
     return call.through() if any(module is r for r in recorder.known.roots) else _recorded(call)
 
 
-def call_method(recorder: RecordedCalls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(
+    recorder: RecordedCalls, func: object, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> object:
     """A call of a method that is marked `@operation`."""
     recorder.sync_modes()
     return _recorded(ModuleCall(recorder, args[0], args[1:], kwargs, func))
@@ -85,7 +87,7 @@ class ModuleCall:
 
     recorder: RecordedCalls
     module: torch.nn.Module
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     kwargs: dict[str, Any]
     marked: Any = None  # the method
 
@@ -94,11 +96,11 @@ class ModuleCall:
         """The name of the method."""
         return None if self.marked is None else self.marked.__name__
 
-    def through(self) -> Any:
+    def through(self) -> object:
         """Run it: its parts are recorded."""
         return (self.marked or module_call)(self.module, *self.args, **self.kwargs)
 
-    def pass_through(self) -> Any:
+    def pass_through(self) -> object:
         """Run what is no operation; what torch's own modules and their hooks see are values."""
         tensors = all(isinstance(x, torch.Tensor) for x in self.args)
         if tensors and self.marked is None and _rule(self.module, None) is TORCH_MODULE:
@@ -114,7 +116,7 @@ class ModuleCall:
         _note(self.recorder, self.module, self.method, reason)
 
 
-def _recorded(call: ModuleCall) -> Any:
+def _recorded(call: ModuleCall) -> object:
     _refuse_what_cannot_be_seen(call.module)
     recorder, module = call.recorder, call.module
     record = _record(recorder, module, call.method)
@@ -260,7 +262,7 @@ def _ever_another(recorder: RecordedCalls, module: torch.nn.Module, method: str 
     return record
 
 
-def stateless_key(module: torch.nn.Module) -> tuple[Any, ...] | None:
+def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
     """What tells modules without tensors apart: class, mode, plain attributes, parts; None for other modules."""
     state = module.__dict__
     tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())
@@ -316,7 +318,7 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 
 def _new_entry(
-    record: ModuleRecord, examined: Examined, entries: dict[Any, Any], key: object, arguments: Arguments
+    record: ModuleRecord, examined: Examined, entries: dict[object, Any], key: object, arguments: Arguments
 ) -> Entry | str:
     """The entry of a call that was not met before, or why it is no operation."""
     recorder, module, method = arguments.recorder, record.module, record.method
@@ -386,7 +388,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
     twin = structural_twin(module, twins)
 
-    def body(tensors: object, operands: Any) -> Any:
+    def body(tensors: object, operands: Any) -> object:
         tensors_now = dict(zip(names, operands, strict=False))
         given = dict(tensors_now)
         a, k = template.fill(input=tensors, shared=operands)

@@ -41,7 +41,7 @@ def values_in(x: object) -> list[Value]:
     return [t for t in _tensors(x, {}) if type(t) is Value]
 
 
-def _tensors(x: object, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+def _tensors(x: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         yield x
     elif not isinstance(x, _CLOSED) and id(x) not in seen:
@@ -50,7 +50,7 @@ def _tensors(x: object, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(part, seen)
 
 
-def _parts(x: object) -> Sequence[Any]:
+def _parts(x: object) -> Sequence[object]:
     """What an object consists of: the items of a container, the attributes of others."""
     if is_pytree_node(type(x)):
         return [leaf for leaf in tree_flatten(x, is_leaf=lambda y: y is not x)[0] if leaf is not x]
@@ -67,7 +67,7 @@ def _names(x: object) -> tuple[str, ...]:
     return (*own, *[s for s in slots if s not in ("__dict__", "__weakref__") and hasattr(x, s)])
 
 
-def fill(x: Any, tensors: Mapping[int, torch.Tensor], seen: dict[int, Any] | None = None) -> Any:
+def fill(x: Any, tensors: Mapping[int, torch.Tensor], seen: dict[int, Any] | None = None) -> object:
     """The object with real tensors in place of its values, written into it and into lists and dictionaries in it."""
     seen = {} if seen is None else seen
     if type(x) is Value:
@@ -115,10 +115,10 @@ class Taken:
     inside: TreeSpec | Structure = field(repr=False)
 
 
-def take_apart(x: object, around: tuple[int, ...] = ()) -> tuple[list[Any], TreeSpec | Structure]:
+def take_apart(x: object, around: tuple[int, ...] = ()) -> tuple[list[object], TreeSpec | Structure]:
     """The leaves of a pytree, objects with tensors among them taken apart by attribute; and how it was."""
     flat, spec = tree_flatten(x)
-    leaves: list[Any] = []
+    leaves: list[object] = []
     objects: list[tuple[int, Taken]] = []
     for i, leaf in enumerate(flat):
         if not has_attributes(leaf) or next(_tensors(leaf, {}), None) is None:
@@ -163,14 +163,14 @@ def _put(leaves: Iterator[object], structure: TreeSpec | Structure) -> Any:
         if taken is None:
             flat.append(next(leaves))
             continue
-        made: Any = object.__new__(taken.kind)
+        made: object = object.__new__(taken.kind)
         for name, part in zip(taken.names, _put(leaves, taken.inside), strict=True):
             object.__setattr__(made, name, part)
         flat.append(made)
     return tree_unflatten(flat, structure.spec)
 
 
-def in_order_of(x: Any, like: Any) -> Any:
+def in_order_of(x: Any, like: Any) -> object:
     """The same with the keys of its dictionaries in the order of another one's."""
     if type(x) is not type(like):
         return x

@@ -82,7 +82,7 @@ class OngoingRecording(Turns):
         self.new_execution = new_execution
         self.alone = False
         self.to_begin: deque[int] = deque()
-        self.begun: dict[int, list[tuple[Any, int]]] = {}  # slots in use, with arguments as they were
+        self.begun: dict[int, list[tuple[object, int]]] = {}  # slots in use, with arguments as they were
         self.done: list[int] = []  # slots of instances that are done, in order
         self.written: dict[int, list[tuple[torch.Tensor, Written]]] = {}  # tensors that these have written to
         self.most = FEWEST
@@ -94,7 +94,7 @@ class OngoingRecording(Turns):
 
     # -- instances ------------------------------------------------------------------------------------
 
-    def begin(self, slot: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, slot: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """An instance is to be started in a slot that is free."""
         self.instances[slot], self.begun[slot] = (args, kwargs), states_of(args)
         self.to_begin.append(slot)

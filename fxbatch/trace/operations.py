@@ -91,7 +91,7 @@ class CustomFunction:
         self.examined = examined
         self.__name__ = cls.__name__
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.cls.apply(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -106,23 +106,23 @@ class Functional:
     training: tuple[bool, ...]
     tie_weights: bool
     state: int = 0  # a number for the content of what its code reads
-    examined: Any = field(default=None, compare=False, repr=False)
+    examined: object = field(default=None, compare=False, repr=False)
 
     @property
     def __name__(self) -> str:
         return f"functional_call_{type(self.module).__name__}"
 
     def __call__(
-        self, tensors: dict[str, torch.Tensor], args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, tensors: dict[str, torch.Tensor], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         with reparametrized(self.module, tensors, tie_weights=self.tie_weights):
             return self.module(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "examined": None}
 
 
-def plain_function(func: object) -> Any:
+def plain_function(func: object) -> object:
     """The function to call for what `__torch_function__` was given: getters become Attributes."""
     owner = getattr(func, "__self__", None)
     if owner is not None and getattr(func, "__name__", "") == "__get__" and hasattr(owner, "__name__"):
@@ -178,7 +178,7 @@ def one_hot_within(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 # Functions whose rules under vmap miss an index that is out of range, and what is recorded in their place.
-WITHIN_RANGE: dict[Any, Callable[..., torch.Tensor]] = {
+WITHIN_RANGE: dict[object, Callable[..., torch.Tensor]] = {
     F.embedding: embedding_of_rows,
     F.one_hot: one_hot_within,
 }
@@ -188,7 +188,7 @@ WITHIN_RANGE: dict[Any, Callable[..., torch.Tensor]] = {
 View = tuple[int, tuple[int, ...], tuple[int, ...], int, bool, bool]
 
 
-def on_views(func: Callable[..., object], views: tuple[View, ...], *args: object, **kwargs: object) -> Any:
+def on_views(func: Callable[..., object], views: tuple[View, ...], *args: object, **kwargs: object) -> object:
     """Call `func` with some tensor arguments seen through a view: `x @ weight.T` for `weight`."""
     leaves, spec = tree_flatten((args, kwargs))
     for leaf, size, stride, offset, conjugated, negated in views:
@@ -203,7 +203,7 @@ def on_views(func: Callable[..., object], views: tuple[View, ...], *args: object
     return func(*args, **kwargs)
 
 
-def named_functions(names: str) -> frozenset[Any]:
+def named_functions(names: str) -> frozenset[object]:
     """The functions of torch, and the methods of tensors, that have these names."""
     places = (torch, torch.Tensor)
     return frozenset(getattr(where, n) for n in names.split() for where in places if hasattr(where, n))
@@ -282,7 +282,7 @@ class _RandomWatch(QuietDispatchMode):
 
     def __torch_dispatch__(
         self, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.random = True
         return self.call(func, args, kwargs)
@@ -303,7 +303,7 @@ def _has_steps(x: Any, *rest: Any) -> bool:
     return len(rest) == 8 and type(rest[2]) is bool and x.dim() == 3 and x.shape[rest[-1]] > 1
 
 
-def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> Any:
+def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
     """A recurrent layer's result, of which all steps are like one: on fakes torch runs them one by one, in Python."""
     along = int(rest[-1])  # batch_first
     first, *states = layer(x.narrow(along, 0, 1), *rest)
@@ -320,7 +320,7 @@ class _CallWatch(TorchFunctionMode):
         self.left = math.inf if most is None else most
         self.most = most
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.left -= 1
         if self.left < 0:
             raise BodyError(f"calls torch more than {self.most} times: its parts batch better")
@@ -417,7 +417,7 @@ def _outcome(
     aliases: list[int] = []
     same: list[int] = []
     gradients: list[bool] = []
-    slots: list[Any] = []
+    slots: list[object] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided:
@@ -445,7 +445,7 @@ def _outcome(
     )
 
 
-def _python_random_states() -> tuple[Any, Any]:
+def _python_random_states() -> tuple[object, Any]:
     return random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
 
 

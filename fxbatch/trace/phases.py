@@ -26,7 +26,7 @@ class Phases:
         self.columns: list[tuple[np.ndarray, np.ndarray]] = []  # signatures and inputs of each phase
         self.constants: list[dict[int, Any]] = []  # of each phase, by signature
 
-    def add(self, sig: np.ndarray, inputs: np.ndarray, constants: dict[int, Any], known: int) -> None:
+    def add(self, sig: np.ndarray, inputs: np.ndarray, constants: dict[int, object], known: int) -> None:
         """A phase with these columns runs. known: how many values there are then."""
         self.columns.append((sig, inputs))
         self.constants.append(constants)

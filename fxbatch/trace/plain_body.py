@@ -85,13 +85,13 @@ class Walk:
 
     def __init__(self, roots: Roots) -> None:
         self.roots = roots
-        self.items: dict[tuple[int, int, Any], Item] = {}
+        self.items: dict[tuple[int, int, object], Item] = {}
         self.names: set[str] = set()  # attributes of modules
         self.fields: set[str] = set()  # attributes of what is computed or given
-        self.functions: dict[int, tuple[str, Any]] = {}  # their names and syntax trees
-        self._calls: dict[Any, Things | None] = {}
-        self._memo: dict[Any, Thing] = {}
-        self._recursive: set[Any] = set()
+        self.functions: dict[int, tuple[str, object]] = {}  # their names and syntax trees
+        self._calls: dict[object, Things | None] = {}
+        self._memo: dict[object, Thing] = {}
+        self._recursive: set[object] = set()
         self._torchs: set[int] = set()
         self._line = ""
         self.tree = {} if roots.module is None else {
@@ -121,14 +121,16 @@ class Walk:
             raise NotPlain(f"{reason}{self._line and f' ({self._line})'}")
         return DATA
 
-    def _item(self, kind: int, holder: Any, name: Any, value: Any, path: str, *, own: bool = False) -> None:
+    def _item(
+        self, kind: int, holder: object, name: object, value: object, path: str, *, own: bool = False
+    ) -> None:
         """Note a place. What holds functions is no place that code changes while it runs."""
         key = (kind, id(holder), name)
         if key not in self.items:
             far = not own and kind != IN_SLOT and not isinstance(value, CODE) and value is not MISSING
             self.items[key] = Item(kind, holder, name, value, path, own, far)
 
-    def _once(self, key: Any, make: Any, path: str) -> Thing:
+    def _once(self, key: object, make: Any, path: str) -> Thing:
         thing = self._memo.get(key)
         if thing is None:
             thing = self._memo[key] = Thing(make(), path)
@@ -143,12 +145,12 @@ class Walk:
                         self.refuse(f"reads {path}, which has a {name} of its own")
         return frozenset({Thing(m, path)})
 
-    def _bound(self, function: Any, owner: Things, path: str) -> Things:
+    def _bound(self, function: object, owner: Things, path: str) -> Things:
         return frozenset({self._once((id(function), owner), lambda: Bound(function, owner), path)})
 
     # What is found in places
 
-    def _value(self, x: Any, path: str) -> Things:
+    def _value(self, x: object, path: str) -> Things:
         """What stands in a place."""
         if isinstance(x, CONSTANTS) or x is MISSING:
             return DATA
@@ -271,7 +273,7 @@ class Walk:
             return DATA
         return self._member(cls, name, member, owner_thing, path)
 
-    def _member(self, cls: type, name: str, member: Any, owner: Things, path: str) -> Things:
+    def _member(self, cls: type, name: str, member: object, owner: Things, path: str) -> Things:
         """An attribute of a class, asked of an object."""
         library = is_library(cls.__module__)
         if not library:
@@ -356,7 +358,7 @@ class Walk:
             return self._new_object(x, thing.path)
         return self._library(x, args, kwargs, thing.path)
 
-    def _library(self, f: Any, args: tuple[Things, ...], kwargs: dict[str, Things], path: str) -> Things:
+    def _library(self, f: object, args: tuple[Things, ...], kwargs: dict[str, Things], path: str) -> Things:
         """A call of a function or class of Python's, torch's or numpy's."""
         everything = self._flat(frozenset().union(*args, *kwargs.values()))
         if f is isinstance and len(args) == 2 and COMPUTED in args[0]:
@@ -398,7 +400,7 @@ class Walk:
         """What iterating over any of these gives: the parts of containers of modules."""
         out = set(things)
         for thing in things:
-            x: Any = thing.object
+            x: object = thing.object
             if isinstance(x, (*CONTAINERS, torch.nn.ParameterList, torch.nn.ParameterDict)):
                 parts = {n: part for n, part in x._modules.items() if part is not None}
                 out = out.union(
@@ -526,7 +528,7 @@ class Walk:
         self.functions[id(node)] = f.__qualname__, node
         return self._run(node, None, f.__globals__, cells, args, kwargs, spread, path, found)
 
-    def _default(self, value: Any, path: str) -> Things | str:
+    def _default(self, value: object, path: str) -> Things | str:
         try:
             return self._value(value, path)
         except NotPlain as error:
@@ -536,7 +538,7 @@ class Walk:
         self,
         node: Any,
         around: Scope | None,
-        globals_: dict[str, Any],
+        globals_: dict[str, object],
         cells: dict[str, Any],
         args: tuple[Things, ...],
         kwargs: dict[str, Things],
@@ -833,5 +835,5 @@ def _first_starred(args: list[Any]) -> int:
     return next((i for i, a in enumerate(args) if isinstance(a, ast.Starred)), len(args))
 
 
-def _is_none(e: Any) -> bool:
+def _is_none(e: object) -> bool:
     return isinstance(e, ast.Constant) and (e.value is None or e.value is Ellipsis or type(e.value) is bool)

@@ -123,7 +123,7 @@ def unwrapped(f: object) -> Any:
     return f
 
 
-def is_in(x: object, among: frozenset[Any]) -> bool:
+def is_in(x: object, among: frozenset[object]) -> bool:
     try:
         return x in among
     except TypeError:

@@ -86,7 +86,7 @@ def addcmul_at(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.T
 
 
 # With the arguments of each function as torch has them; None where it has no such form.
-_FORMS: dict[Any, Callable[..., LiftedForm | None]] = {
+_FORMS: dict[object, Callable[..., LiftedForm | None]] = {
     F.dropout: lambda input, p=0.5, training=True, inplace=False: (
         (dropout_at, (input, p)) if training is True and not inplace else None
     ),
@@ -117,7 +117,7 @@ _METHODS: dict[str, Callable[..., LiftedForm]] = {
 _FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner in (torch, torch.Tensor)})
 
 
-def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: Any) -> LiftedForm | None:
+def with_lifted_floats(recorder: RecordedCalls, func: object, args: Any, kwargs: Any) -> LiftedForm | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
     if form is None or recorder.known.autocast is None:
@@ -137,11 +137,11 @@ def with_lifted_floats(recorder: RecordedCalls, func: Any, args: Any, kwargs: An
     return found[0], tuple(lift)
 
 
-def without_floats(key: object) -> tuple[Any, tuple[Any, ...]]:
+def without_floats(key: object) -> tuple[object, tuple[object, ...]]:
     """The key of a call without the floats in it, and those floats."""
-    floats: list[Any] = []
+    floats: list[object] = []
 
-    def strip(x: object) -> Any:
+    def strip(x: object) -> object:
         if type(x) is not tuple:
             return x
         if len(x) == 2 and x[0] is float:
@@ -152,7 +152,7 @@ def without_floats(key: object) -> tuple[Any, tuple[Any, ...]]:
     return strip(key), tuple(floats)
 
 
-def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> Any:
+def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> object:
     """The call of a two-argument function with its Python number lifted; None when there is none to lift."""
     a, b = args
     if type(a) is Value and type(b) in (int, float):
@@ -221,7 +221,7 @@ def _new_entry(
         return made
 
 
-def call_row(recorder: RecordedCalls, v: Value, index: int) -> Any:
+def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
     known = recorder.row_calls.get((recorder.known.mode, v._type, index))
@@ -280,7 +280,7 @@ def _new_lifted(
         entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)
         t, functions, s = types[1 - position], recorder.known.functions, entry.signature
 
-        def fixed(number: Any) -> Entry:
+        def fixed(number: object) -> Entry:
             fixed_key = ("fixed", *key, static_key(number))
             with table.lock:
                 found = functions.get(fixed_key)

@@ -35,7 +35,7 @@ def _is_number(x: object) -> bool:
     return type(x) in ATOMS or (type(x) is tuple and all(map(_is_number, x)))
 
 
-def _token(x: object) -> Any:
+def _token(x: object) -> object:
     """What a place holds, as a key: equal for what is equal to a body."""
     if isinstance(x, tuple) and type(x) is not torch.Size:
         return (type(x), *map(_token, x))
@@ -68,9 +68,9 @@ class Reads:
         self.names = frozenset(walk.names)  # of attributes that it reads of modules
         self.fields = frozenset(walk.fields)  # and of what it is given
         self.functions = tuple(walk.functions.values())
-        self.key: Any = self._key()
+        self.key: object = self._key()
 
-    def _key(self) -> Any:
+    def _key(self) -> object:
         module = self.roots.module
         tree = () if module is None else tuple(
             (ByIdentity(type(m)), ByIdentity(m) if _holds_tensors(m) else None)
@@ -135,7 +135,7 @@ class Reads:
                 return item.path
         return ""
 
-    def changes(self) -> list[tuple[Item, Any]]:
+    def changes(self) -> list[tuple[Item, object]]:
         """The places that hold something else than they held, with what they hold now."""
         return [(x, x.now()) for x in self.items if not x.holds()]
 

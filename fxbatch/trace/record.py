@@ -37,7 +37,7 @@ from fxbatch.trace.writes import rebind
 class Recorder(RecordedCalls):
     """Records the calls of one minibatch."""
 
-    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Record a call of a torch function."""
         if self.over and self.give is not None:
             return self._call_real(func, args, kwargs)
@@ -50,7 +50,7 @@ class Recorder(RecordedCalls):
             args, kwargs = with_values(args, kwargs)
         return call_function(self, func, args, kwargs)
 
-    def _call_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_real(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """After a lazy block: the call on real tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         mine = [x for x in leaves if type(x) is Value and x._recorder is self]

@@ -83,7 +83,7 @@ class Knowledge:
         "autocast", "by_mode", "call_table", "constant_entries", "examined", "floats", "functions", "grad", "mode",
         "mode_key", "modules", "owners", "places", "read", "roots",
     )  # fmt: skip
-    functions: dict[Any, Any]  # entries of calls of functions, under these modes
+    functions: dict[object, Any]  # entries of calls of functions, under these modes
 
     def __init__(self, roots: tuple[torch.nn.Module, ...]) -> None:
         self.roots = roots  # traced through, and searched for owners of parameters
@@ -92,9 +92,9 @@ class Knowledge:
         self.examined: dict[int, Any] = {}  # modules as they are
         self.call_table = new_call_table()  # of calls that were met before
         self.constant_entries: dict[
-            Any, Entry
+            object, Entry
         ] = {}  # by (shape, dtype, device), and by what C knows a type by
-        self.by_mode: dict[Any, tuple[int, dict[Any, Any]]] = {}
+        self.by_mode: dict[object, tuple[int, dict[object, object]]] = {}
         self.mode = -1  # number of torch's modes, part of the key of a known call
         self.mode_key: Any = None
         self.grad = False
@@ -135,7 +135,7 @@ class RecordedCalls(Columns):
     """Calls, values and constants of one minibatch, as columns. `sigs` and `inputs` hold what no phase has run yet."""
 
     # As each recording begins.
-    ask: Callable[..., list[Any]] | None = None  # gives real tensors or numbers, may suspend
+    ask: Callable[..., list[object]] | None = None  # gives real tensors or numbers, may suspend
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
     recalls = False  # whether it began with, and leaves, what is known of modules
     lasts = True  # whether what is known of them may be true in the next minibatch too
@@ -167,8 +167,8 @@ class RecordedCalls(Columns):
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
         self.payload, self.settled = {}, None
         self.constants = new_constants()
-        self.numbers: dict[Any, Value] = {}
-        self.parameter_rows: dict[Any, Value] = {}  # of the pending calls (trace/arguments.py)
+        self.numbers: dict[object, Value] = {}
+        self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted = {}, {}
@@ -280,7 +280,9 @@ class RecordedCalls(Columns):
         """Record one call; its result with Values."""
         return entry.result(self.row(entry, inputs)) if _fast is None else _fast.emit(self, entry, inputs)
 
-    def remember(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any], entry: Entry) -> None:
+    def remember(
+        self, func: object, args: tuple[object, ...], kwargs: dict[str, object], entry: Entry
+    ) -> None:
         """Calls like this one, of a function or a module, are recorded in C from now on."""
         if _fast is not None:
             _fast.remember(self, func, args, kwargs, entry)
@@ -337,7 +339,7 @@ class RecordedCalls(Columns):
                 "attributes of modules as attributes, not through __dict__, and don't replace code there"
             )
 
-    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Record a call of a torch function (`record.Recorder`)."""
         raise NotImplementedError
 

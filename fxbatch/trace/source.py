@@ -22,7 +22,7 @@ from fxbatch.caches import cached
 @cached("functions of a file")
 def _functions_in(source: str) -> dict[tuple[int, str], list[Any]]:
     """The functions of a file, by first line and name."""
-    functions: dict[tuple[int, str], list[Any]] = {}
+    functions: dict[tuple[int, str], list[object]] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])

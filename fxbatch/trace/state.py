@@ -48,10 +48,10 @@ def _ignore(_: object) -> None:
 
 
 # An empty int64 column with append, extend and the buffer protocol.
-new_column: Callable[[], Any] = functools.partial(array, "q") if _fast is None else _fast.Column
+new_column: Callable[[], object] = functools.partial(array, "q") if _fast is None else _fast.Column
 # An empty table of calls that were met before, see _fast_columns.h; without C it stays empty.
 new_call_table: Callable[[], Any] = dict if _fast is None else _fast.CallTable
-set_current: Callable[[Any], None] = _ignore if _fast is None else _fast.set_current
+set_current: Callable[[object], None] = _ignore if _fast is None else _fast.set_current
 quicken: Callable[[type | tuple[type, ...]], None] = _ignore if _fast is None else _fast.quicken
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension

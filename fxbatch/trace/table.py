@@ -79,7 +79,7 @@ class ByIdentity:
         return id(self.held)
 
 
-def static_key(x: Any) -> Any:
+def static_key(x: Any) -> object:
     """The key of one static leaf; OpaqueArgumentError when it is no plain data."""
     kind = type(x)
     if kind in _BY_VALUE:
@@ -99,7 +99,7 @@ def static_key(x: Any) -> Any:
     raise OpaqueArgumentError(x)
 
 
-def _float_key(x: float) -> Any:
+def _float_key(x: float) -> object:
     if x != x or x == 0:
         return struct.pack("<d", x) if x == 0 else "nan"
     return x
@@ -153,7 +153,7 @@ class Entry:
         self.written: tuple[int, ...] = ()  # inputs that the call writes to: outputs are their new contents
         self.write: BodyRun | None = None  # of the call as the user made it
         self.written_as = WRITES_NOTHING
-        self.guards: tuple[Any, ...] | None = None  # dictionary, key, what it must hold; and again
+        self.guards: tuple[object, ...] | None = None  # dictionary, key, what it must hold; and again
         # For each output 3 where a gradient can go through the call to it, else 1; empty where none can.
         self.carries = b""
         self.operands = signature.shared
@@ -162,7 +162,7 @@ class Entry:
         )
         self.requires = 0
 
-    def result(self, outputs: Sequence[object]) -> Any:
+    def result(self, outputs: Sequence[object]) -> object:
         """The result of the call that gave these."""
         if self.single:
             return outputs[0]
@@ -185,7 +185,7 @@ class Lifted:
     """A signature whose input `position` is a lifted number: `fixed(number)` is the entry without it."""
 
     position: int
-    fixed: Callable[[Any], Entry]
+    fixed: Callable[[object], Entry]
 
 
 class SignatureTable:
@@ -207,14 +207,16 @@ class SignatureTable:
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
         self.stateless: dict[
-            tuple[Any, ...], torch.nn.Module
+            tuple[object, ...], torch.nn.Module
         ] = {}  # one of all equal modules without tensors
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
-        self.parameter_rows: dict[Any, set[int]] = {}
-        self.uniform: dict[int, Any] = {}  # lifted signature -> key of its one number, None when they varied
+        self.parameter_rows: dict[object, set[int]] = {}
+        self.uniform: dict[
+            int, object
+        ] = {}  # lifted signature -> key of its one number, None when they varied
         self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
@@ -374,7 +376,7 @@ def varies_now(table: SignatureTable, entry: Entry) -> bool:
     return True
 
 
-def _stays_uniform(uniform: dict[int, Any], sid: int, number: object, same: bool) -> bool:
+def _stays_uniform(uniform: dict[int, object], sid: int, number: object, same: bool) -> bool:
     key = static_key(number) if same else _VARIED
     before = uniform.setdefault(sid, key)
     if before is not _VARIED and before != key:

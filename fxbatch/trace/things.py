@@ -62,7 +62,7 @@ class Scope:
     """The variables of a function that is walked."""
 
     node: Any
-    globals: dict[str, Any]
+    globals: dict[str, object]
     cells: dict[str, Any]
     around: Scope | None
     path: str
@@ -74,7 +74,7 @@ class Scope:
 class Local:
     """A function that the body defines."""
 
-    node: Any
+    node: object
     scope: Scope
     defaults: dict[str, Things] = dataclasses.field(default_factory=dict)
 
@@ -91,6 +91,6 @@ class Roots(NamedTuple):
 
     module: torch.nn.Module | None
     method: str
-    function: Any
+    function: object
     given: tuple[type, ...] = ()  # classes of objects among its arguments
     loose: bool = False  # whether it need not be plain: what can't be compared is left out

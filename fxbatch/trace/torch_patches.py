@@ -139,7 +139,7 @@ if _fast is not None:
         _kind.__torch_function__ = _fast.torch_function
 
 
-_PATCHES: list[tuple[Any, str, Any]] = []  # what stands in torch's place while some thread records
+_PATCHES: list[tuple[object, str, object]] = []  # what stands in torch's place while some thread records
 
 
 def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacement]:
@@ -154,7 +154,7 @@ def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacemen
 
 
 def _while_recording(plain: Any, traced: Replacement) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         recorder = state.recorder
         return plain(*args, **kwargs) if recorder is None else traced(recorder, plain, *args, **kwargs)
 
@@ -167,12 +167,12 @@ def _functional_call(
     plain: Any,
     module: torch.nn.Module,
     parameters_and_buffers: dict[str, torch.Tensor],
-    args: Any = None,
-    kwargs: dict[str, Any] | None = None,
+    args: object = None,
+    kwargs: dict[str, object] | None = None,
     *,
     tie_weights: bool = True,
     strict: bool = False,
-) -> Any:
+) -> object:
     """Recorded as one function of all of the module's tensors: those that are given, and its own; by its parts where
     its body is not plain."""
     parts = list(module.modules())
@@ -202,7 +202,7 @@ def _all_tensors(
 
 @stands_for(functorch_transforms, "_wrap_tensor_for_grad")
 @stands_for(functorch_vmap, "_add_batch_dim", "_remove_batch_dim")
-def _transform(_: RecordedCalls, plain: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _transform(_: RecordedCalls, plain: Any, x: object, *args: object, **kwargs: object) -> object:
     """A transform wraps a tensor, or takes what was computed out again: a Value is neither."""
     if type(x) is Value:
         raise TraceError(
@@ -213,14 +213,16 @@ def _transform(_: RecordedCalls, plain: Any, x: Any, *args: Any, **kwargs: Any) 
 
 
 @stands_for(torch.autograd, "backward")
-def _backward(_: RecordedCalls, plain: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _backward(_: RecordedCalls, plain: Any, tensors: object, *args: object, **kwargs: object) -> object:
     if any(type(x) is Value for x in tree_leaves(tensors)):
         raise TraceError(f"backward() inside a per-instance forward: call it on the results{at_line()}")
     return plain(tensors, *args, **kwargs)
 
 
 @stands_for(torch, "cond")
-def _cond(_: RecordedCalls, __: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+def _cond(
+    _: RecordedCalls, __: object, pred: object, true_fn: Any, false_fn: Any, operands: Any = ()
+) -> object:
     """The branch that the value chooses: the instance waits for it, as at an `if`."""
     return true_fn(*operands) if pred else false_fn(*operands)
 
@@ -275,7 +277,7 @@ class patched:
 
 @functools.cache
 def _entries() -> Entries:
-    module_call: Any = traced_call
+    module_call: object = traced_call
     handles: Entries = ()
     if _fast is not None:  # what torch's Python functions call when they meet a subclass of Tensor
         module_call = _fast.Method(None, traced_call)
@@ -285,11 +287,11 @@ def _entries() -> Entries:
     return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
 
 
-def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., Any]:
+def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., object]:
     """What a function that torch.compile made asks: where values are, and in bodies, it is the Python that it was
     made from, which is recorded call by call."""
 
-    def asked(*args: object) -> Any:
+    def asked(*args: object) -> object:
         plain = state.recorder is not None or bodies.running or not memory_is_real()
         return answer if plain else ask(*args)
 
@@ -303,7 +305,7 @@ _apply = torch.autograd.Function.__dict__["apply"]
 _RECORDED = (Value, WrittenTensor)
 
 
-def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
     recorder = state.recorder
     if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
         if cls is CheckpointFunction:
@@ -318,7 +320,7 @@ def _traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 _PATCHES.append((torch.autograd.Function, "apply", classmethod(_traced_apply)))
 
 
-def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: object) -> object:
     """`checkpoint(function, *args, use_reentrant=True)`: what is saved is fxbatch's choice, the result is the same."""
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
@@ -327,7 +329,7 @@ def _not_checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> An
 
 @stands_for(TorchFunctionMode, "__enter__")
 @stands_for(TorchDispatchMode, "__enter__")
-def _enters_mode(_: RecordedCalls, plain: Any, mode: Any) -> Any:
+def _enters_mode(_: RecordedCalls, plain: Any, mode: object) -> object:
     """A mode of the user's within the forward: what is recorded as a whole, and what runs later, would not meet it."""
     if type(mode).__module__.partition(".")[0] not in ("torch", "fxbatch"):
         raise TraceError(
@@ -348,7 +350,7 @@ def _is_plain(x: object) -> bool:
 
 
 @stands_for(torch, *_FACTORIES)
-def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
     if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):
         return plain(*args, **kwargs)
@@ -361,13 +363,13 @@ def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs
     return plain(*args, **kwargs)
 
 
-def _plain(x: object) -> Any:
+def _plain(x: object) -> object:
     """A real tensor of shape [] as a Python number: factories don't take all of them as tensors."""
     return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
 @stands_for(torch, "as_tensor")
-def _as_tensor(recorder: RecordedCalls, plain: object, data: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_tensor(recorder: RecordedCalls, plain: object, data: Any, *args: Any, **kwargs: Any) -> object:
     if type(data) is Value:
         return data.to(*args, **kwargs) if args or kwargs else data
     return _with_real_tensors(recorder, plain, data, *args, **kwargs)
@@ -381,7 +383,7 @@ _CHANGING = (
 
 
 @stands_for(torch.nn.Module, "train")
-def _train(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> Any:
+def _train(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> Any:
     """It sets the attribute `training`: modules are looked at again at their next call."""
     result = plain(*args, **kwargs)
     recorder.forget_modules()
@@ -390,7 +392,7 @@ def _train(recorder: RecordedCalls, plain: Any, *args: Any, **kwargs: Any) -> An
 
 @stands_for(torch.nn.Module, *_REGISTERING)
 def _registers(
-    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, *args: Any, **kwargs: Any
+    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, *args: object, **kwargs: object
 ) -> Any:
     """A parameter, a buffer or a submodule by its name."""
     recorder.attribute_changes(self, name)
@@ -401,8 +403,8 @@ def _registers(
 
 @stands_for(torch.nn.Module, *_CHANGING)
 def _changes_module(
-    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: Any, **kwargs: Any
-) -> Any:
+    recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: object, **kwargs: object
+) -> object:
     """A method that changes what a module is in other ways."""
     recorder.module_changes(self, plain.__name__)
     result = plain(self, *args, **kwargs)
@@ -411,7 +413,7 @@ def _changes_module(
 
 
 @stands_for(torch.nn.Module, "__setattr__")
-def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: Any) -> None:
+def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
     recorder.attribute_changes(self, name, value)
     if isinstance(value, torch.Tensor):
         recorder.operand_replaced(self, name, value)
@@ -442,7 +444,7 @@ def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
 
 @stands_for(torch._C.ScriptFunction, "__call__")
 @stands_for(torch._C.ScriptMethod, "__call__")
-def _compiled_code(_: RecordedCalls, plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **kwargs: object) -> Any:
     """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
     if any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
         raise TraceError(
@@ -457,7 +459,7 @@ _plain_requires_grad: Any = torch.Tensor.requires_grad
 
 def _switch_gradient(
     recorder: RecordedCalls, plain: Any, self: torch.Tensor, requires_grad: bool = True
-) -> Any:
+) -> object:
     if _plain_requires_grad.__get__(self) is not bool(requires_grad):
         recorder.gradient_switched(self)
     return plain(self, requires_grad)

@@ -60,7 +60,7 @@ class FunctionReference:
     name: str
     pickled: bytes = b""
 
-    def resolve(self) -> Any:
+    def resolve(self) -> object:
         """The function, without the wrapper that @operation put around it."""
         if self.pickled:
             return pickle.loads(self.pickled)
@@ -103,7 +103,7 @@ class Described:
     arguments: Template | None
     modes: Modes
     lifted: int = -1  # the input that is a lifted number ...
-    number: Any = 0  # ... and one such number
+    number: object = 0  # ... and one such number
     key: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -171,11 +171,11 @@ def _record_again(
 ) -> None:
     assert s.arguments is not None
     leaves = tuple(x.resolve() if type(x) is FunctionReference else x for x in s.arguments.leaves)
-    shared: list[Any] = [None] * s.own
+    shared: list[object] = [None] * s.own
     for name in s.shared:
         assert model is not None
         shared.append(_attribute(model, name))
-    filled: list[Any] = list(inputs)
+    filled: list[object] = list(inputs)
     if s.lifted >= 0:
         filled[s.lifted] = s.number
     args, kwargs = Template(leaves, s.arguments.spec).fill(input=filled, shared=shared)
@@ -213,7 +213,7 @@ class Trace:
     signatures: tuple[Described, ...]
     sig: np.ndarray  # int32 [calls], indices into `signatures`
     inputs: np.ndarray  # int64, value numbers of this trace
-    constants: dict[int, list[Any]]  # signature -> payload in call order
+    constants: dict[int, list[object]]  # signature -> payload in call order
     values: int
     result: Template  # output slots: value numbers
     outputs: tuple[int, ...]  # value numbers of the result's leaves
@@ -224,7 +224,7 @@ class Trace:
     not_cacheable: str = ""  # why this trace must not be used again, "" when it may
     live: Any = field(default=None, repr=False, compare=False)  # (table, model) of this process, not pickled
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: x for name, x in self.__dict__.items() if name != "_integers"} | {"live": None}
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ class Trace:
         """An executable graph of this instance, operations as call_module nodes."""
         return program_to_fx(self.program(model))
 
-    def to_networkx(self, model: torch.nn.Module | None = None) -> Any:
+    def to_networkx(self, model: torch.nn.Module | None = None) -> object:
         """The calls as a networkx.MultiDiGraph."""
         return program_to_networkx(self.program(model))
 
@@ -293,7 +293,7 @@ class Trace:
 def trace_instance(
     fn: Callable[..., object],
     args: tuple[object, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
     table: SignatureTable,
     execution: Execution,
     model: torch.nn.Module | None = None,
@@ -395,9 +395,9 @@ def _lifted(table: SignatureTable, sid: int) -> int:
     return -1 if found is None else found.position
 
 
-def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, Any]:
+def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, object]:
     """For each lifted signature one of the numbers that it met."""
-    samples: dict[int, Any] = {}
+    samples: dict[int, object] = {}
     at = 0
     for sid in sigs.tolist():
         found = recorder.table.lifted.get(sid)
@@ -423,7 +423,7 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     ids = _signature_ids(traces, recorder, model, known)
     integers = _concatenate(traces, recorder, ids) if traces else []
     type_ids: dict[int, int] = {}  # by id of the type: hashing a type costs a microsecond
-    results: list[Any] = []
+    results: list[object] = []
     start = recorder.base
     for trace in traces:
         values = {}
@@ -487,7 +487,7 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
     recorder.starts = (np.cumsum(calls) - calls).tolist()
     recorder.runs = list(range(len(traces)))
     recorder.count = recorder.base + sum([t.values for t in traces])
-    payloads: dict[int, list[Any]] = {}
+    payloads: dict[int, list[object]] = {}
     for trace, mapping in zip(traces, ids, strict=True):
         integers = trace.integers()
         for k, payload in trace.constants.items():
@@ -515,7 +515,7 @@ def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np
     return found, inputs + (values.cumsum() - values).repeat(reads)
 
 
-def _join(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> object:
     if all(type(part) is IntegerColumn for part in parts):
         return IntegerColumn.joined(parts)
     return list(itertools.chain.from_iterable(parts))

@@ -13,7 +13,6 @@ import linecache
 import os
 import sys
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ def shown_name(path: str) -> str:
     return os.path.basename(path) if cell is None else str(cell[1])
 
 
-def in_users_code(code: CodeType, names: dict[str, Any]) -> bool:
+def in_users_code(code: CodeType, names: dict[str, object]) -> bool:
     """Whether code with these globals is the user's, not torch's, ours or a library's that passes calls on."""
     return _is_users(code.co_filename, str(names.get("__name__", "")))
 

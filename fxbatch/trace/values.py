@@ -42,11 +42,11 @@ _REAL = _WHOLE | {torch.bool, torch.float64, torch.float32, torch.float16, torch
 _OPERANDS = (torch.Tensor, bool, int, float, complex, np.generic, np.ndarray)
 
 
-def _binary(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+def _binary(name: str) -> tuple[Any, Callable[[Any, object], object]]:
     """An operator: torch's function, and the method."""
     func = getattr(torch.Tensor, name)
 
-    def method(self: Value, other: object) -> Any:
+    def method(self: Value, other: object) -> object:
         if not isinstance(other, _OPERANDS):
             return NotImplemented
         return self._recorder.call(func, (self, other), {})
@@ -74,9 +74,9 @@ class View:
     def __init__(
         self,
         source: Value,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None,
+        call: tuple[object, tuple[Any, ...], dict[str, object]] | None,
         output: int = 0,
-        again: Callable[[], Any] | None = None,
+        again: Callable[[], object] | None = None,
     ) -> None:
         above = view_of(source)
         self.source = source  # what this is a view of
@@ -88,7 +88,7 @@ class View:
         self.grad = torch.is_grad_enabled()  # whether gradients go through the view
         self.seen = self.root._writes  # how often the root had been written to when this was recorded
 
-    def recorded_anew(self) -> Any:
+    def recorded_anew(self) -> object:
         """The result of the call that gave the view, recorded once more: from the source's new content."""
         if self.again is not None:
             return self.again()
@@ -121,7 +121,7 @@ class Value(torch.Tensor):
         return self._value - self._recorder.base
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
         if special is not None:
@@ -138,8 +138,8 @@ class Value(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: object, types: object, args: Any = (), kwargs: object = None
+    ) -> object:
         if func is _aten.detach.default:  # `Variable(v)`, of torch before 0.4
             return args[0]._recorder.call(torch.Tensor.detach, (args[0],), {})
         asked = _SIZES.get(func)
@@ -190,7 +190,7 @@ class Value(torch.Tensor):
         return self._recorder.requires_grad(self)
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
+    def grad_fn(self) -> object:  # type: ignore[override]
         real = self._recorder.tensor(self)
         if real is not None:
             return real.grad_fn
@@ -344,15 +344,15 @@ class Value(torch.Tensor):
     def __setitem__(self, index: object, new: object) -> None:
         self._recorder.call(SETITEM, (self, index, new), {})
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if not self.dim():
             raise TypeError("iteration over a 0-d tensor")
         return iter(self.unbind(0))
 
-    def __reversed__(self) -> Any:
+    def __reversed__(self) -> object:
         return self.flip(0) if self.dim() else self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         real = self._recorder.tensor(self)
         if real is not None:
             return copy.deepcopy(real, memo)
@@ -364,7 +364,7 @@ class Value(torch.Tensor):
         memo[id(self)] = copied = self.clone()
         return copied
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         return self.detach()  # as torch makes it: the same memory, a leaf
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -399,7 +399,7 @@ class Value(torch.Tensor):
             return real.retain_grad()
         raise TraceError("retain_grad() on a value can't be recorded")
 
-    def register_hook(self, hook: object) -> Any:
+    def register_hook(self, hook: object) -> object:
         real = self._recorder.tensor(self)
         if real is not None:
             return real.register_hook(hook)
@@ -442,10 +442,10 @@ for _name, (_, _operator) in BINARY.items():
     setattr(Value, _name, _operator)
 
 
-def _operator_in_place(name: str) -> Callable[[Any, Any], Any]:
+def _operator_in_place(name: str) -> Callable[[Any, object], object]:
     func = getattr(torch.Tensor, name)
 
-    def method(self: Value, other: object) -> Any:
+    def method(self: Value, other: object) -> object:
         return (
             self._recorder.call(func, (self, other), {}) if isinstance(other, _OPERANDS) else NotImplemented
         )
@@ -468,12 +468,12 @@ def set_attribute(func: object, args: Any) -> None:
     raise InPlaceError(f"assigning .{name} of a value can't be recorded")
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _method(name: str) -> Callable[..., object]:
     return lambda v, *args, **kwargs: getattr(v, name)(*args, **kwargs)
 
 
 # Functions of tensors that a Value answers by its own method, when they are called as functions.
-_SPECIAL: dict[Any, Callable[..., Any]] = {
+_SPECIAL: dict[object, Callable[..., object]] = {
     getattr(torch.Tensor, name): _method(name)
     for name in (
         "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__",
@@ -487,7 +487,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 _SPECIAL[torch.numel] = _method("numel")
 
 _aten = torch.ops.aten
-_SIZES: dict[Any, Callable[[Any], Any]] = {
+_SIZES: dict[object, Callable[[Any], object]] = {
     _aten.dim.default: Value.dim, _aten.size.default: Value.size, _aten.sym_size.default: Value.size,
     _aten.numel.default: Value.numel, _aten.sym_numel.default: Value.numel,
 }  # fmt: skip
@@ -503,7 +503,7 @@ class WeakValues:
     """The values of a recording where there is no C: those that are referred to when it ends are the user's."""
 
     def __init__(self) -> None:
-        self._values: list[weakref.ref[Any]] = []
+        self._values: list[weakref.ref[object]] = []
 
     def __len__(self) -> int:
         return len(self._values)
@@ -519,13 +519,13 @@ class WeakValues:
         """The views among them that somebody refers to, and whose root was written to since."""
         return [v for v in self._alive() if is_stale(v)]
 
-    def living(self) -> list[Any]:
+    def living(self) -> list[object]:
         """The values that somebody refers to; the list goes on with these alone."""
         alive = list(self._alive())
         self._values = [weakref.ref(v) for v in alive]
         return alive
 
-    def close(self) -> list[Any]:
+    def close(self) -> list[object]:
         """The values that the user refers to; no view is known any more."""
         for v in self._alive():
             for name in ("_view", "_rows"):
@@ -539,12 +539,12 @@ class MetTensors:
     """The real tensors that a recording has met, where there is no C."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[torch.Tensor, Any, int | None, int]] = []
+        self._rows: list[tuple[torch.Tensor, object, int | None, int]] = []
         self._places: list[int] = []  # of each among the constants of its signature, of the phase
         self._last: dict[int, int] = {}  # by id of a tensor: its last row
         self._read = 0
 
-    def get(self, t: torch.Tensor) -> Any:
+    def get(self, t: torch.Tensor) -> object:
         """The value of a tensor as it is now, or None."""
         place = self._last.get(id(t))
         if place is None:
@@ -558,7 +558,7 @@ class MetTensors:
         self._last[id(t)] = len(self._rows)
         self._rows.append((t, v, None if t.is_inference() else t._version, v._type))
 
-    def exchange(self, t: torch.Tensor, other: torch.Tensor) -> Any:
+    def exchange(self, t: torch.Tensor, other: torch.Tensor) -> object:
         """What was met was the other; its value and place, or None."""
         place = self._last.pop(id(t), None)
         if place is None:
@@ -577,7 +577,7 @@ class MetTensors:
         """A phase has read all."""
         self._read = len(self._rows)
 
-    def rows(self) -> list[tuple[Any, torch.Tensor]]:
+    def rows(self) -> list[tuple[object, torch.Tensor]]:
         """(value, tensor) of each."""
         return [(v, t) for t, v, _, _ in self._rows if v is not None]
 
@@ -586,8 +586,8 @@ class MetTensors:
         self._rows = [(t, None, version, kind) for t, _, version, kind in self._rows]
 
 
-new_constants: Callable[[], Any] = MetTensors if _fast is None else _fast.Constants
-new_values: Callable[[], Any] = WeakValues if _fast is None else _fast.Values
+new_constants: Callable[[], object] = MetTensors if _fast is None else _fast.Constants
+new_values: Callable[[], object] = WeakValues if _fast is None else _fast.Values
 
 
 def new_value(recorder: Any, number: int, type_id: int, flags: int) -> Value:
@@ -676,7 +676,9 @@ def link_view(result: Value, source: Value, call: Any, output: int = 0, again: A
     result._view = View(source, call, output, again)
 
 
-def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, again: Any = None) -> None:
+def link_views(
+    entry: Entry, result: Any, inputs: Sequence[Value], call: object, again: object = None
+) -> None:
     """Note which outputs of a call are views of which inputs. call: (func, args, kwargs) of a function, else `again`
     records it anew."""
     plain = entry.single or entry.is_tuple
@@ -732,7 +734,7 @@ class WrittenTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
         cls, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         raise TraceError(
             f"{func} met a tensor that a value was written to inside C++, where it has no content yet: use Python's "
             f"torch functions there{at_line()}"
@@ -760,17 +762,19 @@ def _is_flat(args: Sequence[object]) -> bool:
     return _FLAT.issuperset(map(type, args))
 
 
-def with_values(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_values(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with values in place of WrittenTensors."""
     if not kwargs and _is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
-    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
+    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(
         [value_of(x) if type(x) is WrittenTensor else x for x in leaves], spec
     )
     return given
 
 
-def result_with_values(result: object) -> Any:
+def result_with_values(result: object) -> object:
     """An instance's result with values in place of WrittenTensors."""
     return tree_map(lambda x: value_of(x) if type(x) is WrittenTensor else x, result)

@@ -63,7 +63,7 @@ def zeroed(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x)
 
 
-def _forms(names: tuple[str, ...]) -> dict[Any, Any]:
+def _forms(names: tuple[str, ...]) -> dict[object, object]:
     """Functions that write to their first argument, by the same functions that don't."""
     places = (torch, torch.Tensor)
     pairs = (
@@ -75,7 +75,7 @@ def _forms(names: tuple[str, ...]) -> dict[Any, Any]:
 
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
-PURE_FORMS: dict[Any, Any] = {
+PURE_FORMS: dict[object, object] = {
     **_forms(tuple(_PURE.split())),
     **{
         getattr(torch.Tensor, f"__i{name}__"): getattr(torch.Tensor, f"__{name}__")
@@ -94,7 +94,7 @@ _DETACHING = frozenset({"detach", "data", "detach_"})
 
 def on_copies(
     func: Callable[..., object], places: tuple[int, ...], *args: object, **kwargs: object
-) -> list[Any]:
+) -> list[object]:
     """Call `func` on copies of the tensor leaves at `places`: their new contents, then its other results."""
     leaves, spec = tree_flatten((args, kwargs))
     for p in places:
@@ -146,7 +146,9 @@ def _signed(
     return entry
 
 
-def call_pure(recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def call_pure(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A call of a function that has a pure form; None where it is no write of a value to a tensor of its type."""
     target = args[0] if args else None
     if not isinstance(target, torch.Tensor) or (type(target) is not Value and _is_shared(recorder, target)):
@@ -178,7 +180,7 @@ def _is_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
     )
 
 
-def written_call(arguments: Arguments, entry: Entry) -> Any:
+def written_call(arguments: Arguments, entry: Entry) -> object:
     """Record a call that writes to its inputs, and rebind them."""
     recorder, name = arguments.recorder, entry.signature.name
     targets = []
@@ -194,7 +196,7 @@ def written_call(arguments: Arguments, entry: Entry) -> Any:
     return _result(entry, arguments, rest)
 
 
-def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> Any:
+def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> object:
     """What the eager call returns: written tensors are the user's own objects."""
     write = entry.write
     assert write is not None
@@ -287,7 +289,7 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
 
 
 def write_through(
-    base: torch.Tensor, new: torch.Tensor, func: Any, output: int, *args: Any, **kwargs: Any
+    base: torch.Tensor, new: torch.Tensor, func: Any, output: int, *args: object, **kwargs: object
 ) -> torch.Tensor:
     """`base` with its view `func(base, *args, **kwargs)` (leaf `output` of it) replaced by `new`."""
     copy = base.clone()
@@ -399,7 +401,7 @@ def _view_becomes_value(recorder: RecordedCalls, t: torch.Tensor, base: torch.Te
     return view
 
 
-def _index_of(t: torch.Tensor, base: torch.Tensor) -> Any:
+def _index_of(t: torch.Tensor, base: torch.Tensor) -> object:
     """The index by which a view was taken of a tensor: rows and slices of step one; None for other views."""
     if not base.is_contiguous() or not t.numel():
         return None
