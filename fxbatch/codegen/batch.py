@@ -307,7 +307,7 @@ class _Unifier:
         return node
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> Any:
     """A value without what autograd knows of it."""
     if isinstance(value, torch.Tensor):
         return without_autograd(value) if value.requires_grad else value

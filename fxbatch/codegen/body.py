@@ -82,7 +82,7 @@ class Tape:
         return any(torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()) for x in self.calls)
 
 
-def writes(target: Any) -> bool:
+def writes(target: object) -> bool:
     """Whether a call writes to memory (squeezing in place moves nothing)."""
     if target in (aten.squeeze_.dim, aten.squeeze_.dims):
         return False
@@ -91,9 +91,9 @@ def writes(target: Any) -> bool:
 
 
 def record(
-    function: Callable[..., Sequence[Any]],
+    function: Callable[..., Sequence[object]],
     tensors: Sequence[torch.Tensor],
-    rules: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    rules: Mapping[Any, Callable[..., object]] = MappingProxyType({}),
 ) -> Tape:
     """Run a function on fake tensors. Under FakeTensorMode; what autocast casts is cast anew at each use. rules: what
     is recorded in a call's place, NotImplemented where it is the call after all."""
@@ -140,7 +140,7 @@ def as_graph(tape: Tape) -> fx.GraphModule:
     return LazyGraphModule(root, graph)
 
 
-def _map(values: dict[int, Any], tree: Any) -> Any:
+def _map(values: dict[int, Any], tree: object) -> Any:
     """Arguments with the values of the calls that they name."""
     if isinstance(tree, Result):
         return values[tree.index]
@@ -150,14 +150,14 @@ def _map(values: dict[int, Any], tree: Any) -> Any:
 
 
 class _Recorder(QuietDispatchMode):
-    def __init__(self, rules: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, rules: Mapping[Any, Callable[..., object]]) -> None:
         super().__init__()
         self.rules = rules
         self.calls: list[Call] = []
         self.known: dict[int, Result] = {}  # by id, of tensors that `kept` keeps
         self.kept: list[torch.Tensor] = []
 
-    def add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Result:
+    def add(self, target: object, args: tuple[object, ...], kwargs: dict[str, Any], value: object) -> Result:
         result = Result(len(self.calls))
         self.calls.append(Call(target, args, kwargs, value))
         if isinstance(value, torch.Tensor):
@@ -165,7 +165,7 @@ class _Recorder(QuietDispatchMode):
             self.kept.append(value)
         return result
 
-    def told(self, x: Any) -> Any:
+    def told(self, x: object) -> Any:
         """An argument, with tensors by position; one that no call gave is a constant."""
         if isinstance(x, torch.Tensor):
             return self.known.get(id(x)) or self.add("constant", (), {}, x)
@@ -210,7 +210,7 @@ class _Recorder(QuietDispatchMode):
 _NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)
 
 
-def _with_statistics(normed: tuple[torch.Tensor, ...], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def _with_statistics(normed: tuple[torch.Tensor, ...], args: Sequence[object]) -> tuple[torch.Tensor, ...]:
     """A norm's result and its statistics (mean, deviation), on the CPU of the type of its weights, as the kernel gives
     them: fake ones have the type of x, which autocast makes another."""
     result, *statistics = normed
@@ -298,7 +298,7 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     return as_graph(tape)
 
 
-def _named(written: Any, operands: int, signature: Signature) -> str:
+def _named(written: object, operands: int, signature: Signature) -> str:
     """An operand of the body, in words."""
     index = written.index if isinstance(written, Result) else operands
     if index >= operands:

@@ -146,7 +146,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMES = {f: name for name, f in _FUNCTIONS.items()}
 
 
-def _name_of(target: Any) -> str:
+def _name_of(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
         return str(target)
     if callable(target) and target in _NAMES:
@@ -232,7 +232,7 @@ class _Reader:
         graph.lint()
         return LazyGraphModule({}, graph, name)
 
-    def read(self, x: Any, made: list[fx.Node]) -> Any:
+    def read(self, x: object, made: list[fx.Node]) -> Any:
         if not isinstance(x, dict):
             return x
         ((kind, y),) = x.items()

@@ -158,7 +158,7 @@ def is_any_true(x: Tensor) -> Tensor:
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
-def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: Any) -> Tensor:
+def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: object) -> Tensor:
     if memory_format not in _FORMATS:
         return NotImplemented
     copied: Tensor = aten._to_copy.default(x, **kwargs)
@@ -178,19 +178,19 @@ def _unit(x: Tensor) -> Tensor:
     return torch.rand(x.shape, dtype=wide, device=x.device)
 
 
-def uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Tensor:
+def uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: object = None) -> Tensor:
     if generator is not None or not x.dtype.is_floating_point:
         return NotImplemented
     return torch.rand(x.shape, dtype=x.dtype, device=x.device) * (high - low) + low
 
 
-def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: object = None) -> Tensor:
     if generator is not None:
         return NotImplemented
     return torch.randn(x.shape, dtype=x.dtype, device=x.device) * std + mean
 
 
-def exponential(x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
+def exponential(x: Tensor, rate: float = 1.0, *, generator: object = None) -> Tensor:
     if generator is not None:
         return NotImplemented
     return (-torch.log1p(-_unit(x)) / rate).to(x.dtype)

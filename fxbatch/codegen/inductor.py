@@ -53,7 +53,7 @@ class CompileOptions:
     rest: bool = False
 
     @staticmethod
-    def of(compile: bool | Backend, given: Sequence[tuple[str, Any]] = ()) -> CompileOptions | None:
+    def of(compile: bool | Backend, given: Sequence[tuple[str, object]] = ()) -> CompileOptions | None:
         """The options of `compile=` and `compile_options=`; None where nothing is to be compiled."""
         if compile is False:
             return None

@@ -116,7 +116,7 @@ class InstructionList:
         )
 
 
-def _code(value: Any, scope: dict[str, Any]) -> str:
+def _code(value: object, scope: dict[str, Any]) -> str:
     """A register, a number, a list of these as code; all else by a name in `scope`."""
     if isinstance(value, (list, tuple)) and any(isinstance(x, Register) for x in flattened(value)):
         inner = ", ".join(_code(x, scope) for x in value)
@@ -128,7 +128,7 @@ def _code(value: Any, scope: dict[str, Any]) -> str:
     return name
 
 
-def flattened(value: Any) -> Iterator[Any]:
+def flattened(value: object) -> Iterator[Any]:
     """What is in lists and tuples in one another."""
     if isinstance(value, (list, tuple)):
         for x in value:
@@ -137,7 +137,7 @@ def flattened(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
@@ -378,7 +378,9 @@ class _KernelEmitter:
 
     # -- calls
 
-    def _add(self, node: fx.Node, operation: str, call: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def _add(
+        self, node: fx.Node, operation: str, call: Callable[..., object], arguments: Sequence[object]
+    ) -> None:
         output = self.registers[node] = Register(node.name)
         self.body.append(Instruction(operation, call, tuple(arguments), output))
 
@@ -432,7 +434,7 @@ class _KernelEmitter:
         given = tuple(map(self._argument, sizes)) or ((),)  # 0.5 us cheaper than a tuple
         return word, getattr(torch.Tensor, word), (read, *given)
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: object) -> Any:
         if isinstance(value, fx.Node):
             return self.registers[value]
         if isinstance(value, (list, tuple)):
@@ -444,19 +446,19 @@ def _viewed(dims: Shape, out: torch.Tensor | None, n: int) -> torch.Tensor | Non
     return None if out is None else out.view([a * n + b for a, b in dims])
 
 
-def _sliced(dim: int, x: torch.Tensor, *bounds: Any) -> torch.Tensor:
+def _sliced(dim: int, x: torch.Tensor, *bounds: object) -> torch.Tensor:
     return x[(*[slice(None)] * dim, slice(*bounds))]
 
 
 def _with_keywords(
-    call: Callable[..., Any], names: Sequence[str], arguments: Sequence[Any], *given: Any
+    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *given: object
 ) -> Any:
     return call(*arguments, **dict(zip(names, given, strict=True)))
 
 
 def _cast_into(
-    call: Callable[..., Any],
-    rest: Sequence[Any],
+    call: Callable[..., object],
+    rest: Sequence[object],
     keywords: dict[str, Any],
     x: torch.Tensor,
     out: torch.Tensor | None,

@@ -68,7 +68,7 @@ def pointwise(node: fx.Node) -> Pointwise | None:
     return next((Pointwise(name, args, number) for name in found), None)
 
 
-def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[Any, ...]) -> bool:
+def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[object, ...]) -> bool:
     """Whether a loop of these types is the call: what is compared is of the type that it is compared in."""
     if len(operands) != len(kinds) - 1 or dtype(node) != kinds[0]:
         return False
@@ -81,7 +81,7 @@ def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[Any, ..
     return bool(nodes) and all(is_tensor(x) and dtype(x) == kind for x, kind in nodes)
 
 
-def cast(given: torch.dtype, wanted: torch.dtype, source: Any) -> Pointwise | None:
+def cast(given: torch.dtype, wanted: torch.dtype, source: object) -> Pointwise | None:
     """A copy from one type to another."""
     name = _CASTS.get((given, wanted))
     return None if name is None else Pointwise(name, (source,))

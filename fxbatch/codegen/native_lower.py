@@ -71,7 +71,7 @@ def record_type(record: type) -> np.dtype[Any]:
                      for name, kind in record.__annotations__.items()])  # fmt: skip
 
 
-def records(record: type, items: Sequence[Any]) -> np.ndarray:
+def records(record: type, items: Sequence[object]) -> np.ndarray:
     """Records one after another, for C."""
     return np.array(list(items), dtype=record_type(record))
 
@@ -218,7 +218,7 @@ class Lowering:
         strides = tuple(0 if n == 1 else s for n, s in zip(like.shape, like.stride(), strict=True))
         return Span(number, 0, dims, strides, dtype)
 
-    def span(self, node: Any) -> Span:
+    def span(self, node: object) -> Span:
         """Where a node, or a number, is."""
         if not isinstance(node, fx.Node):
             if isinstance(node, (bool, int, float)):
@@ -320,11 +320,11 @@ class Lowering:
             Instruction(code, *rows, width, out, a, b, c, depth_per_row=per_row, depth_rest=rest, **fields)
         )
 
-    def floats(self, node: Any) -> Span:
+    def floats(self, node: object) -> Span:
         """Where a node of float32 is, which is no number."""
         return of_type(self.span(node), torch.float32)
 
-    def integers(self, node: Any) -> Span:
+    def integers(self, node: object) -> Span:
         """Where a node of int64 is, which is no number."""
         return of_type(self.span(node), torch.int64)
 
@@ -541,7 +541,7 @@ def put(lowering: Lowering, node: fx.Node) -> None:
     lowering.add("PUT", rows, width, to, UNUSED, b, c, depth=depth, column=column, replaces=replaces)
 
 
-def _reduce(lowering: Lowering, name: str, source: Span, dim: Any, out: Span, *, least: int = 0) -> None:
+def _reduce(lowering: Lowering, name: str, source: Span, dim: object, out: Span, *, least: int = 0) -> None:
     """One instruction that takes a dimension to one element."""
     at = _position(dim, source.shape)
     found = around(source, at)

@@ -185,7 +185,7 @@ def bytes_per_row(node: fx.Node) -> int:
     return max(grown, 1) * first.element_size()
 
 
-def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def evaluate(target: Callable[..., object], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The values of a call at both sample sizes."""
     results = []
     for i in (0, 1):
@@ -204,7 +204,7 @@ def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return target(*args, **kwargs)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: object) -> list[Any]:
     if isinstance(tree, (tuple, list)):
         return [x for item in tree for x in _leaves(item)]
     if isinstance(tree, dict):

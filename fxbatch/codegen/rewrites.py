@@ -101,7 +101,7 @@ def _pairs(node: fx.Node) -> list[tuple[Any, Any]]:
     return [(node.args[1], node.args[0]), (node.args[0], node.args[1])] if plain else []
 
 
-def _alone(node: fx.Node, *targets: Any) -> bool:
+def _alone(node: fx.Node, *targets: object) -> bool:
     """Whether a node is a call of one of these that is read once."""
     return node.target in targets and len(node.users) == 1
 
@@ -158,7 +158,7 @@ def _times(a: Size, b: Size) -> Size:
     return (a[0] * b[1] + a[1] * b[0], a[1] * b[1])
 
 
-def _shared_part(graph: fx.Graph, node: Any) -> fx.Node | None:
+def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
     """What each of the n rows of a node is, where all are the same; of the shape of one row."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -403,7 +403,7 @@ def _merge(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 # -- gates: the same pointwise function of adjacent slices is one kernel on the wide slice, forwards and backwards.
 
 
-def _sliced(node: Any) -> tuple[fx.Node, int, int, int] | None:
+def _sliced(node: object) -> tuple[fx.Node, int, int, int] | None:
     """(source, dim, start, end) of a plain slice."""
     if not isinstance(node, fx.Node) or node.target is not aten.slice.Tensor:
         return None

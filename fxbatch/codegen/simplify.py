@@ -97,7 +97,7 @@ def share_equal(graph: fx.Graph) -> bool:
     return changed
 
 
-def _frozen(tree: Any) -> Any:
+def _frozen(tree: object) -> Any:
     if isinstance(tree, (list, tuple)):
         return tuple(_frozen(x) for x in tree)
     if isinstance(tree, dict):
@@ -109,7 +109,7 @@ def _frozen(tree: Any) -> Any:
     return tree if isinstance(tree, fx.Node) else (type(tree), tree)
 
 
-def constant_value(node: Any) -> float | None:
+def constant_value(node: object) -> float | None:
     """1.0 or 0.0 (or another number) if the node is a tensor filled with it, else None. Integers keep all digits."""
     while isinstance(node, fx.Node) and node.target in (aten.expand.default, aten.reshape.default):
         node = node.args[0]
@@ -125,7 +125,7 @@ def constant_value(node: Any) -> float | None:
     return 1.0 if node.target in _ONES else None
 
 
-def same_form(x: Any, node: fx.Node) -> bool:
+def same_form(x: object, node: fx.Node) -> bool:
     """Whether x is a tensor of the shape and dtype of node."""
     return isinstance(x, fx.Node) and is_tensor(x) and dtype(x) == dtype(node) and shape(x) == shape(node)
 

@@ -30,7 +30,9 @@ _library.define(
 _lock = threading.RLock()
 
 
-def _fake(x: Any, mean: Any, var: Any, weight: Any, bias: Any, momentum: Any, eps: Any) -> Any:
+def _fake(
+    x: Any, mean: object, var: object, weight: object, bias: object, momentum: object, eps: object
+) -> Any:
     return torch.empty_like(x)
 
 

@@ -22,7 +22,7 @@ class UnknownExpressionError(Exception):
     """An expression of sizes that has no form over columns."""
 
 
-def expression(size: Any) -> Any:
+def expression(size: object) -> Any:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         found = without_exact_quotients(sympy.sympify(size.node.expr))
@@ -35,7 +35,7 @@ def expression(size: Any) -> Any:
 _NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = weak_cache("numbers of sizes")
 
 
-def know_numbers(environment: Any, guards: Iterable[Any]) -> None:
+def know_numbers(environment: object, guards: Iterable[object]) -> None:
     """Expressions that guards say are a number (s0 // 2 == 1) are that number wherever they are met: torch itself reads
     one or the other, and a dimension would be the instance's own in one value and fixed in the next."""
     equal = [g.args for g in guards if isinstance(g, sympy.Eq)]
@@ -57,7 +57,7 @@ def _quotient(e: Any) -> Any:
     return found if exact else e
 
 
-def depends(e: Any) -> bool:
+def depends(e: object) -> bool:
     """Whether a size differs between instances."""
     return bool(getattr(e, "free_symbols", None))
 
@@ -110,7 +110,7 @@ def column_source(e: Any, names: Mapping[Any, str]) -> str:
     return _unknown(e)
 
 
-def _unknown(e: Any) -> str:
+def _unknown(e: object) -> str:
     raise UnknownExpressionError(f"a size {e} ({type(e).__name__})")
 
 

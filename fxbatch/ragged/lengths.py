@@ -137,13 +137,13 @@ class Lengths:
             rows = rows.index_select(0, self.sources)
         return rows.reshape(self.n, self.longest, *rows.shape[1:])
 
-    def pad(self, rows: torch.Tensor, fill: Any = 0) -> torch.Tensor:
+    def pad(self, rows: torch.Tensor, fill: object = 0) -> torch.Tensor:
         """[total, ...] => [n, longest, ...]; padding is `fill`."""
         if not self.uniform:
             rows = self.extended(rows, fill).index_select(0, self.own_rows)
         return rows.reshape(self.n, self.longest, *rows.shape[1:])
 
-    def filled(self, rows: torch.Tensor, fill: Any) -> torch.Tensor:
+    def filled(self, rows: torch.Tensor, fill: object) -> torch.Tensor:
         """`pad`, for what has no value where there are no rows; an error there, as the loop raises one."""
         return self.none_empty().pad(rows, fill)
 
@@ -218,12 +218,12 @@ class Lengths:
             return found
         return self.unpad(self.pad(rows, float("-inf")).softmax(1))
 
-    def extreme(self, rows: torch.Tensor, fill: Any, how: str) -> torch.Tensor:
+    def extreme(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "amax" or "amin", where equal rows share the gradient; fill: what never is one."""
         found: torch.Tensor = _Extreme.apply(rows, self, fill, how)
         return found
 
-    def extreme_of_all(self, rows: torch.Tensor, fill: Any, how: str) -> torch.Tensor:
+    def extreme_of_all(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n]: "max" or "min" of all elements, where equal ones share the gradient."""
         extreme: torch.Tensor = _ExtremeOfAll.apply(rows, self, fill, how)
         return extreme
@@ -303,7 +303,7 @@ class Lengths:
         size = np.maximum(self.sizes, 1)[out.segments]
         return self._to(self.starts[out.segments] + out.positions % size)
 
-    def binned(self, rows: torch.Tensor, bins: int, how: str, fill: Any = 0) -> torch.Tensor:
+    def binned(self, rows: torch.Tensor, bins: int, how: str, fill: object = 0) -> torch.Tensor:
         """[total, ...] => [n, bins, ...]: "mean" or "max" of the rows of each of so many parts, as even as can be."""
         edges = np.arange(bins + 1)[None] * self.none_empty().sizes[:, None]
         begin, end = edges[:, :-1] // bins, -(-edges[:, 1:] // bins)

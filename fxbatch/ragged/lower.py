@@ -90,7 +90,7 @@ class Packed:
         return _LEADING[self.layout] + self.rest.index(d)
 
 
-def own_dimensions(shape: Sequence[Any]) -> tuple[int, ...]:
+def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
     """Dimensions whose size differs between instances."""
     return tuple(i for i, e in enumerate(shape) if depends(e))
 
@@ -190,7 +190,7 @@ class Emitter:
         self.constants[name] = value
         return name
 
-    def lengths(self, e: Any) -> str:
+    def lengths(self, e: object) -> str:
         """The Lengths of an expression (or of a number)."""
         e = expression(e) if isinstance(e, int) else e
         if source := self._by_values(e):
@@ -200,7 +200,7 @@ class Emitter:
             self.lengths_of[e] = f"L{len(self.lengths_of)}"
         return self.lengths_of[e]
 
-    def column(self, e: Any) -> str:
+    def column(self, e: object) -> str:
         """A numpy column of an expression: one number an instance."""
         if source := self._by_values(e):
             return self.line(source)
@@ -209,7 +209,7 @@ class Emitter:
             self.columns_of[e] = f"c{len(self.columns_of)}"
         return self.columns_of[e]
 
-    def _by_values(self, e: Any) -> str:
+    def _by_values(self, e: object) -> str:
         """The source of a size that depends on values, "" of another."""
         unseen: set[Any] = getattr(e, "free_symbols", set()) - self._names.keys()
         if not unseen <= self.counted.keys():
@@ -217,7 +217,7 @@ class Emitter:
         names = {s: f"z.sizes[{i}]" for i, s in enumerate(self._names)}
         return column_source(e, {**names, **self.counted}) if unseen else ""
 
-    def rows_where(self, mask: Packed, size: Any) -> str:
+    def rows_where(self, mask: Packed, size: object) -> str:
         """The rows of all instances that a mask [T] picks; `size` is how many they are of an instance."""
         own = self.lengths(mask.shape[0])
         flags = mask.name if mask.layout == PACKED else self.line(f"{self.to_dense(mask).name}.reshape(-1)")
@@ -305,7 +305,7 @@ class Emitter:
             name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
         return self.made(name, like)
 
-    def aligned(self, v: Packed, shape: tuple[Any, ...]) -> str:
+    def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""
         axes = own_dimensions(shape)
         lead = len(shape) - v.rank
@@ -341,7 +341,7 @@ class Emitter:
         other = axes[1] if mine[0] == axes[0] else axes[0]
         return self._expanded(self._filled(name, 3, v.rank - 1 - len(flat), rest), shape, (other,))
 
-    def _expanded(self, name: str, shape: tuple[Any, ...], dims: Sequence[int]) -> str:
+    def _expanded(self, name: str, shape: tuple[object, ...], dims: Sequence[int]) -> str:
         """A value as long as the padded ones of `shape` along some of their own dimensions."""
         axes = own_dimensions(shape)
         along = "".join(f"({self.lengths(shape[d])}, {1 + axes.index(d)}), " for d in dims)
@@ -358,7 +358,7 @@ class Emitter:
 
     # -- nodes ------------------------------------------------------------------------------------------
 
-    def value(self, x: Any) -> Any:
+    def value(self, x: object) -> Any:
         """What an argument of a node is here: a Packed, an expression of sizes, or plain data."""
         if isinstance(x, fx.Node):
             return expression_or_number(x.meta["val"]) if is_size(x) else self.env[x]
@@ -388,7 +388,7 @@ class Emitter:
             parts.append(f"{a.name}={text}" if a.kwarg_only else text)
         return f"{self.const(getattr(target, '_op', target))}({', '.join(parts)})"
 
-    def source(self, x: Any) -> str:
+    def source(self, x: object) -> str:
         """The source of one argument."""
         if isinstance(x, Code):
             return str(x)
@@ -409,7 +409,7 @@ class Code(str):
     __slots__ = ()
 
 
-def expression_or_number(x: Any) -> Any:
+def expression_or_number(x: object) -> Any:
     """A number; an expression where it differs between instances."""
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         e = expression(x)

@@ -60,7 +60,7 @@ class PackedMinibatch:
         """Out of the autocast that was entered last."""
         self.casts.pop().__exit__(None, None, None)
 
-    def tensor(self, column: Any, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, column: object, dtype: torch.dtype) -> torch.Tensor:
         """[n]: a number of each instance."""
         return torch.from_numpy(np.broadcast_to(np.asarray(column), (self.n,)).copy()).to(self.device, dtype)
 
@@ -71,11 +71,11 @@ class PackedMinibatch:
         found: np.ndarray = before[size.starts + size.sizes] - before[size.starts]
         return found
 
-    def sized(self, column: Any) -> Lengths:
+    def sized(self, column: object) -> Lengths:
         """A size that depends on values."""
         return Lengths.of(column, self.n, self.device)
 
-    def keep(self, expression: Any, size: Lengths) -> None:
+    def keep(self, expression: object, size: Lengths) -> None:
         """The size of a result."""
         self.kept[expression] = size
 
@@ -115,7 +115,7 @@ class PackedMinibatch:
         return made.index_copy(0, places, rows)
 
     def part(
-        self, padded: torch.Tensor, dim: int, start: Any, size: Lengths, step: int, have: int
+        self, padded: torch.Tensor, dim: int, start: object, size: Lengths, step: int, have: int
     ) -> torch.Tensor:
         """Of [n, ..., have, ...], along dimension 1 or 2, `size` elements from `start` on; padding repeats the last."""
         start = np.broadcast_to(np.asarray(start), (self.n,))
@@ -123,7 +123,7 @@ class PackedMinibatch:
         return self._picked(padded, dim, places.clip(0, max(have - 1, 0)))
 
     def widened(
-        self, padded: torch.Tensor, dim: int, size: Lengths, out: Lengths, before: Any, value: float
+        self, padded: torch.Tensor, dim: int, size: Lengths, out: Lengths, before: object, value: float
     ) -> torch.Tensor:
         """All of [n, ..., longest, ...] along dimension 1 or 2, with `before` and more of a value at both ends."""
         before = np.broadcast_to(np.asarray(before), (self.n,))
@@ -257,7 +257,7 @@ class PackedMinibatch:
         rows: torch.Tensor,
         states: list[torch.Tensor],
         params: list[torch.Tensor],
-        *rest: Any,
+        *rest: object,
     ) -> tuple[torch.Tensor, ...]:
         """A recurrent layer over the rows of each instance; states [n, layers, features]. The last states are
         [n, layers, 1, features]."""
@@ -278,7 +278,7 @@ class PackedMinibatch:
         left: int,
         stride: int,
         dilation: int,
-        fill: Any = 0,
+        fill: object = 0,
     ) -> torch.Tensor:
         """The rows that each place of a sliding kernel meets, `fill` beyond the ends of the instance: [total of out,
         kernel, ...]. left: how far the first place begins before the first row."""
@@ -343,7 +343,7 @@ class PackedFunction:
 
     @staticmethod
     def of(
-        body: Callable[..., Any],
+        body: Callable[..., object],
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
         shared: Sequence[torch.Tensor],

@@ -62,10 +62,10 @@ def recurrent_as_nodes() -> Iterator[None]:
                 delattr(functions, name)
 
 
-def _one_node(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _one_node(name: str, plain: Callable[..., object]) -> Callable[..., Any]:
     node = getattr(torch.ops.fxbatch_ragged, name).default
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         if isinstance(args[0], FakeTensor) and len(args) == 9 and isinstance(args[2], (list, tuple)):
             return node(*args)
         return plain(*args)

@@ -204,7 +204,7 @@ def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
     return f"{e.const(packet)}({', '.join(parts)})"
 
 
-def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[Any, ...]) -> str:
+def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[object, ...]) -> str:
     """A number of each instance as a tensor that promotes as the number does."""
     integral = bool(x.is_integer)
     dtype = torch.int64 if integral else torch.get_default_dtype()
@@ -269,7 +269,7 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
     return e.results(node, e.call(node.target, arguments))
 
 
-def crosses(e: Emitter, node: fx.Node, given: Any) -> tuple[Packed, list[int]]:
+def crosses(e: Emitter, node: fx.Node, given: object) -> tuple[Packed, list[int]]:
     """The only tensor of a node and its dimensions."""
     x = e.to_dense(e.bound(node)["self"])
     return x, dims_of(x, given)
@@ -323,7 +323,7 @@ OVER: dict[str, Any] = {}
 def over(*names: str) -> Any:
     """Register what operators do over the rows of each instance."""
 
-    def register(function: Any) -> Any:
+    def register(function: object) -> Any:
         for name in names:
             OVER[name] = function
         return function
@@ -350,7 +350,7 @@ def _kept(e: Emitter, node: fx.Node, code: str) -> Packed:
     return e.made(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
 
 
-def _divided(e: Emitter, v: Packed, size: Any, node: fx.Node) -> Packed:
+def _divided(e: Emitter, v: Packed, size: object, node: fx.Node) -> Packed:
     """A value divided by a size of the instance."""
     count = e.line(f"z.tensor({e.column(size)}, {e.const(v.dtype)})")
     return e.made(f"{v.name} / {e.aligned(Packed(count, DENSE, (), v.dtype), v.shape)}", node.meta["val"])

@@ -96,7 +96,7 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"{table}[{', '.join(names)}]", val)
 
 
-def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: Any) -> Packed:
+def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: object) -> Packed:
     """x[:, index] with an index that is the same for all instances: the same columns, elsewhere."""
     if places != list(range(places[0], places[0] + len(places))):
         raise NoRule("indices of later dimensions")  # what they give is put in front
@@ -128,7 +128,7 @@ def _nonzero(e: Emitter, node: fx.Node) -> Packed:
     return e.made(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
 
 
-def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[Any, ...]) -> tuple[str, str]:
+def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object, ...]) -> tuple[str, str]:
     """A padded value as a table of the elements of its two own sizes, and where two indices of `common` shape are."""
     if x.axes != (0, 1) or len(indices) != 2 or any(v.dtype == torch.bool for v in indices):
         raise NoRule("indices into two sizes of their own")
@@ -217,7 +217,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
     return _back(e, e.line(code), x, 0, node.meta["val"])
 
 
-def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: Any) -> Packed:
+def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: object) -> Packed:
     """x[mask] = values, where these are the same for all that the mask picks."""
     rest = x.shape[mask.rank :]
     if accumulate or values.rank > len(rest) or mask.shape != x.shape[: mask.rank] or values.dtype != x.dtype:

@@ -196,7 +196,7 @@ def _heads(e: Emitter, x: Packed) -> str:
     return e.line(f"{name}.reshape(n, -1, *{name}.shape[-2:])")
 
 
-def _mask(e: Emitter, mask: Packed, rank: int, shape: tuple[Any, ...], time_k: Any) -> str:
+def _mask(e: Emitter, mask: Packed, rank: int, shape: tuple[Any, ...], time_k: object) -> str:
     """An attention mask as something that broadcasts to [n, heads, queries, keys]."""
     heads = [int(d) for d in shape[:-1]]
     for d in mask.axes:

@@ -309,7 +309,7 @@ def _loss(e: Emitter, node: fx.Node) -> Any:
     return _reduced(e, e.line(e.call(node.target, a)), shape, reduction, node.meta["val"])
 
 
-def _broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+def _broadcast(a: tuple[object, ...], b: tuple[object, ...]) -> tuple[Any, ...]:
     rank = max(len(a), len(b))
     a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))

@@ -117,7 +117,7 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> 
     return e.made(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
 
 
-def _groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
+def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
     """Dimensions before and after, in groups of equal products."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -158,7 +158,7 @@ def _less(a: Any, b: Any) -> bool:
     return bool(a.subs(values) < b.subs(values))
 
 
-def _grouped(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[list[int], bool]:
+def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[list[int], bool]:
     """The order of dimensions in which own ones and the rest of their group come first; whether any are joined."""
     first: list[int] = []
     others: list[int] = []
@@ -178,7 +178,7 @@ def _grouped(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[list[int]
     return first + others, joined
 
 
-def _out_order(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[int]:
+def _out_order(before: tuple[object, ...], after: tuple[object, ...]) -> list[int]:
     first: list[int] = []
     others: list[int] = []
     for _, outs in _groups(before, after):
@@ -232,7 +232,7 @@ def _select(e: Emitter, node: fx.Node) -> Any:
     return e.made(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
 
 
-def _row_of_own_place(e: Emitter, x: Packed, d: int, i: Any, val: Any) -> Packed:
+def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> Packed:
     """Of a dimension that is as long in all instances one place, another one in each: `table[len(x)]`."""
     place = _start(e, i, e.lengths(int(x.shape[d])))
     index = e.line(f"z.tensor({place}, torch.int64)")
@@ -287,7 +287,7 @@ def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed
     return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
 
 
-def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: Any, step: int) -> Packed:
+def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
     val = node.meta["val"]
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
@@ -344,7 +344,7 @@ def _cat(e: Emitter, node: fx.Node) -> Any:
     return _joined(e, parts, d, val)
 
 
-def _with(shape: tuple[Any, ...], d: int, size: Any) -> tuple[Any, ...]:
+def _with(shape: tuple[object, ...], d: int, size: object) -> tuple[Any, ...]:
     return (*shape[:d], size, *shape[d + 1 :])
 
 

@@ -105,7 +105,7 @@ class SizedGraph:
             if not depends(now) and depends(symbol):
                 raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
 
-    def unseen(self, size: Any) -> bool:
+    def unseen(self, size: object) -> bool:
         """Whether a size depends on values, as that of `x[mask]` does."""
         return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
 
@@ -140,7 +140,7 @@ class SizedGraph:
             good &= answer
         return good
 
-    def assume(self, fact: Any) -> None:
+    def assume(self, fact: object) -> None:
         """Instances for whose sizes this is not so don't fit."""
         if fact is not sympy.true and fact not in self.assumed:
             self.assumed.append(fact)
@@ -150,7 +150,7 @@ class SizedGraph:
         found: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
         return found
 
-    def equal(self, a: Any, b: Any) -> bool:
+    def equal(self, a: object, b: object) -> bool:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
         if a == b:
             return True
@@ -192,7 +192,7 @@ class SizedGraph:
         return _same_nodes(self.module.graph, module.graph, values)
 
 
-def _of_all_but_small(guard: Any) -> bool:
+def _of_all_but_small(guard: object) -> bool:
     """Whether a guard holds for all sizes of 2 and more by its form."""
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Ne)) or not isinstance(guard.lhs, sympy.Symbol):
         return False
@@ -297,7 +297,9 @@ class _Refused(WithoutPlainSizes):
         }
         self.read = {getattr(torch.Tensor, name).__get__ for name in read}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
@@ -312,7 +314,7 @@ def _fill_diagonal(plain: Any, x: torch.Tensor, value: Any, wrap: bool = False) 
     return x
 
 
-def _counts(index: Any) -> bool:
+def _counts(index: object) -> bool:
     """Whether an index is a number of sizes, or has one among numbers and whole dimensions: `x[len(x) // 2]`."""
     parts = index if type(index) is tuple else (index,)
     kinds = [torch.SymInt, int, slice]
@@ -320,7 +322,7 @@ def _counts(index: Any) -> bool:
     return known and any(type(i) is torch.SymInt for i in parts)
 
 
-def _row_of_own_place(x: torch.Tensor, index: Any) -> torch.Tensor:
+def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
     """x[index], where plain indexing asks for the number."""
     for d, i in reversed(list(enumerate(index if type(index) is tuple else (index,)))):
         x = x if isinstance(i, slice) else x.select(d, i)
@@ -370,7 +372,7 @@ def _max_pool1d(
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
 
-def _watched(body: Callable[..., Any], flags_known: bool) -> Callable[..., Any]:
+def _watched(body: Callable[..., object], flags_known: bool) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
         with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
@@ -383,7 +385,7 @@ def own_derivatives_refused() -> Iterator[None]:
     """A torch.autograd.Function has derivatives of its own, which a graph of operators would lose: NoPackedForm."""
     plain = torch.autograd.Function.__dict__["apply"]  # in Python until torch 2.13, in C from 2.14 on
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, *args: object, **kwargs: object) -> Any:
         if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
             raise NoPackedForm(f"{cls.__name__} has derivatives of its own")
         return plain.__get__(None, cls)(*args, **kwargs)
@@ -419,7 +421,7 @@ def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _original(size: Any) -> Any:
+def _original(size: object) -> Any:
     """The symbol that a size had before anything was known of it."""
     return sympy.sympify(size.node._expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
@@ -611,7 +613,7 @@ def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int])
     return found, str(spec)
 
 
-def _number(x: Any, values: dict[Any, int]) -> Any:
+def _number(x: object, values: dict[Any, int]) -> Any:
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         found = expression(x).subs(values)
         return str(found) if depends(found) else float(found)

@@ -10,7 +10,6 @@ taken where that can't be told apart; else torch computes the instances that mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ def _at_the_edge(factors: torch.Tensor, products: torch.Tensor) -> bool:
 
 
 def topk(
-    padded: torch.Tensor, dim: int, size: Lengths, counts: Any, largest: bool
+    padded: torch.Tensor, dim: int, size: Lengths, counts: object, largest: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and places of the first `counts` elements (one number, or one of each instance) along a padded dimension
     of [n, ...], as many as the largest count says; padding is what comes last. The dimension becomes the last.
