@@ -96,11 +96,12 @@ def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any])
 
 def packed_call_lines(engine: Engine) -> list[str]:
     """A line a family of packed calls of an engine."""
-    packed = engine.table.packed
+    packed = engine.packed_calls
     if packed is None:
         return []
     lines = []
     for family in packed.families:
+        assert family.signature is not None
         if family.function is None:
             row = family.signature.inputs[0]
             lines.append(f"packed: stack of rows {row}: {family.calls} calls until now")

@@ -44,11 +44,12 @@ class Engine(Planner):
 
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         super().__init__(options, root)
-        self.table = SignatureTable(verify=options.verify)
         self.packed = PackedRoute(options, root, self.queue.may_build)
+        self.packed_calls: PackedCalls | None = None
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.table.packed = PackedCalls(verify=options.verify, may_build=self.queue.may_build)
+            self.packed_calls = PackedCalls(verify=options.verify, may_build=self.queue.may_build)
+        self.table = self._new_table()
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
@@ -56,12 +57,14 @@ class Engine(Planner):
     def table_for_recording(self) -> SignatureTable:
         """The table for a new recording: another one where this is full. Recordings under way go on with theirs."""
         if self.table.full:
-            packed = self.table.packed
-            self.table = SignatureTable(
-                self.table.limit, verify=self.options.verify, forward=self.table.forward
-            )
-            self.table.packed = packed
+            full, self.table = self.table, self._new_table()
+            self.table.limit, self.table.forward = full.limit, full.forward
         return self.table
+
+    def _new_table(self) -> SignatureTable:
+        table = SignatureTable(verify=self.options.verify)
+        table.sized = self.packed_calls
+        return table
 
     # -- the call -----------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Engine(Planner):
         """
         table, may_loop = self.table_for_recording(), self.may_loop
         if isinstance(run, Run) and not run.lasting and not ahead:
-            run.table = table
+            run.table, run.resolver = table, self.packed_calls
         with without_saved_tensor_hooks():  # of the user's graph the results are a part
             recording = record_minibatch(
                 fn,

@@ -236,6 +236,8 @@ class PackedCalls:
 
         known: what is known of this minibatch's values; it grows.
         """
+        if not self.families:
+            return program
         held = known.held
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
@@ -462,9 +464,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
 
     The same object where it has none, or where they wait for one another too often.
     """
-    table = run.table
-    packed: PackedCalls | None = None if table is None else table.packed
-    if table is None or packed is None or not packed.families or not len(program):
+    table, packed = run.table, run.resolver
+    if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
     program = run.resolved(eliminate_dead(program))
     waits = _packed_calls(packed, program) & ~summed_stacks(program)

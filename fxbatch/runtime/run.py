@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,11 +58,20 @@ class KnownValues:
             self.constant.update(zip(values, payload, strict=True))
 
 
+class Resolver(Protocol):
+    """Runs calls with sizes of their own; who makes a run gives one, or none."""
+
+    def resolve(
+        self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
+    ) -> Program: ...
+
+
 class Run:
     """One minibatch: its memory, the phases run so far, and where each value is."""
 
     released = True  # until it is made: a fault in between leaves nothing to release
     table: SignatureTable | None = None  # of the recording, where packed calls may be resolved
+    resolver: Resolver | None = None
     value_row = value_type = np.zeros(0, dtype=np.int64)  # of each value
     value_needs = np.zeros(0, dtype=bool)
     launches = 0
@@ -115,11 +124,9 @@ class Run:
 
     def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
-        packed = None if self.table is None else self.table.packed
-        if packed is None or not packed.families or not len(program):
+        if self.resolver is None or self.table is None or not len(program):
             return program
-        found: Program = packed.resolve(self.table, program, self.known, grad=self.grad)
-        return found
+        return self.resolver.resolve(self.table, program, self.known, grad=self.grad)
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is

@@ -272,13 +272,13 @@ def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any
             called = arguments.args[0] if func is on_views else func
             target = Operation(function_name(called), "function", func, FUNCTION)
             examined = called.examined if type(called) in (CustomFunction, Functional) else None
-            packed = None if examined or reason or func is on_views else table.packed
-            if packed is not None:
-                entry = packed.entry(recorder.known.functions, arguments, of=func)
+            sized = None if examined or reason or func is on_views else table.sized
+            if sized is not None:
+                entry = sized.entry(recorder.known.functions, arguments, of=func)
             if entry is None:
                 entry = function_entry(target, arguments, examined, reason)
-                if packed is not None and type(entry) is Entry and not entry.written:
-                    packed.met(recorder.known.functions, arguments, (key, entry), of=func)
+                if sized is not None and type(entry) is Entry and not entry.written:
+                    sized.met(recorder.known.functions, arguments, (key, entry), of=func)
             recorder.known.functions[key] = entry
         return entry
 

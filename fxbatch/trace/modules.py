@@ -329,12 +329,12 @@ def _new_entry(
         entry = entries.get(key)
         if entry is not None:
             return entry
-        packed = recorder.table.packed
-        if packed is not None:
-            found: Entry | None = packed.entry(entries, arguments)
-            if found is not None:
-                entries[key] = found
-                return found
+        sized = recorder.table.sized
+        if sized is not None:
+            entry = sized.entry(entries, arguments)
+            if entry is not None:
+                entries[key] = entry
+                return entry
         if rule is PLAIN_MODULE and _shapes_met(recorder, record, examined) >= MANY_SHAPES:
             many = f"met more than {MANY_SHAPES} signatures: its parts batch better"
             return _from_now_on(recorder, record, many)
@@ -349,8 +349,8 @@ def _new_entry(
             if isinstance(error, BodyError):
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry
-        if packed is not None and type(entry) is Entry:
-            packed.met(entries, arguments, (key, entry))
+        if sized is not None and type(entry) is Entry:
+            sized.met(entries, arguments, (key, entry))
         return entry
 
 

@@ -205,19 +205,18 @@ def _new_entry(
     recorder: RecordedCalls, key: object, func: object, v: Value, lifted: Value, position: int
 ) -> Entry:
     """A lifted call that was not met before: of its family, where that is for all sizes."""
-    packed = recorder.table.packed
+    sized = recorder.table.sized
     pair = _Pair(recorder, (v, lifted) if position == 1 else (lifted, v))
     with recorder.table.lock:
-        found: Entry | None = None
-        if packed is not None:
+        if sized is not None:
             with tracing(None):
-                found = packed.entry(recorder.known.functions, pair, of=func)
-        if found is not None:
-            recorder.known.functions[key] = found
-            return found
+                entry = sized.entry(recorder.known.functions, pair, of=func)
+            if entry is not None:
+                recorder.known.functions[key] = entry
+                return entry
         made = _new_lifted(recorder, key, func, func, v, lifted, position)
-        if packed is not None:
-            packed.met(recorder.known.functions, pair, (key, made), of=func)
+        if sized is not None:
+            sized.met(recorder.known.functions, pair, (key, made), of=func)
         return made
 
 

@@ -25,7 +25,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -188,6 +188,32 @@ class Lifted:
     fixed: Callable[[object], Entry]
 
 
+class CallArguments(Protocol):
+    """The arguments of a call that was not met before."""
+
+    @property
+    def values(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def shared(self) -> Sequence[SharedOperand]: ...
+    def types(self) -> tuple[TensorSpec, ...]: ...
+    def template(self) -> Template: ...
+
+
+Entries = dict[
+    Hashable, Any
+]  # of one function or module: by key an Entry, a reason why there is none, or a family
+
+
+class SizedCalls(Protocol):
+    """Makes entries of calls that differ from others in sizes alone; who has the table gives one, or none."""
+
+    def entry(self, entries: Entries, arguments: CallArguments, *, of: object = None) -> Entry | None: ...
+
+    def met(
+        self, entries: Entries, arguments: CallArguments, made: tuple[Hashable, Entry], *, of: object = None
+    ) -> None: ...
+
+
 class SignatureTable:
     """Interns signatures by their whole key; thread safe; ids are stable."""
 
@@ -220,7 +246,7 @@ class SignatureTable:
         self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
-        self.packed: Any = None  # makes entries of calls with sizes of their own (runtime/packed_calls.py)
+        self.sized: SizedCalls | None = None
         self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         # Several threads record with one table: what belongs together is set at once, and given as it was found.

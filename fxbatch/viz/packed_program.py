@@ -108,7 +108,7 @@ def packed_forward(model: Any, *args: Any, **options: Any) -> list[PackedProgram
 
 def packed_submodules(minibatch: Minibatch) -> list[PackedProgram]:
     """The packed calls of submodules in a minibatch that was recorded."""
-    packed, program = minibatch.engine.table.packed, minibatch.program
+    packed, program = minibatch.engine.packed_calls, minibatch.program
     if packed is None:
         return []
     waiting = [

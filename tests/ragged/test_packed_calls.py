@@ -66,7 +66,7 @@ FIRST = (3, 5, 2)
 
 def families(model: nn.Module) -> list[CallFamily]:
     engine = next(iter(model.__dict__["_fxbatch_engines"].values()))
-    return [f for f in engine.table.packed.families if f.function is not None]
+    return [f for f in engine.packed_calls.families if f.function is not None]
 
 
 def results(model: nn.Module, batch: Any) -> tuple[torch.Tensor, list[Any]]:

@@ -120,7 +120,7 @@ def built(model: nn.Module) -> int:
 
 
 def packed_calls(model: nn.Module) -> dict[str, int]:
-    return {f.signature.name: f.calls for f in engine_of(model).table.packed.families if f.signature}
+    return {f.signature.name: f.calls for f in engine_of(model).packed_calls.families if f.signature}
 
 
 @pytest.mark.parametrize("name", MODELS)
