@@ -14,8 +14,8 @@ function (`Alone`), with its reason in `Lowered.alone`.
 
 from __future__ import annotations
 
+import ast
 import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -503,24 +503,24 @@ def keeps_all(e: Emitter, node: fx.Node) -> bool:
     return a.get("train") is False or (type(probability) in (int, float) and probability == 0)
 
 
-_NAME = re.compile(r"\b[iv]\d+\b")
-
-
-def _freeing(lines: list[str], kept: set[str]) -> list[str]:
+def _freeing(lines: list[str], results: set[str], inputs: Sequence[str]) -> list[str]:
     """The lines without those that nobody reads; each name is deleted after the last line that reads it, so that its
     memory is used again."""
-    found: list[str] = []
-    read = set(kept)
-    for line in reversed(lines):
-        name, assigned, code = line.partition(" = ")
-        if assigned and name not in read:
+    statements = ast.parse("\n".join(lines)).body
+    targets = [ast.unparse(x.targets[0]) if isinstance(x, ast.Assign) else "" for x in statements]
+    tensors = {*inputs, *targets}
+    left: list[str] = []
+    read = set(results)
+    for line, statement, target in zip(lines[::-1], statements[::-1], targets[::-1], strict=True):
+        if target and target not in read:
             continue
-        last = dict.fromkeys(x for x in _NAME.findall(code if assigned else line) if x not in read)
+        names = [x.id for x in ast.walk(statement) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)]
+        last = sorted(tensors.intersection(names) - read)
         if last:
-            found.append(f"del {', '.join(last)}")
+            left.append(f"del {', '.join(last)}")
             read.update(last)
-        found.append(line)
-    return found[::-1]
+        left.append(line)
+    return left[::-1]
 
 
 def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
@@ -528,11 +528,11 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     head = ["n = z.n"]
     head += [f"L{i} = z.lengths[{i}]" for i in range(len(sizes))]
     head += [f"c{i} = z.columns[{i}]" for i in range(len(columns))]
-    names = ", ".join(f"i{i}" for i in range(len(e.graph.inputs)))
-    head += [f"{names}, = inputs", "del inputs[:]"] if names else []
+    inputs = [f"i{i}" for i in range(len(e.graph.inputs))]
+    head += [f"{', '.join(inputs)}, = inputs", "del inputs[:]"] if inputs else []
     body = [
         *head,
-        *_freeing(e.lines, {o.name for o in outputs}),
+        *_freeing(e.lines, {o.name for o in outputs}, inputs),
         f"return [{', '.join(o.name for o in outputs)}]",
     ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"

@@ -349,13 +349,15 @@ class PackedFunction:
         shared: Sequence[torch.Tensor],
         *,
         flags_known: bool = True,
+        code: Sequence[object] = (),
     ) -> PackedFunction:
         """`body(*tensors, *shared)`, which gives a flat list of tensors, as a function of minibatches.
 
         NoPackedForm says why there is none. flags_known: whether `requires_grad` of these tensors is that of all.
+        code: the users' modules and functions that the body runs.
         """
         every = [*dynamic, *[()] * len(shared)]
-        graph = SizedGraph(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known)
+        graph = SizedGraph(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known, code=code)
         lowered = lower(graph, rule_of, alone, len(shared))
         space = dict(lowered.constants)
         exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`

@@ -12,13 +12,13 @@ plain numbers, and is the graph where the two have the same nodes.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,11 @@ from fxbatch.torch_private import (
     set_grad_enabled,
     trace_with_sizes,
     tree_flatten,
-    tree_leaves,
     without_symbols,
 )
 from fxbatch.trace.operations import one_hot_within
+from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
+from fxbatch.trace.torch_patches import functions_refused
 
 TRIED = 16  # combinations of sizes that are tried for one graph
 FAILED = 3  # of those with a 0 or 1, and of the others, that may fail before no more are
@@ -63,7 +64,7 @@ class SizedGraph:
     """A traced body and the sizes for which it stands: `body(*tensors)`; NoPackedForm where its sizes can't be symbols.
 
     kept: composite operators that stay whole; flags_known: whether these tensors require gradients where all that are
-    given will.
+    given will; code: the users' modules and functions that it runs.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class SizedGraph:
         kept: frozenset[str] = frozenset(),
         *,
         flags_known: bool = True,
+        code: Sequence[object] = (),
     ) -> None:
-        self.body = body
+        self.body, self.code = body, code
         self.flags_known = flags_known
         self.tensors = tensors
         self.dynamic = dynamic
         self.kept = kept
-        self.module, env = _trace(body, tensors, dynamic, kept, flags_known)
+        self.module, env = _trace(body, tensors, dynamic, kept, flags_known, code)
         places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.inputs = places
         self.symbols: list[Any] = []  # one a dynamic dimension, in order
@@ -183,7 +185,7 @@ class SizedGraph:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
-            module, _ = _trace(self.body, given, [()] * len(given), self.kept, self.flags_known)
+            module, _ = _trace(self.body, given, [()] * len(given), self.kept, self.flags_known, self.code)
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
         finally:
@@ -206,11 +208,17 @@ def _trace(
     dynamic: Any,
     kept: frozenset[str],
     flags_known: bool,
+    code: Sequence[object],
 ) -> tuple[fx.GraphModule, Any]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with recurrent_as_nodes(), IndexByTensor(), own_derivatives_refused(), _sizes_of_fakes():
+        with (
+            recurrent_as_nodes(),
+            IndexByTensor(),
+            functions_refused(NoPackedForm),
+            _sizes_of_fakes((body, *code)),
+        ):
             made = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -225,35 +233,56 @@ def _trace(
     return module, env
 
 
+def _length(x: Any, /) -> Any:
+    """`len(x)`, which is the symbol of a fake tensor's first size: `Tensor.__len__` may give plain numbers alone."""
+    return x.shape[0] if isinstance(x, FakeTensor) and x.dim() else len(x)
+
+
+def _extreme(usual: Callable[..., Any], of_sizes: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(*sizes: Any, **options: Any) -> Any:
+        """`max` or `min`, which is a symbol too where a size depends on values, and can't be compared."""
+        if len(sizes) == 2 and not options and any(map(depends_on_values, sizes)):
+            return of_sizes(*sizes)
+        return usual(*sizes, **options)
+
+    return extreme
+
+
+_BUILTINS = {"len": _length, "max": _extreme(max, torch.sym_max), "min": _extreme(min, torch.sym_min)}
+
+
+def _spaces_of(code: Iterable[object]) -> list[dict[str, Any]]:
+    """The globals of users' functions and modules among these, and of what these globals hold."""
+    spaces: dict[int, dict[str, Any]] = {}
+    todo = list(code)
+    while todo:
+        x = todo.pop()
+        if isinstance(x, torch.nn.Module):
+            todo += [c for m in x.modules() for c in type(m).__mro__]
+        elif isinstance(x, type) and not is_library(x.__module__):
+            todo += [f for f in vars(x).values() if isinstance(f, FunctionType)]
+        elif isinstance(x, ModuleType) and not is_library(x.__name__) and id(vars(x)) not in spaces:
+            spaces[id(vars(x))] = vars(x)
+            todo += vars(x).values()
+        elif is_users(f := unwrapped(x)) and id(f.__globals__) not in spaces:
+            spaces[id(f.__globals__)] = f.__globals__
+            todo += f.__globals__.values()
+    return list(spaces.values())
+
+
 @contextlib.contextmanager
-def _sizes_of_fakes() -> Iterator[None]:
-    """`len(tensor)` gives the symbol of a fake tensor's first size, which `Tensor.__len__` may not, and `max(size, 1)`
-    and `min(size, k)` are symbols too where the size depends on values, and can't be compared.
-
-    For all threads, while a body is traced: what they give for anything else is what it always was.
-    """
-    plain = builtins.len, builtins.max, builtins.min
-
-    def length(x: Any, /) -> Any:
-        if isinstance(x, FakeTensor) and x.dim():
-            return x.shape[0]
-        return plain[0](x)
-
-    def extreme(usual: Any, of_sizes: Any) -> Any:
-        def found(*given: Any, **options: Any) -> Any:
-            if plain[0](given) == 2 and not options and any(map(depends_on_values, given)):
-                return of_sizes(*given)
-            return usual(*given, **options)
-
-        return found
-
+def _sizes_of_fakes(code: Iterable[object]) -> Iterator[None]:
+    """`len`, `max` and `min` in this code give symbols. As torch.fx does for `len`, they are put among the globals of
+    the users' modules while a body is traced; what they give for anything but sizes is what it always was."""
     with _LOCK:
-        builtins.len = length
-        builtins.max, builtins.min = extreme(plain[1], torch.sym_max), extreme(plain[2], torch.sym_min)
+        put = [(x, name) for x in _spaces_of(code) for name in _BUILTINS if name not in x]
         try:
+            for space, name in put:
+                space[name] = _BUILTINS[name]
             yield
         finally:
-            builtins.len, builtins.max, builtins.min = plain
+            for space, name in put:
+                space.pop(name, None)
 
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
@@ -378,24 +407,6 @@ def _watched(body: Callable[..., object], flags_known: bool) -> Callable[..., An
             return body(*tensors)
 
     return run
-
-
-@contextlib.contextmanager
-def own_derivatives_refused() -> Iterator[None]:
-    """A torch.autograd.Function has derivatives of its own, which a graph of operators would lose: NoPackedForm."""
-    plain = torch.autograd.Function.__dict__["apply"]  # in Python until torch 2.13, in C from 2.14 on
-
-    def apply(cls: Any, *args: object, **kwargs: object) -> Any:
-        if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
-            raise NoPackedForm(f"{cls.__name__} has derivatives of its own")
-        return plain.__get__(None, cls)(*args, **kwargs)
-
-    with _LOCK:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        try:
-            yield
-        finally:
-            torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
 _LOCK = threading.RLock()

@@ -215,7 +215,9 @@ class PackedCalls:
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
             with torch.inference_mode(False):
-                function = PackedFunction.of(body, example, dynamic, operands, flags_known=False)
+                function = PackedFunction.of(
+                    body, example, dynamic, operands, flags_known=False, code=[signature.operation.target]
+                )
             if function.lowered.by_values:
                 raise NoPackedForm("a size depends on values")
             family.function = function

@@ -313,7 +313,9 @@ class PackedForward:
             raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)
         operands = example_of([*columns.whole, *shared])
-        function = PackedFunction.of(body, example_of(tensors[:first]), dynamic, operands)
+        function = PackedFunction.of(
+            body, example_of(tensors[:first]), dynamic, operands, code=[fn, self.root]
+        )
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         if body.trackers is None:

@@ -13,9 +13,10 @@ for the moment would be recorded with its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from fxbatch.errors import TraceError
 from fxbatch.signature import bodies
 from fxbatch.torch_private import (
     CheckpointFunction,
+    FakeTensor,
     TorchDispatchMode,
     any_autocast,
     dynamo_questions,
@@ -305,7 +307,30 @@ _apply = torch.autograd.Function.__dict__["apply"]
 _RECORDED = (Value, WrittenTensor)
 
 
+class _Refused(threading.local):
+    """What this thread raises of a torch.autograd.Function that meets fake tensors; None: nothing."""
+
+    error: Callable[[str], Exception] | None = None
+
+
+_refused = _Refused()
+
+
+@contextlib.contextmanager
+def functions_refused(error: Callable[[str], Exception]) -> Iterator[None]:
+    """In it this thread raises where a torch.autograd.Function meets fake tensors: it has derivatives of its own, which
+    a graph of operators would lose."""
+    before, _refused.error = _refused.error, error
+    try:
+        with patched():
+            yield
+    finally:
+        _refused.error = before
+
+
 def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
+    if _refused.error is not None and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+        raise _refused.error(f"{cls.__name__} has derivatives of its own")
     recorder = state.recorder
     if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
         if cls is CheckpointFunction:

@@ -36,7 +36,7 @@ def check_packed(
         return list(tree_leaves(body(*tensors)))
 
     example = [t.detach() for t in max(instances, key=lambda i: min(_own_sizes(i, own)))]
-    function = PackedFunction.of(flat, example, own, weights)
+    function = PackedFunction.of(flat, example, own, weights, code=[body])
     columns = list(zip(*instances, strict=True))
     found = function.columns_of(columns)
     assert function.graph.fitting(found).all(), f"sizes that the graph is not for: {function.graph.guards}"

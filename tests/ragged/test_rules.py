@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable
 from typing import Any
@@ -485,3 +486,15 @@ KEPT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_further_bodies(name: str) -> None:
     check_packed(KEPT[name], rows, [(3,), (5,), (4,)], ((0,),))
+
+
+def test_no_builtin_is_replaced_while_a_body_is_traced() -> None:
+    """`len(x)` gives a size there by a name among the globals of the body's own module, and only meanwhile."""
+    plain, untouched = (builtins.len, builtins.max, builtins.min), []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        untouched.append((builtins.len, builtins.max, builtins.min) == plain)
+        return x * max(len(x), 1)
+
+    check_packed(body, lambda n: [torch.randn(n, 3)], [(2,), (5,), (3,)], ((0,),))
+    assert all(untouched) and "len" not in globals() and "max" not in globals()
