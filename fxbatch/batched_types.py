@@ -13,8 +13,8 @@ no name in a type: they are Any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -131,22 +131,3 @@ class ListedWithExceptions(Protocol):
     def __call__(
         self, fn: Callable[Concatenate[A, P], R], /
     ) -> BatchedFunction[A, P, R, list[R | Exception]]: ...
-
-
-class Batching(TypedDict, total=False):
-    """The options of `@autobatch` that don't change what a call gives."""
-
-    schedule: Literal["lookahead", "agenda", "depth", "fold", "none"]
-    mode: Literal["looped", "unrolled"]
-    backward: Literal["compiled", "autograd"]
-    shared: str | Sequence[str]
-    deduplicate: bool | Literal["auto"]
-    fuse: bool
-    verify: bool
-    compile: bool | str | Callable[..., Any]
-    compile_options: Mapping[str, Any] | None
-    native: bool
-    check: int
-    check_gradients: bool
-    adaptive: bool
-    batch_norm: Literal["refuse", "minibatch"]

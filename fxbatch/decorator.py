@@ -15,7 +15,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, Unpack, overload
 
 import torch
@@ -25,7 +25,6 @@ from fxbatch.batched_types import (
     A,
     Batched,
     BatchedFunction,
-    Batching,
     Listed,
     ListedWithExceptions,
     P,
@@ -40,7 +39,7 @@ from fxbatch.mistakes import outside
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
 from fxbatch.runtime.argument_objects import TensorColumns
 from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
-from fxbatch.runtime.options import Options
+from fxbatch.runtime.options import Batching, Options, signature
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import nest, stack_real
@@ -634,7 +633,7 @@ def autobatch(fn: Callable[Concatenate[A, P], R], /) -> BatchedFunction[A, P, R,
 
 
 @overload
-def autobatch(  # type: ignore[overload-overlap]  # the last one lists all options, as the reference shows them
+def autobatch(  # type: ignore[overload-overlap]  # the last one takes others
     *, out: Literal["list"], return_exceptions: Literal[True], **options: Unpack[Batching]
 ) -> ListedWithExceptions: ...
 
@@ -648,48 +647,13 @@ def autobatch(  # type: ignore[overload-overlap]  # see above
 @overload
 def autobatch(
     *,
-    schedule: Literal["lookahead", "agenda", "depth", "fold", "none"] = "lookahead",
-    mode: Literal["looped", "unrolled"] = "looped",
-    backward: Literal["compiled", "autograd"] = "compiled",
     out: Literal["stack", "list", "nested"] = "stack",
-    shared: str | Sequence[str] = (),
-    deduplicate: bool | Literal["auto"] = "auto",
-    fuse: bool = True,
     return_exceptions: bool = False,
-    verify: bool = False,
-    compile: bool | str | Callable[..., Any] = False,
-    compile_options: Mapping[str, Any] | None = None,
-    native: bool = True,
-    check: int = 0,
-    check_gradients: bool = False,
-    adaptive: bool | Literal["loop"] = True,
-    batch_norm: Literal["refuse", "minibatch"] = "refuse",
-    plain: bool = False,
+    **options: Unpack[Batching],
 ) -> Stacked: ...
 
 
-def autobatch(
-    fn: Callable[..., Any] | None = None,
-    *,
-    schedule: str = "lookahead",
-    mode: str = "looped",
-    backward: str = "compiled",
-    out: str = "stack",
-    shared: str | Sequence[str] = (),
-    deduplicate: bool | str = "auto",
-    fuse: bool = True,
-    return_exceptions: bool = False,
-    verify: bool = False,
-    compile: bool | str | Callable[..., Any] = False,
-    compile_options: Mapping[str, Any] | None = None,
-    native: bool = True,
-    check: int = 0,
-    check_gradients: bool = False,
-    adaptive: bool | str = True,
-    batch_norm: str = "refuse",
-    plain: bool = False,
-    **unknown: Any,
-) -> Any:
+def autobatch(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Make a function that is written for ONE instance take a minibatch of instances.
 
     Use it bare (`@fxbatch.autobatch`) or with options (`@fxbatch.autobatch(out="list")`), on the `forward` or any other
@@ -758,27 +722,11 @@ def autobatch(
 
     Sources: Looks et al. 2017, section 2; Neubig et al. 2017, section 3.
     """
-    options = Options.of(
-        schedule=schedule,
-        mode=mode,
-        backward=backward,
-        out=out,
-        shared=shared,
-        deduplicate=deduplicate,
-        fuse=fuse,
-        return_exceptions=return_exceptions,
-        verify=verify,
-        compile=compile,
-        compile_options=dict(compile_options or {}),
-        native=native,
-        check=check,
-        check_gradients=check_gradients,
-        adaptive=adaptive,
-        batch_norm=batch_norm,
-        plain=plain,
-        **unknown,
-    )
-    return (lambda function: decorate(function, options)) if fn is None else decorate(fn, options)
+    chosen = Options.of(**options)
+    return (lambda function: decorate(function, chosen)) if fn is None else decorate(fn, chosen)
+
+
+autobatch.__signature__ = signature()  # type: ignore[attr-defined]  # what `help` and the reference show
 
 
 def find_autobatched(target: Any) -> tuple[Autobatched, Any]:

@@ -152,7 +152,7 @@ def test_options_are_arguments_with_the_defaults_that_hold() -> None:
         assert parameter.kind is parameter.KEYWORD_ONLY
         assert parameter.default == field.default or (not parameter.default and not field.default)
         assert f"{field.name}" in (fxbatch.autobatch.__doc__ or "")
-    assert set(given) == {"fn", "unknown", *(field.name for field in fields(Options))}
+    assert set(given) == {field.name for field in fields(Options)}
 
 
 # What a minibatch may be.

@@ -93,10 +93,10 @@ def docstring(target: Any) -> str:
 def signature(name: str, target: Any) -> str:
     """`fxbatch.name(...)` with types and defaults, one argument per line where one line is too short.
 
-    Of several overloads it is the last one, which lists all arguments; what it returns depends on them.
+    Of a function with overloads, what it returns depends on its arguments.
     """
     overloads = typing.get_overloads(target) if inspect.isfunction(target) else []
-    known = inspect.signature(overloads[-1] if overloads else target)
+    known = inspect.signature(target)
     arguments = [_argument(p) for p in known.parameters.values() if p.name != "self"]
     if any(p.kind is p.KEYWORD_ONLY for p in known.parameters.values()):
         first = next(i for i, p in enumerate(known.parameters.values()) if p.kind is p.KEYWORD_ONLY)

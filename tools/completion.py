@@ -51,7 +51,6 @@ def option_values() -> dict[str, tuple[str, ...]]:
     values = []
     for field in fields(batching.Options):
         choices = batching.CHOICES.get(field.name, ())
-        choices = ("True", "False") if isinstance(field.default, bool) else choices
         values += [f"{field.name}={choice}" for choice in choices] or [f"{field.name}="]
     stages = importlib.import_module(".dump", __package__).ALL_STAGES
     return {**dict.fromkeys(("--option", "--a", "--b"), tuple(values)), "--stage": stages}

@@ -4,21 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from fxbatch.errors import OptionError
 
-CHOICES: dict[str, tuple[object, ...]] = {
-    "schedule": ("agenda", "depth", "fold", "lookahead", "none"),
-    "mode": ("looped", "unrolled"),
-    "backward": ("compiled", "autograd"),
-    "out": ("stack", "list", "nested"),
-    "batch_norm": ("refuse", "minibatch"),
-}
+
+class Batching(TypedDict, total=False):
+    """The options of `@autobatch` that don't change what a call gives, as type checkers see them."""
+
+    schedule: Literal["lookahead", "agenda", "depth", "fold", "none"]
+    mode: Literal["looped", "unrolled"]
+    backward: Literal["compiled", "autograd"]
+    shared: str | Sequence[str]
+    deduplicate: bool | Literal["auto"]
+    fuse: bool
+    verify: bool
+    compile: bool | str | Callable[..., Any]
+    compile_options: Mapping[str, Any] | None
+    native: bool
+    check: int
+    check_gradients: bool
+    adaptive: bool | Literal["loop"]
+    batch_norm: Literal["refuse", "minibatch"]
+    plain: bool
+
+
+class AllOptions(Batching, total=False):
+    """All options of `@autobatch`."""
+
+    out: Literal["stack", "list", "nested"]
+    return_exceptions: bool
+
+
+def _values(kind: object) -> tuple[object, ...]:
+    """The values of a type, where it has few; () where it has many."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    parts = (
+        [_values(x) for x in get_args(kind)]
+        if get_origin(kind) is UnionType or get_origin(kind) is Union
+        else []
+    )
+    return (True, False) if kind is bool else tuple(x for part in parts for x in part) if all(parts) else ()
+
+
+def _listed(choices: Sequence[object]) -> str:
+    *others, last = map(repr, choices)
+    return f"{', '.join(others)} or {last}" if True in choices else f"one of {', '.join([*others, last])}"
+
+
+KINDS: dict[str, Any] = get_type_hints(AllOptions)
+CHOICES: dict[str, tuple[object, ...]] = {name: x for name, kind in KINDS.items() if (x := _values(kind))}
 
 _BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")  # known without importing torch's registry
 
@@ -89,20 +131,12 @@ class Options:
             given["shared"] = (given["shared"],)
         if "shared" in given:
             given["shared"] = tuple(given["shared"])
-        if isinstance(given.get("compile_options"), dict):
-            given["compile_options"] = _frozen(given["compile_options"])
+        if not isinstance(given.get("compile_options", ()), tuple):
+            given["compile_options"] = _frozen(given["compile_options"] or {})
         for name, choices in CHOICES.items():
-            if name in given and given[name] not in choices:
-                raise OptionError(f"{name}={given[name]!r}: takes one of {', '.join(map(repr, choices))}")
-        when = given.get("deduplicate", "auto")
-        if not isinstance(when, bool) and not (isinstance(when, str) and when == "auto"):
-            raise OptionError(f"deduplicate={when!r}: takes True, False or 'auto'")
-        for name in ("fuse", "return_exceptions", "verify", "native", "check_gradients", "plain"):
-            if name in given and not isinstance(given[name], bool):
-                raise OptionError(f"{name}={given[name]!r}: takes True or False")
-        adaptive = given.get("adaptive", True)
-        if not isinstance(adaptive, bool) and not (isinstance(adaptive, str) and adaptive == "loop"):
-            raise OptionError(f"adaptive={adaptive!r}: takes True, False or 'loop'")
+            value = given.get(name, choices[0])
+            if not any(value is x or (isinstance(value, str) and value == x) for x in choices):
+                raise OptionError(f"{name}={value!r}: takes {_listed(choices)}")
         if "compile" in given:
             check_backend(given["compile"])
         every = given.get("check", 0)
@@ -116,6 +150,20 @@ class Options:
         if options.return_exceptions and options.out != "list":
             raise OptionError('return_exceptions=True needs out="list": a list can hold exceptions')
         return options
+
+
+def signature() -> inspect.Signature:
+    """That of `autobatch`, with all options, their types and defaults."""
+    named = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=f.default or None if type(None) in get_args(KINDS[f.name]) else f.default,
+            annotation=AllOptions.__annotations__[f.name].__forward_arg__,
+        )
+        for f in dataclasses.fields(Options)
+    ]
+    return inspect.Signature(named)
 
 
 def deduplication(options: Options) -> list[str]:
