@@ -224,13 +224,6 @@ def inductor_mode_options(name: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(name)) if name else {}
 
 
-def inductor_cache_counts() -> tuple[int, int]:
-    """Graphs found in Inductor's cache and graphs compiled anew, in this process. Checked: 2.11.0, 2.13.0."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
-
-
 def while_loop(more: Any, step: Any, carried: tuple[Any, ...]) -> Any:
     """torch's own loop inside a compiled graph, for comparison. Checked: 2.11.0, 2.13.0."""
     from torch._higher_order_ops.while_loop import while_loop as found
@@ -603,7 +596,7 @@ __all__ = [
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",
-    "find_backend", "forget_traces", "inductor_cache_counts", "let_dynamo_read_torch", "product_address",
+    "find_backend", "forget_traces", "let_dynamo_read_torch", "product_address",
     "thread_addresses", "while_loop", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "fake_mode", "function_mode_count", "function_modes",

@@ -44,12 +44,8 @@ def shown_name(path: str) -> str:
     return os.path.basename(path) if cell is None else str(cell[1])
 
 
-def in_users_code(code: CodeType, names: dict[str, object]) -> bool:
-    """Whether code with these globals is the user's, not torch's, ours or a library's that passes calls on."""
-    return _is_users(code.co_filename, str(names.get("__name__", "")))
-
-
 def _is_users(path: str, module: str) -> bool:
+    """Whether code of this file and module is the user's, not torch's, ours or a library's that passes calls on."""
     return not (path.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
 
 
