@@ -183,9 +183,9 @@ class _Recorder(QuietDispatchMode):
         rule = self.rules.get(func)
         if rule is not None:
             with self:
-                found = rule(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+                result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         told, named = self.told(args), self.told(kwargs)
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             self._keep_form(args[0])
@@ -352,28 +352,30 @@ def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> 
     graph = fx.Graph()
     olds = _placeholders(body)
     count = len(signature.inputs)
-    known: dict[fx.Node, fx.Node] = {}
+    node_of: dict[fx.Node, fx.Node] = {}
     whole: dict[tuple[fx.Node, ...], fx.Node] = {}
     wides = []
     for g, group in enumerate(layout.groups):
         wides.append(graph.placeholder(f"group{g}"))
         if len(group) == 1:
-            known[olds[group[0]]] = wides[g]
+            node_of[olds[group[0]]] = wides[g]
         else:
             whole[tuple(olds[m] for m in group)] = wides[g]
     for old in olds[count:]:
-        known[old] = graph.placeholder(old.name)
+        node_of[old] = graph.placeholder(old.name)
     for members, wide in whole.items():
         for i, old in enumerate(members):
-            known[old] = graph.call_function(aten.select.int, (wide, 0, i))
+            node_of[old] = graph.call_function(aten.select.int, (wide, 0, i))
     for node in body.graph.nodes:
         if node.op == "placeholder":
             continue
         members = tuple(node.args[0]) if node.target in (aten.cat.default, aten.stack.default) else ()
         if members in whole and _dim(node) == 0:
-            known[node] = _whole(graph, node, whole[members], signature.inputs[olds.index(members[0])].shape)
+            node_of[node] = _whole(
+                graph, node, whole[members], signature.inputs[olds.index(members[0])].shape
+            )
         else:
-            known[node] = graph.node_copy(node, lambda x: known[x])
+            node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     module = LazyGraphModule(body, graph)
     graph.eliminate_dead_code()
     return module

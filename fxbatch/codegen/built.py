@@ -220,15 +220,15 @@ class _Reader:
         if rows is None:
             return None
         graph = fx.Graph()
-        made: list[fx.Node] = []
+        nodes: list[fx.Node] = []
         for op, target, args, kwargs, values, kept in rows:
             called = target if op in ("placeholder", "output") else _call_of(target)
-            node = graph.create_node(op, called, self.read(args, made), self.read(kwargs, made))
+            node = graph.create_node(op, called, self.read(args, nodes), self.read(kwargs, nodes))
             if values:
-                node.meta["values"] = tuple(self.read(x, made) for x in values)
+                node.meta["values"] = tuple(self.read(x, nodes) for x in values)
             if kept:
                 node.meta["keep"] = True
-            made.append(node)
+            nodes.append(node)
         graph.lint()
         return LazyGraphModule({}, graph, name)
 
@@ -310,9 +310,9 @@ def warn_of_folder() -> None:
 
 def _is_ours(path: Path) -> bool:
     """Whether a file or folder is this user's, and nobody else may write to it."""
-    found = path.stat()
-    mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _read(key: str) -> Fields | None:
@@ -326,21 +326,21 @@ def _read(key: str) -> Fields | None:
         digest, _, text = path.read_text(encoding="utf-8").partition("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
             return None
-        found: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         reader = _Reader()
         types = lambda rows: tuple(_tensor_spec(t) for t in rows)  # noqa: E731
         refs = lambda rows: tuple(Ref(kind, i) for kind, i in rows)  # noqa: E731
         return {
-            "layout": Layout(tuple(map(tuple, found["layout"]))),
-            "saved_types": types(found["saved_types"]),
-            "extra_types": types(found["extra_types"]),
-            "backward_inputs": refs(found["backward_inputs"]),
-            "parameter_inputs": refs(found["parameter_inputs"]),
-            "grad_outputs": tuple(found["grad_outputs"]),
-            "grad_groups": tuple(found["grad_groups"]),
-            "grad_shared": tuple(found["grad_shared"]),
-            "random": bool(found["random"]),
-            **{x: reader.module(found[x], x.capitalize()) for x in _MODULES},
+            "layout": Layout(tuple(map(tuple, fields["layout"]))),
+            "saved_types": types(fields["saved_types"]),
+            "extra_types": types(fields["extra_types"]),
+            "backward_inputs": refs(fields["backward_inputs"]),
+            "parameter_inputs": refs(fields["parameter_inputs"]),
+            "grad_outputs": tuple(fields["grad_outputs"]),
+            "grad_groups": tuple(fields["grad_groups"]),
+            "grad_shared": tuple(fields["grad_shared"]),
+            "random": bool(fields["random"]),
+            **{x: reader.module(fields[x], x.capitalize()) for x in _MODULES},
         }
     except FileNotFoundError:
         return None

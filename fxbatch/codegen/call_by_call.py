@@ -169,15 +169,17 @@ class UnbatchedKernel:
                 own = self.signature.only_reads is None
                 starts += [grad.clone() if own else grad for _, grad in needed]
         wanted = [x for column in (*tape.inputs, tape.shared) for x in column if x.requires_grad]
-        found = iter(())
+        gradients = iter(())
         if ends and wanted:
             leaves, given = tuple(wanted), tuple(starts)
-            found = iter(run_backward(tuple(ends), given, keep, False, leaves, True, accumulate_grad=False))
+            gradients = iter(
+                run_backward(tuple(ends), given, keep, False, leaves, True, accumulate_grad=False)
+            )
         columns = [
-            _column([next(found, None) if x.requires_grad else None for x in rows], rows)
+            _column([next(gradients, None) if x.requires_grad else None for x in rows], rows)
             for rows in tape.inputs
         ]
-        return columns, [next(found, None) if x.requires_grad else None for x in tape.shared]
+        return columns, [next(gradients, None) if x.requires_grad else None for x in tape.shared]
 
 
 def _called(call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int) -> list[Any]:

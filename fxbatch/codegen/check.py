@@ -176,8 +176,10 @@ class _Eager:
                 )
         ends = [o for row in results for o in row]
         starts = [g[i].clone() for i in range(n) for g in given]
-        found = gradients_of(ends, starts, [*rows, *weights])
-        return ValuesAndGradients([o.detach() for o in outputs], found[: len(rows)], found[len(rows) :])
+        gradients = gradients_of(ends, starts, [*rows, *weights])
+        return ValuesAndGradients(
+            [o.detach() for o in outputs], gradients[: len(rows)], gradients[len(rows) :]
+        )
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,11 @@ class _Check:
         graphs differ from eager."""
         several: ValuesAndGradients | None = None
         for n in (1, 3):
-            inputs, given = self.eager.draw(draw, n, n)
-            several = self.eager.run(inputs, given, n)
+            inputs, numbers = self.eager.draw(draw, n, n)
+            several = self.eager.run(inputs, numbers, n)
             if several is None:
                 return None
-            self.compare(inputs, given, several)
+            self.compare(inputs, numbers, several)
         return several
 
     def compare(self, inputs: Rows, given: Rows, reference: ValuesAndGradients) -> None:
@@ -260,11 +262,11 @@ class _Check:
             x = _normal(kind, n, gen)
             return (40 * x).to(kind.dtype) if kind.differentiable else x
 
-        inputs, given = self.eager.draw(large, 2, 2)
-        reference = self.eager.run(inputs, given, 2)
+        inputs, numbers = self.eager.draw(large, 2, 2)
+        reference = self.eager.run(inputs, numbers, 2)
         if reference is None:
             return
-        for a, b in zip(self.batched(inputs, given, 2).all, reference.all, strict=True):
+        for a, b in zip(self.batched(inputs, numbers, 2).all, reference.all, strict=True):
             if a is None or b is None or a.shape != b.shape:
                 continue
             x, y = on_common_rows(a, b)
@@ -284,10 +286,10 @@ class _Check:
                     return _normal(kind, n, gen)
                 return torch.randint(low, high, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
 
-            inputs, given = self.eager.draw(integers, 3, high)
-            reference = self.eager.run(inputs, given, 3)
+            inputs, numbers = self.eager.draw(integers, 3, high)
+            reference = self.eager.run(inputs, numbers, 3)
             if reference is not None:
-                self.compare(inputs, given, reference)
+                self.compare(inputs, numbers, reference)
 
 
 class Checked(NamedTuple):
@@ -360,10 +362,10 @@ def refuse_backward_arguments(body: fx.GraphModule) -> None:
     """Raises NotBatchable for look-ups whose padding, scaling or sparseness only their own backward knows."""
     for node in body.graph.nodes:
         if node.target is torch.ops.aten.embedding.default:
-            given = node.args[
+            arguments = node.args[
                 2:
             ]  # padding, whether it is scaled, whether it is sparse: as many as were given
-            if any(given[1:]) or given[:1] > (-1,):
+            if any(arguments[1:]) or arguments[:1] > (-1,):
                 raise NotBatchable(
                     "its table's gradient has padding, is scaled or sparse, which autograd is not told"
                 )
@@ -379,10 +381,10 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
     check = _Check(graphs, _Eager(signature, needs, [x.requires_grad for x in weights], shared))
     for draw in (_normal, _positive, _definite):
-        inputs, given = check.eager.draw(draw, 3, 3)
-        reference = check.eager.run(inputs, given, 3)
+        inputs, numbers = check.eager.draw(draw, 3, 3)
+        reference = check.eager.run(inputs, numbers, 3)
         if reference is not None:
-            _compare_by_autograd(check, inputs, given, weights, reference)
+            _compare_by_autograd(check, inputs, numbers, weights, reference)
             return
 
 

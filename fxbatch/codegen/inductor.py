@@ -62,14 +62,14 @@ class CompileOptions:
 
     def patches(self) -> dict[str, Any]:
         """Inductor's configuration: of the mode, of `options`, and of what is no word of torch.compile."""
-        given = self.backend_options()
-        mode = inductor_mode_options(given.pop("mode", None))
-        return {key.replace("-", "_"): value for key, value in {**mode, **given}.items()}
+        options = self.backend_options()
+        mode = inductor_mode_options(options.pop("mode", None))
+        return {key.replace("-", "_"): value for key, value in {**mode, **options}.items()}
 
     def backend_options(self) -> dict[str, Any]:
         """What is passed through to the backend."""
-        given = {k: v for k, v in self.given if k not in _OURS}
-        return {**dict(given.pop("options", None) or ()), **given}
+        options = {k: v for k, v in self.given if k not in _OURS}
+        return {**dict(options.pop("options", None) or ()), **options}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +94,11 @@ class InputForm:
 
     def filled(self, n: int, seed: int) -> torch.Tensor:
         """Numbers between 0 and 1, the same each time; integers and bools are 0 or 1."""
-        gen, made = torch.Generator().manual_seed(seed), self.empty(n)
-        if made.is_floating_point() or made.is_complex():
-            wide = torch.complex128 if made.is_complex() else torch.float64
-            return made.copy_(torch.rand(made.shape, generator=gen, dtype=wide))
-        return made.copy_(torch.randint(0, 2, made.shape, generator=gen))
+        gen, tensor = torch.Generator().manual_seed(seed), self.empty(n)
+        if tensor.is_floating_point() or tensor.is_complex():
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            return tensor.copy_(torch.rand(tensor.shape, generator=gen, dtype=wide))
+        return tensor.copy_(torch.randint(0, 2, tensor.shape, generator=gen))
 
 
 @dataclass(eq=False)
@@ -133,9 +133,9 @@ class CompiledGraph:
             return self.kernel(n, ins, outs, workspace)
         rows = len(self.ins)
         own = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
-        made = [form.empty(n) if x is None else x for form, x in zip(self.outs, outs, strict=True)]
-        self.run([n, *made, *own, *ins[rows:]])
-        return made
+        results = [form.empty(n) if x is None else x for form, x in zip(self.outs, outs, strict=True)]
+        self.run([n, *results, *own, *ins[rows:]])
+        return results
 
     @guard("sizes")
     def _fits(self, n: int) -> bool:
@@ -228,13 +228,13 @@ def with_ends(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     places = [x for x in module.graph.nodes if x.op == "placeholder"]
     results = list(module.graph.output_node().args[0])
-    known: dict[fx.Node, fx.Node] = {places[0]: graph.placeholder("n")}
+    node_of: dict[fx.Node, fx.Node] = {places[0]: graph.placeholder("n")}
     outs = [graph.placeholder(f"out{i}") for i in range(len(results))]
     for node in module.graph.nodes:
-        if node not in known and node.op != "output":
-            known[node] = graph.node_copy(node, lambda x: known[x])
+        if node not in node_of and node.op != "output":
+            node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     for out, node in zip(outs, results, strict=True):
-        graph.call_function(aten.copy_.default, (out, known[node]))
+        graph.call_function(aten.copy_.default, (out, node_of[node]))
     graph.output(())
     graph.lint()
     return fx.GraphModule(module, graph, "Writing")

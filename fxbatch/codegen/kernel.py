@@ -95,13 +95,13 @@ class InstructionList:
         for k, x in enumerate(self.instructions):
             named = [f"{name}={_code(value, scope)}" for name, value in x.keywords]
             named += [] if x.out is None else [f"out={x.out}"]
-            given = [*(_code(value, scope) for value in x.arguments), *named]
+            arguments = [*(_code(value, scope) for value in x.arguments), *named]
             if x.call is operator.getitem:
-                call = f"{given[0]}[{given[1]}]"
+                call = f"{arguments[0]}[{arguments[1]}]"
             elif getattr(torch.Tensor, x.operation, None) is x.call:
-                call = f"{given[0]}.{x.operation}({', '.join(given[1:])})"
+                call = f"{arguments[0]}.{x.operation}({', '.join(arguments[1:])})"
             else:
-                call = f"{_code(x.call, scope)}({', '.join(given)})"
+                call = f"{_code(x.call, scope)}({', '.join(arguments)})"
             lines.append(f"{x.output} = {call}")
             dead = [str(r) for r in dict.fromkeys(x.reads()) if last[r] == k and r not in kept]
             lines += [f"del {', '.join(dead)}"] if dead else []
@@ -217,26 +217,26 @@ class Workspace:
         if self._run is None or any(x.is_inference() for x in shared):
             return kernel.prepare(*shared)
         versions = [x._version for x in shared]
-        found = self._prepared.get(kernel)
-        if found is not None and found[1] == versions and all(map(operator.is_, found[0], shared)):
-            return found[2]
-        made = kernel.prepare(*shared)
-        self._prepared[kernel] = (shared, versions, made)
-        return made
+        before = self._prepared.get(kernel)
+        if before is not None and before[1] == versions and all(map(operator.is_, before[0], shared)):
+            return before[2]
+        tensors = kernel.prepare(*shared)
+        self._prepared[kernel] = (shared, versions, tensors)
+        return tensors
 
     def rows(self, group: int, kind: TensorSpec, n: int) -> torch.Tensor:
         """Rows [n, *shape] of a step's input group, which nobody reads after the step."""
-        found = self._rows.get((group, id(kind)))
-        view = None if found is None else found[2].get(n)
+        memory = self._rows.get((group, id(kind)))
+        view = None if memory is None else memory[2].get(n)
         if view is not None:
             return view
-        if found is None or len(found[1]) < n or len(found[2]) > 512:
+        if memory is None or len(memory[1]) < n or len(memory[2]) > 512:
             if len(self._rows) > 512:
                 self._rows.clear()
             with torch.inference_mode(False):
                 made = torch.empty((n + n // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
-            found = self._rows[group, id(kind)] = kind, made, {}
-        view = found[2][n] = found[1][:n]
+            memory = self._rows[group, id(kind)] = kind, made, {}
+        view = memory[2][n] = memory[1][:n]
         return view
 
     def native_room(self) -> Any:
@@ -263,7 +263,7 @@ def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
 
     In graph order. Views alone are as cheap to make as to fetch: then nothing is prepared.
     """
-    found: dict[fx.Node, None] = {}
+    hoisted: dict[fx.Node, None] = {}
     results = dict.fromkeys(graph.output_node().all_input_nodes)
     launches = False
     for node in graph.nodes:
@@ -271,15 +271,15 @@ def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
             first, second = node.meta["values"]
             same = isinstance(first, torch.Tensor) and first.shape == second.shape
             if same and first.layout is torch.strided:
-                found[node] = None
+                hoisted[node] = None
         elif node.op == "get_attr":
-            found[node] = None
+            hoisted[node] = None
         elif node.op == "call_function" and not is_random(node) and is_tensor(node):
-            inside = all(x in found for x in node.all_input_nodes)
+            inside = all(x in hoisted for x in node.all_input_nodes)
             if inside and node not in results and not _only_filled(node) and not _ends_in(node, results):
-                found[node] = None
+                hoisted[node] = None
                 launches |= not is_view(node)
-    calls = {node: None for node in found if node.op == "call_function"} if launches else {}
+    calls = {node: None for node in hoisted if node.op == "call_function"} if launches else {}
     return calls, [x for x in calls if any(u not in calls for u in x.users)]
 
 
@@ -307,7 +307,7 @@ class _KernelEmitter:
         places = [x for x in graph.nodes if x.op == "placeholder"]
         self.results: list[fx.Node] = list(graph.output_node().args[0])
         hoisted, kept = find_prepared(graph)
-        given = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
+        positions = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
         self.registers = {x: Register(x.name) for x in places}
         self.outs = [Register(f"o{i}") for i in range(len(self.results))]
         for node in graph.nodes:
@@ -323,12 +323,12 @@ class _KernelEmitter:
         body = InstructionList(tuple(self.body), inputs, tuple(results))
         preparation = None
         if hoisted:
-            own = tuple(self.registers[places[1 + i]] for i in given)
+            own = tuple(self.registers[places[1 + i]] for i in positions)
             preparation = InstructionList(tuple(self.prepared), own, read)
         bound = None if preparation is None else preparation.bind()
         prepare = None if bound is None else lambda *shared: bound(shared)
         forms = tuple(map(_form, self.results))
-        return Kernel(self.name, body, preparation, given, forms, self.launches, body.bind(), prepare)
+        return Kernel(self.name, body, preparation, positions, forms, self.launches, body.bind(), prepare)
 
     def _node(self, node: fx.Node) -> None:
         work = is_tensor(node) or isinstance(node.meta["values"][0], (tuple, list))
@@ -359,20 +359,20 @@ class _KernelEmitter:
 
     def _result(self, i: int, node: fx.Node) -> Register:
         """Where a result is at last: copied to the memory that was given what isn't there yet."""
-        found, out = self.registers[node], self.outs[i]
+        register, out = self.registers[node], self.outs[i]
         if is_cast(node) and self.results.index(node) == i and node.op == "call_function":
-            return cast(Register, found)  # written there
+            return cast(Register, register)  # written there
         reshaped = node.target is aten.reshape.default and self.written.get(node.args[0]) == i
         if not reshaped and (
             self.written.get(node) == i or not is_tensor(node) or node.meta["values"][0].is_sparse
         ):
-            return cast(Register, found)
+            return cast(Register, register)
         last = Register(f"result_{i}")
         if reshaped:
-            self.body.append(Instruction("given_or", _given_or, (out, found), last))
+            self.body.append(Instruction("given_or", _given_or, (out, register), last))
             return last
         new = _is_new(node) and self.results.count(node) == 1
-        self.body.append(Instruction("into", _into if new else _copy_into, (found, out), last))
+        self.body.append(Instruction("into", _into if new else _copy_into, (register, out), last))
         self.launches += 1
         return last
 

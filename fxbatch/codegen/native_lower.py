@@ -224,30 +224,30 @@ class Lowering:
             if isinstance(node, (bool, int, float)):
                 return Span(-1, 0, (), (), torch.float32, node)
             raise NotNative("an argument that is no tensor")
-        found = self.spans.get(node)
-        if found is None:
+        span = self.spans.get(node)
+        if span is None:
             number = constant_value(node)
             if number is None:
                 raise NotNative(f"{node.target}")
             dims = shape(node)
-            found = Span(-1, 0, dims, (0,) * len(dims), node.meta["values"][0].dtype, number)
-        return found
+            span = Span(-1, 0, dims, (0,) * len(dims), node.meta["values"][0].dtype, number)
+        return span
 
     def target(self, node: fx.Node) -> Span:
         """Where a node is to be written."""
-        found = self.spans.get(node)
-        if found is not None:
-            return found
+        span = self.spans.get(node)
+        if span is not None:
+            return span
         dtype = node.meta["values"][0].dtype
         if node in self.place:
-            made = contiguous(self.output_base[self.place[node]], shape(node), dtype)
+            span = contiguous(self.output_base[self.place[node]], shape(node), dtype)
         elif node in self.pieces:
             whole, piece = self.pieces[node]
-            made = narrow(self.target(whole), piece.dim, piece.start, piece.size)
+            span = narrow(self.target(whole), piece.dim, piece.start, piece.size)
         else:
-            made = contiguous(self.base(shape(node), dtype, Memory.OWN), shape(node), dtype)
-        self.spans[node] = made
-        return made
+            span = contiguous(self.base(shape(node), dtype, Memory.OWN), shape(node), dtype)
+        self.spans[node] = span
+        return span
 
     # -- nodes
 
@@ -273,14 +273,14 @@ class Lowering:
 
     def _view(self, node: fx.Node) -> None:
         source = self.span(node.args[0])
-        found = view(source, node)
-        if found is None:  # a reshape that copies
+        span = view(source, node)
+        if span is None:  # a reshape that copies
             whole = contiguous(self.base(source.shape, source.dtype, Memory.OWN), source.shape, source.dtype)
             self.copy(whole, source)
-            found = view(whole, node)
-            if found is None:
+            span = view(whole, node)
+            if span is None:
                 raise NotNative(f"{node.target}")
-        self.spans[node] = found
+        self.spans[node] = span
 
     # -- instructions
 
@@ -426,10 +426,10 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
         source.base, source.offset, tuple(dims[d] for d in left), tuple(source.strides[d] for d in left), source.dtype
     )  # fmt: skip
     if not over:
-        found = calls.cast(source.dtype, out.dtype, None)
-        if found is None or source.base < 0:
+        cast_name = calls.cast(source.dtype, out.dtype, None)
+        if cast_name is None or source.base < 0:
             raise NotNative("a sum of that type")
-        lowering.loops(squeezed, [reduced], found.name, 0.0)
+        lowering.loops(squeezed, [reduced], cast_name.name, 0.0)
         return
     of_type(source, torch.float32)
     if over == list(range(len(over))) and len(over) < len(dims):
@@ -544,27 +544,29 @@ def put(lowering: Lowering, node: fx.Node) -> None:
 def _reduce(lowering: Lowering, name: str, source: Span, dim: object, out: Span, *, least: int = 0) -> None:
     """One instruction that takes a dimension to one element."""
     at = _position(dim, source.shape)
-    found = around(source, at)
-    kept = out.shape if len(out.shape) == len(source.shape) else (*out.shape[:at], ONE, *out.shape[at:])
-    strides = out.strides if kept is out.shape else (*out.strides[:at], 0, *out.strides[at:])
-    to = around(replace(out, shape=kept, strides=strides), at)
-    need(to.count == 1 and (to.rows, to.width) == (found.rows, found.width), "a result of another shape")
-    read = found.operand._replace(inner=found.step)
-    lowering.add(name, found.rows, found.width, to.operand, read, depth=(0, found.count), least=least)
+    spans = around(source, at)
+    shape_with_ones = (
+        out.shape if len(out.shape) == len(source.shape) else (*out.shape[:at], ONE, *out.shape[at:])
+    )
+    strides = out.strides if shape_with_ones is out.shape else (*out.strides[:at], 0, *out.strides[at:])
+    to = around(replace(out, shape=shape_with_ones, strides=strides), at)
+    need(to.count == 1 and (to.rows, to.width) == (spans.rows, spans.width), "a result of another shape")
+    read = spans.operand._replace(inner=spans.step)
+    lowering.add(name, spans.rows, spans.width, to.operand, read, depth=(0, spans.count), least=least)
 
 
 def extreme(lowering: Lowering, node: fx.Node) -> None:
     """amax, amin, argmax, argmin over one dimension, and either result of max and min over one."""
-    made: Any = node
+    result: Any = node
     place: bool = node.target in (aten.argmax.default, aten.argmin.default)
     if node.target is operator.getitem:
-        made, place = node.args[0], bool(node.args[1] == 1)
-        need(made.target in _EXTREMES, "one of several results")
-    over = made.args[1] if len(made.args) > 1 else None
+        result, place = node.args[0], bool(node.args[1] == 1)
+        need(result.target in _EXTREMES, "one of several results")
+    over = result.args[1] if len(result.args) > 1 else None
     dims = over if isinstance(over, (list, tuple)) else [over]
-    source = lowering.floats(made.args[0])
+    source = lowering.floats(result.args[0])
     need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")
-    least = made.target in (aten.amin.default, aten.argmin.default, aten.min.dim)
+    least = result.target in (aten.amin.default, aten.argmin.default, aten.min.dim)
     name = "PLACE_OF_EXTREME" if place else "EXTREME"
     _reduce(lowering, name, source, dims[0], lowering.target(node), least=int(least))
 
@@ -617,9 +619,9 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     size, padding, by_frequency = node.args[2:]
     need(not by_frequency and isinstance(size, int), "gradients by frequency")
     rows, place = as_rows(grad)
-    found = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
-    need([n for n, _ in found] in ([rows], []), "indices of more than one dimension")
-    at = Operand(index.base, index.offset, found[0][1] if found else 0, 1)
+    dims = [(n, s) for n, s in zip(index.shape, index.strides, strict=True) if n != ONE]
+    need([n for n, _ in dims] in ([rows], []), "indices of more than one dimension")
+    at = Operand(index.base, index.offset, dims[0][1] if dims else 0, 1)
     assert isinstance(padding, int) and isinstance(size, int)
     out = lowering.target(node).lines
     lowering.add("TABLE_GRADIENT", rows, grad.shape[-1][1], out, place, at, depth=(0, size), padding=padding)

@@ -47,9 +47,9 @@ class Partition(NamedTuple):
 
 
 def _row_types(nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
-    found = tuple(kind for kind in map(row_type, nodes) if kind is not None)
-    assert len(found) == len(nodes), "what is cut is row-wise"
-    return found
+    kinds = tuple(kind for kind in map(row_type, nodes) if kind is not None)
+    assert len(kinds) == len(nodes), "what is cut is row-wise"
+    return kinds
 
 
 def ancestors(nodes: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> dict[fx.Node, None]:
@@ -188,17 +188,17 @@ def _reached(left: Flow, start: Hashable) -> dict[Hashable, Hashable]:
 
 def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> dict[fx.Node, None]:
     """The nodes of the region that are not functions of n, shared operands and attributes alone."""
-    found: dict[fx.Node, bool] = {}
+    depends: dict[fx.Node, bool] = {}
     for node in next(iter(region)).graph.nodes if region else ():
         if node not in region:
             continue
         if node in free or node.op == "get_attr":
-            found[node] = False
+            depends[node] = False
         elif node.op == "placeholder" or is_random(node):
-            found[node] = True
+            depends[node] = True
         else:
-            found[node] = any(found.get(x, x not in free) for x in node.all_input_nodes)
-    return {node: None for node, yes in found.items() if yes}
+            depends[node] = any(depends.get(x, x not in free) for x in node.all_input_nodes)
+    return {node: None for node, yes in depends.items() if yes}
 
 
 def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> int:
@@ -263,17 +263,17 @@ def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Grap
     """A graph `(n, *inputs) -> wanted` of copies of the joint graph's nodes."""
     graph = fx.Graph()
     rows = joint.graph_rows()
-    known: dict[fx.Node, fx.Node] = {}
+    node_of: dict[fx.Node, fx.Node] = {}
     for node in [rows, *inputs]:
         name = node.name if node.op == "placeholder" else f"kept_{node.name}"
-        known[node] = graph.placeholder(name)
-        known[node].meta = dict(node.meta)
-    needed = ancestors(wanted, known)
+        node_of[node] = graph.placeholder(name)
+        node_of[node].meta = dict(node.meta)
+    needed = ancestors(wanted, node_of)
     for node in joint.graph.nodes:
-        if node in needed and node not in known:
+        if node in needed and node not in node_of:
             if node.op == "placeholder":
                 raise NotBatchable(f"{node.name} is needed where it is not at hand")
-            known[node] = graph.node_copy(node, lambda x: known[x])
-    graph.output(tuple(known[x] for x in wanted))
+            node_of[node] = graph.node_copy(node, lambda x: node_of[x])
+    graph.output(tuple(node_of[x] for x in wanted))
     eliminate_dead(graph)
     return graph

@@ -53,14 +53,14 @@ class ProductChoice:
         """In words: who multiplies what, and why."""
         ours = f"own {self.level} loops"
         if all(self.blas):
-            found = "torch's BLAS"
+            text = "torch's BLAS"
         elif not any(self.blas):
-            found = ours
+            text = ours
         else:
             names = [f"{layout}: {c}" for layout in LAYOUTS for c in CLASSES]
             parts = [name for name, blas in zip(names, self.blas, strict=True) if blas]
-            found = f"{ours}, torch's BLAS for {'; '.join(parts)}"
-        return f"{found} ({self.source})"
+            text = f"{ours}, torch's BLAS for {'; '.join(parts)}"
+        return f"{text} ({self.source})"
 
 
 @functools.cache
@@ -101,15 +101,15 @@ def kept(folder: Path, level: str) -> ProductChoice:
     """What was measured before on this machine, or is now, and kept for the next process."""
     key = machine_key(level)
     path = folder / f"products-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
-    found = read(path, key)
-    if found is not None:
-        return ProductChoice(found, f"measured before, kept in {path}", level)
+    blas = read(path, key)
+    if blas is not None:
+        return ProductChoice(blas, f"measured before, kept in {path}", level)
     new = measured()
     with contextlib.suppress(OSError):
         write(path, {"machine": key, "blas": list(new)})
-        found = read(path, key)  # the first of several processes decides for all
-        if found is not None:
-            return ProductChoice(found, f"measured now, kept in {path}", level)
+        blas = read(path, key)  # the first of several processes decides for all
+        if blas is not None:
+            return ProductChoice(blas, f"measured now, kept in {path}", level)
     return ProductChoice(new, f"measured now; {folder} can't be written to", level)
 
 
@@ -134,9 +134,9 @@ def read(path: Path, key: str) -> tuple[bool, ...] | None:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    found = data.get("blas") if isinstance(data, dict) and data.get("machine") == key else None
-    good = isinstance(found, list) and len(found) == len(LAYOUTS) * len(CLASSES)
-    return tuple(found) if good and all(type(x) is bool for x in found) else None
+    blas = data.get("blas") if isinstance(data, dict) and data.get("machine") == key else None
+    good = isinstance(blas, list) and len(blas) == len(LAYOUTS) * len(CLASSES)
+    return tuple(blas) if good and all(type(x) is bool for x in blas) else None
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -167,12 +167,16 @@ def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
         return None
     source: Any = node.args[0]
     if node.target is aten.expand.default:
-        given = shape(source)
-        if len(given) == len(dims) and given[0] != _ONE:
+        dims_of_source = shape(source)
+        if len(dims_of_source) == len(dims) and dims_of_source[0] != _ONE:
             return None
-        own = given[1:] if len(given) == len(dims) else given
-        part = source if own == given else _reshape(graph, source, own)
-        return part if own == dims[1:] else add_call(graph, aten.expand.default, (part, _plain(dims[1:])))
+        dims_of_row = dims_of_source[1:] if len(dims_of_source) == len(dims) else dims_of_source
+        part = source if dims_of_row == dims_of_source else _reshape(graph, source, dims_of_row)
+        return (
+            part
+            if dims_of_row == dims[1:]
+            else add_call(graph, aten.expand.default, (part, _plain(dims[1:])))
+        )
     if node.target is aten.reshape.default:
         inner = _shared_part(graph, source)
         return None if inner is None else _reshape(graph, inner, dims[1:])
@@ -413,7 +417,7 @@ def _sliced(node: object) -> tuple[fx.Node, int, int, int] | None:
 
 def _widen_slices(graph: fx.Graph) -> bool:
     """Functions of slices with the same bounds in each source, adjacent to others of the same sources."""
-    found: dict[Any, list[tuple[int, int, fx.Node]]] = {}
+    slices: dict[Any, list[tuple[int, int, fx.Node]]] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not node.users or not is_tensor(node) or not is_pointwise(node):
             continue
@@ -422,10 +426,10 @@ def _widen_slices(graph: fx.Graph) -> bool:
             continue
         sources, dim, start, end = part
         key = (node.target, sources, dim)
-        found.setdefault(key, []).append((start, end, node))
+        slices.setdefault(key, []).append((start, end, node))
     changed = False
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for (target, _, dim), parts in found.items():
+    for (target, _, dim), parts in slices.items():
         for run in _adjacent(parts):
             _replace_run(graph, target, dim, run, order)
             changed = True
@@ -548,10 +552,10 @@ def _side(values: list[Any], pieces: list[fx.Node], dim: int) -> Any:
     if any(shape(v) != shape(p) for v, p in zip(values, pieces, strict=True)):
         return _NEVER
     parts = [_sliced(v) for v in values]
-    known = [p for p in parts if p is not None]
-    one_source = len(known) == len(parts) and all(p[:2] == (known[0][0], dim) for p in known)
-    if one_source and all(a[3] == b[2] for a, b in itertools.pairwise(known)):
-        return known[0][0], known[0][2], known[-1][3]
+    tensors = [p for p in parts if p is not None]
+    one_source = len(tensors) == len(parts) and all(p[:2] == (tensors[0][0], dim) for p in tensors)
+    if one_source and all(a[3] == b[2] for a, b in itertools.pairwise(tensors)):
+        return tensors[0][0], tensors[0][2], tensors[-1][3]
     in_place = all(
         v.op == "call_function" and len(v.users) == 1 and not is_view(v) and not is_random(v) for v in values
     )

@@ -206,9 +206,9 @@ def _to_permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def slice_bounds(node: fx.Node) -> tuple[int, int, int] | None:
     """(dim, start, end) of a slice with step 1 and constant bounds on a constant dimension."""
-    given: list[Any] = list(node.args[1:])
+    arguments: list[Any] = list(node.args[1:])
     source: Any = node.args[0]
-    dim, start, end, step = given + [None] * (4 - len(given))
+    dim, start, end, step = arguments + [None] * (4 - len(arguments))
     rank = len(shape(source))
     dim = (dim or 0) % rank
     a, size = shape(source)[dim]

@@ -75,13 +75,13 @@ class DataClass(NamedTuple):
 
 def data_class(kind: type) -> DataClass | None:
     """What is known of a class; None where it is no such class."""
-    found = _DATA_CLASSES.get(kind, _NOT_MET)
-    if found is _NOT_MET:
-        made = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
-        of_dictionary = bool(made) and made[-1].__module__.partition(".")[0] == "torch_geometric"
+    described = _DATA_CLASSES.get(kind, _NOT_MET)
+    if described is _NOT_MET:
+        converters = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
+        of_dictionary = bool(converters) and converters[-1].__module__.partition(".")[0] == "torch_geometric"
         known = kind is types.SimpleNamespace or of_dictionary or _holds_all(kind)
-        found = _DATA_CLASSES[kind] = DataClass(_slots(kind), of_dictionary) if known else None
-    return found
+        described = _DATA_CLASSES[kind] = DataClass(_slots(kind), of_dictionary) if known else None
+    return described
 
 
 _NOT_MET = DataClass((), False)
@@ -133,9 +133,9 @@ def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
 
 def named(x: object, names: Container[str] | None) -> tuple[dict[str, object], tuple[str, ...]]:
     """The attributes of an object that count, and the names of those that don't but are there."""
-    known = data_class(type(x)) or _NOT_MET
-    held = attributes_of(x, known)
-    if not known.of_dictionary:
+    described = data_class(type(x)) or _NOT_MET
+    held = attributes_of(x, described)
+    if not described.of_dictionary:
         return {n: v for n, v in held.items() if names is None or n in names}, ()
     count = {
         n: v is not UNREAD and (names is None or n in names or v is None or type(v) is torch.Tensor)
@@ -165,17 +165,17 @@ def closed(x: Any) -> Any:
     """The objects that were opened, made anew."""
     kind = type(x)
     if kind is Opened:
-        known = data_class(x.kind) or _NOT_MET
-        if known.of_dictionary:
+        described = data_class(x.kind) or _NOT_MET
+        if described.of_dictionary:
             values = {n: closed(v) for n, v in zip(x.names, x.values, strict=True)}
             return x.kind.from_dict(values | dict.fromkeys(x.unread, UNREAD))
-        made = types.SimpleNamespace() if x.kind is types.SimpleNamespace else object.__new__(x.kind)
+        copy = types.SimpleNamespace() if x.kind is types.SimpleNamespace else object.__new__(x.kind)
         for name, value in zip(x.names, x.values, strict=True):
-            if name in known.slots:
-                object.__setattr__(made, name, closed(value))
+            if name in described.slots:
+                object.__setattr__(copy, name, closed(value))
             else:
-                made.__dict__[name] = closed(value)
-        return made
+                copy.__dict__[name] = closed(value)
+        return copy
     if kind is list or kind is tuple:
         return kind([closed(y) for y in x])
     if kind is dict:
@@ -202,11 +202,11 @@ def holds_tensors(x: Any, depth: int = 3) -> bool:
         return bool(x) and holds_tensors(x[0], depth - 1)
     if kind is dict:
         return any(holds_tensors(v, depth - 1) for v in x.values())
-    known = None if kind in ATOMS else data_class(kind)
-    if known is None:
+    described = None if kind in ATOMS else data_class(kind)
+    if described is None:
         return False
     is_tree, parts = False, []
-    for v in attributes_of(x, known).values():
+    for v in attributes_of(x, described).values():
         of = type(v)
         if of is torch.Tensor:
             if v.dim():

@@ -121,11 +121,11 @@ def differentiable_inputs(run: Run) -> dict[int, torch.Tensor]:
     """The tensors that gradients of a run go to, by id: shared operands and constants that require them."""
     if not run.grad:
         return {}
-    found = requiring_grad(list(run.operands.values()))
+    tensors = requiring_grad(list(run.operands.values()))
     for phase in run.phases:
         for s in phase.program.constants:
-            found.update((id(t), t) for t in differentiable_constants(phase.program, s))
-    return found
+            tensors.update((id(t), t) for t in differentiable_constants(phase.program, s))
+    return tensors
 
 
 def _read_back(run: Run, phases: Sequence[Phase]) -> list[torch.Tensor]:
@@ -147,13 +147,13 @@ def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> 
     """Those of the inputs that lead to results: hooks of the others, as of a score that was asked for alone, would be
     called with None."""
     reached, reaching = find_wanted([(p.program, p.needs) for p in run.phases], results)
-    found = operands_behind(run.phases, run.memory, reached, reaching)
+    operands = operands_behind(run.phases, run.memory, reached, reaching)
     for phase in run.phases:
         program = phase.program
         for s, payload in program.constants.items():
             marks = reaching[program.first_value[np.flatnonzero(program.sig == s)]].tolist()
-            found.update(id(t) for t, mark in zip(payload, marks, strict=True) if mark)
-    return {key: t for key, t in inputs.items() if key in found}
+            operands.update(id(t) for t, mark in zip(payload, marks, strict=True) if mark)
+    return {key: t for key, t in inputs.items() if key in operands}
 
 
 def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -166,10 +166,11 @@ def take_results(run: Run | DifferentiableRun, requests: Sequence[np.ndarray]) -
     if any(map(_is_heard, inputs.values())):
         hooked = {key for key, t in inputs.items() if _has_hooks(t)}
         reached = [_reached(run, values, inputs) for values in requests] if hooked else []
-        if any(hooked & found.keys() != hooked & reached[0].keys() for found in reached):
+        if any(hooked & reached_values.keys() != hooked & reached[0].keys() for reached_values in reached):
             run.lasting = True  # each result goes backward by itself: a loss may depend on some of them alone
             return [
-                _attached(run, [values], found)[0] for values, found in zip(requests, reached, strict=True)
+                _attached(run, [values], reached_values)[0]
+                for values, reached_values in zip(requests, reached, strict=True)
             ]
         inputs = _reached(run, np.concatenate(requests), inputs)
     return _attached(run, requests, inputs)
@@ -495,12 +496,12 @@ class UnrolledRun(DifferentiableRun):
     def emit(self, program: Program, schedule: Schedule) -> Unrolled:
         """The unrolled module of a scheduled program."""
         operations = self.operations(program)
-        known_rows, known, used = np.zeros(program.known, dtype=np.int64), [], []
+        known_rows, early, used = np.zeros(program.known, dtype=np.int64), [], []
         for t in range(len(program.types)):
             values = np.flatnonzero(program.type_of_value[: program.known] == t)
             known_rows[values] = np.arange(len(values))
             used.append(len(values))
-            known.append(values)
+            early.append(values)
         before = np.zeros(len(program.signatures), dtype=np.int64)
         plan = plan_arenas(
             program, schedule, operations.layouts, slots=operations.slots,
@@ -515,8 +516,8 @@ class UnrolledRun(DifferentiableRun):
                 order = plan.constant_order[s]
                 emitted.add_constant(s, np.arange(at, at + n) if order is None else order[at : at + n])
         arenas = [Blocks(kind, emitted.index) for kind in program.types]
-        known = [values for values in known if len(values)]
-        for values in known:
+        early = [values for values in early if len(values)]
+        for values in early:
             t = int(program.type_of_value[values[0]])
             arenas[t].append(emitted.place(f"known_{t}"), len(values))
         shared = emitted.add_shared()
@@ -525,7 +526,7 @@ class UnrolledRun(DifferentiableRun):
         results = [program.outputs[kinds == t] for t in np.unique(kinds).tolist()]
         read = [arenas[program.type_of_value[r[0]]].read(plan.row_of_value[r]) for r in results]
         module = emitted.finish(read)
-        return Unrolled(program, module, tuple(emitted.constants), tuple(known), shared, tuple(results))
+        return Unrolled(program, module, tuple(emitted.constants), tuple(early), shared, tuple(results))
 
 
 class _ProxySteps:

@@ -83,13 +83,13 @@ class Left(NamedTuple):
             rows = rows[: n * size]
             return rows if size == 1 else rows.view(n, size, *rows.shape[1:])
         if ref.kind == "output":
-            found = [
+            blocks = [
                 phase.rows_of_output(self.memory, k, ref.index)
                 for phase in self.phases
                 for k, s in enumerate(phase.plan.step_signature.tolist())
                 if phase.compiled[s] is compiled
             ]
-            return found[0] if len(found) == 1 else torch.cat(found)
+            return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         if ref.kind == "extra":
             return self.rows.extra(compiled)[ref.index]
         return self.memory.saved(compiled, ref.index)[:n]
@@ -131,11 +131,11 @@ class KernelTable:
             arrays = (*kinds_of_rows(operation), *operation.extra_types)
             if step is None or not all(k.nbytes and k.device.type == "cpu" for k in arrays):
                 continue
-            kept = operation.kept_groups
+            groups = operation.kept_groups
             inputs = tuple(
                 (FROM_STEPS, ref.index) if ref.kind == "extra"
-                else (FROM_FORWARD, kept.index(ref.index)) if ref.kind == "group"
-                else (FROM_FORWARD, len(kept) + ref.index) if ref.kind == "saved"
+                else (FROM_FORWARD, groups.index(ref.index)) if ref.kind == "group"
+                else (FROM_FORWARD, len(groups) + ref.index) if ref.kind == "saved"
                 else (OUTPUT, ref.index)
                 for ref in operation.parameter_inputs
             )  # fmt: skip
@@ -242,19 +242,19 @@ def operands_behind(
     phases: Sequence[Phase], memory: Memory, reached: Sequence[np.ndarray], reaching: np.ndarray
 ) -> set[int]:
     """The shared operands, by id, that results are computed from. reached, reaching: what `find_wanted` says."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for phase, leads in zip(phases, reached, strict=True):
         program = phase.program
         for s in np.flatnonzero(leads).tolist():
             shared, compiled = memory.shared.get(program.signatures[s], ()), phase.compiled[s]
             if compiled is None or not compiled.is_selective:
-                found.update(map(id, shared))
+                ids.update(map(id, shared))
                 continue
             first = program.first_value[np.flatnonzero(program.sig == s)]
             for j, places in enumerate(compiled.behind):
                 if reaching[first + j].any():
-                    found.update(id(shared[i]) for i in places)
-    return found
+                    ids.update(id(shared[i]) for i in places)
+    return ids
 
 
 def add_gradient(found: Gradients, tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -279,14 +279,14 @@ class Given(NamedTuple):
 
 def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch.Tensor | None]) -> Gradients:
     """The gradients of what a run read, given those of its results."""
-    given = [
+    gradients_given = [
         Given(int(run.value_type[values[0]]), values, grad)
         for values, grad in zip(requests, grads, strict=True)
         if grad is not None and len(values)
     ]
-    if not given:
+    if not gradients_given:
         return {}
-    if not memory_is_real() or inside_functorch() or any(map(_is_wrapped, given)):
+    if not memory_is_real() or inside_functorch() or any(map(_is_wrapped, gradients_given)):
         raise GradientError(
             'backward="compiled" computes on real tensors, not under FakeTensorMode, vmap (is_grads_batched=True) or '
             'make_fx: use @fxbatch.autobatch(backward="autograd")'
@@ -294,8 +294,8 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
     if is_watched():
         run.native = False
     with kernel_modes():
-        backward = Backward(run, given)
-        backward.write(given)
+        backward = Backward(run, gradients_given)
+        backward.write(gradients_given)
         backward.walk()
         backward.release()
     return backward.found
@@ -467,12 +467,12 @@ class Backward:
                     phase.tapes[k], given_by_output, keep=self.run.lasting or backward_keeps_graph()
                 )
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
-                given = input_grads[group]
-                target.zero_() if given is None else target.copy_(given)
+                gradient = input_grads[group]
+                target.zero_() if gradient is None else target.copy_(gradient)
             for position in compiled.grad_shared:
-                found = shared_grads[position]
-                if found is not None:
-                    add_gradient(self.found, shared[position], found)
+                gradient_of_operand = shared_grads[position]
+                if gradient_of_operand is not None:
+                    add_gradient(self.found, shared[position], gradient_of_operand)
             return
         if compiled.backward is None:
             return
@@ -539,11 +539,11 @@ class GradientViews:
         arena = self._rows.tensor(int(plan.read_arena[p][i]))
         if kind == GRADIENT_VIEW:
             return arena[start:stop]
-        found = self._indices.get(arena.device)
-        if found is None:
-            found = to_device(plan.indices, arena.device), to_device(plan.bags, arena.device)
-            self._indices[arena.device] = found
-        index, bags = found[0][start:stop], found[1]
+        indices = self._indices.get(arena.device)
+        if indices is None:
+            indices = to_device(plan.indices, arena.device), to_device(plan.bags, arena.device)
+            self._indices[arena.device] = indices
+        index, bags = indices[0][start:stop], indices[1]
         if kind == GRADIENT_SUM:
             bag = int(plan.bag[p][i])
             return sum_bags(arena, index, bags[bag : bag + n])

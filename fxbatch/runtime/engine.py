@@ -171,14 +171,14 @@ class Engine(Planner):
         return result
 
     def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> object:
-        found = Results(recording.results, recording.held)
-        values = found.values
+        results = Results(recording.results, recording.held)
+        values = results.values
         program = recording.recorder.final_program(values)
         if not isinstance(run, Run):
-            return self.assemble(run, found, run.finish(program, values), out)
+            return self.assemble(run, results, run.finish(program, values), out)
         with without_saved_tensor_hooks():
             renumber = run.finish(after_packed_calls(run, program), values)
-        return self.assemble(run, found, renumber, out)
+        return self.assemble(run, results, renumber, out)
 
     def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
@@ -254,8 +254,8 @@ class ReadyMinibatch:
     ) -> ReadyMinibatch:
         """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run
-        found = Results(recording.results, recording.held)
-        values = found.values
+        results = Results(recording.results, recording.held)
+        values = results.values
         program = recording.recorder.final_program(values)
         phase = None
         renumber: Renumber = lambda ids: ids  # noqa: E731
@@ -270,7 +270,7 @@ class ReadyMinibatch:
             for operand, tensor in zip(signature.shared, tensors, strict=True)
         ]
         return ReadyMinibatch(
-            engine, run, instances, found, renumber, phase, None if isinstance(run, Run) else program,
+            engine, run, instances, results, renumber, phase, None if isinstance(run, Run) else program,
             known_model(engine.table, engine.root).fingerprint, operands, modes_now(), recording.integers,
         )  # fmt: skip
 
@@ -310,16 +310,16 @@ def traced_items(batch: Any) -> list[TracedInstance]:
     if isinstance(batch, ReadyMinibatch):
         return batch.instances
     items: Sequence[object] = batch
-    found: list[TracedInstance] = []
+    traced: list[TracedInstance] = []
     for i, item in enumerate(items):
         if isinstance(item, Trace):
             item = TracedInstance(None, {}, item)
         if not isinstance(item, TracedInstance):
             wanted = (
                 "of traces or of instances, not of both"
-                if found
+                if traced
                 else "of traces here (fxbatch.TracedDataset)"
             )
             raise MinibatchError(f"a minibatch is {wanted}: item {i} is {type(item).__name__}")
-        found.append(item)
-    return found
+        traced.append(item)
+    return traced

@@ -91,14 +91,14 @@ class StepViews:
         self._made: dict[int, StepView] = {}
 
     def __getitem__(self, k: int) -> StepView:
-        found = self._made.get(k)
-        if found is None:
+        view = self._made.get(k)
+        if view is None:
             phase, plan = self.phase, self.phase.plan
             gathers = range(plan.first_gather.item(k), plan.first_gather.item(k + 1))
             outputs = range(plan.first_block.item(k + 1) - plan.first_block.item(k))
             outs = [phase.rows_of_output(self.memory, k, j) for j in outputs]
-            found = self._made[k] = [self._source(g) for g in gathers], outs, self._kept(k)
-        return found
+            view = self._made[k] = [self._source(g) for g in gathers], outs, self._kept(k)
+        return view
 
     def _source(self, g: int) -> Source:
         plan = self.phase.plan
@@ -226,12 +226,12 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     if phase.found is not None:
         memory.take(phase.operations.arrays, phase.found)
     launches, k, steps = 0, 0, len(phase.plan)
-    found = forward_steps(phase, memory, workspace) if native else None
-    if found is None:
+    native_steps = forward_steps(phase, memory, workspace) if native else None
+    if native_steps is None:
         launches = run_steps(phase, memory, workspace, range(steps))
     else:
         while k < steps:
-            stop = found.forward(k, steps) if found.begins_at(k) else k
+            stop = native_steps.forward(k, steps) if native_steps.begins_at(k) else k
             launches += stop - k
             if stop < steps:
                 launches += _run_one(phase, memory, workspace, stop)

@@ -149,10 +149,10 @@ class Pieces:
 
     def tensor(self, array: int) -> torch.Tensor:
         """An array as [rows, *shape]."""
-        found = self._tensors.get(array)
-        if found is None:
-            found = self._tensors[array] = self._make_tensor(array)
-        return found
+        tensor = self._tensors.get(array)
+        if tensor is None:
+            tensor = self._tensors[array] = self._make_tensor(array)
+        return tensor
 
     def _make_tensor(self, array: int) -> torch.Tensor:
         kind, rows = self.kinds[array], self.rows.item(array)
@@ -215,16 +215,16 @@ class Memory(Pieces):
 
     def types_of(self, program: Program) -> np.ndarray:
         """int64 [program.types]: the number of each type in this run."""
-        found = self._types.get(program.columns)
-        if found is None:
+        type_ids = self._types.get(program.columns)
+        if type_ids is None:
             columns = program.columns
             if self.type_ids:
                 ids = [self.type_ids.setdefault(t, len(self.type_ids)) for t in columns.types]
-                found = np.array(ids, dtype=np.int64)
+                type_ids = np.array(ids, dtype=np.int64)
             else:
-                self.type_ids, found = dict(columns.type_ids), columns.numbers
-            self._types[columns] = found
-        return found
+                self.type_ids, type_ids = dict(columns.type_ids), columns.numbers
+            self._types[columns] = type_ids
+        return type_ids
 
     def arena(self, type_id: int) -> torch.Tensor:
         """The values of a type."""
@@ -234,9 +234,9 @@ class Memory(Pieces):
         """The same as numpy sees it, for few numbers; None where it can't."""
         array = self._arena[type_id]
         if array not in self._host:
-            found = self.tensor(array)
-            plain = found.device.type == "cpu" and found.dtype in _NUMPY
-            self._host[array] = found.numpy() if plain else None
+            arena = self.tensor(array)
+            plain = arena.device.type == "cpu" and arena.dtype in _NUMPY
+            self._host[array] = arena.numpy() if plain else None
         return self._host[array]
 
     def copied(self, type_id: int, first: int, rows: int) -> torch.Tensor:
@@ -245,11 +245,11 @@ class Memory(Pieces):
         kind, pointer, room = self.kinds[array], self.places.item(array, 0), self.places.item(array, 1)
         start, size = first * kind.nbytes, rows * kind.nbytes
         if pointer and size and 0 <= start <= room - size:
-            made = torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
-            place = address(made, size)
+            rows_of_copy = torch.empty((rows, *kind.shape), dtype=kind.dtype, device=kind.device)
+            place = address(rows_of_copy, size)
             if place is not None:
                 ctypes.memmove(place, pointer + start, size)
-                return made
+                return rows_of_copy
         return self.tensor(array).narrow(0, first, rows).clone()
 
     def arena_of(self, kind: TensorSpec) -> torch.Tensor:
@@ -318,31 +318,31 @@ class Memory(Pieces):
 
     def _number(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a set's arrays and operations in this memory; arrays that are new have no rows yet."""
-        found, operations, kinds, arenas = [], [], list(self.kinds), list(self._arena)
+        numbering, operations, kinds, arenas = [], [], list(self.kinds), list(self._arena)
         for kind in arrays.kinds[: arrays.arenas]:
             type_id = self.type_ids[kind]
             if type_id == len(arenas):
                 arenas.append(len(kinds))
                 kinds.append(kind)
                 self._keys.append(id(kind))
-            found.append(arenas[type_id])
+            numbering.append(arenas[type_id])
         for compiled in arrays.compiled:
             if compiled is None:
                 operations.append(-1)
                 continue
-            own = kinds_of_rows(compiled)
+            kinds_of_operation = kinds_of_rows(compiled)
             if compiled not in self._operation:
                 self.first_of[compiled], self._operation[compiled] = len(kinds), len(self._operation)
-                kinds += own
-                self._keys += [(id(compiled), i) for i in range(len(own))]
-            found += range(self.first_of[compiled], self.first_of[compiled] + len(own))
+                kinds += kinds_of_operation
+                self._keys += [(id(compiled), i) for i in range(len(kinds_of_operation))]
+            numbering += range(self.first_of[compiled], self.first_of[compiled] + len(kinds_of_operation))
             operations.append(self._operation[compiled])
         self.kinds, self._arena = kinds, arenas
         self.phases.add(len(kinds), len(self._operation))
         none = np.zeros((len(kinds) - len(self.rows), 3), dtype=np.int64)
         self.rows, self._piece = (np.concatenate((x, none[:, 0])) for x in (self.rows, self._piece))
         self._inside, self.places = (np.concatenate((x, none)) for x in (self._inside, self.places))
-        numbers = np.array(found, dtype=np.int64), np.array(operations, dtype=np.int64)
+        numbers = np.array(numbering, dtype=np.int64), np.array(operations, dtype=np.int64)
         self._numbers[arrays] = numbers
         return numbers
 
@@ -352,11 +352,11 @@ class Memory(Pieces):
         width = arrays.columns.width
         if not self._numbers:
             return arena_table(self.places, width, arrays.arenas), self.places
-        found = self._columns.get(arrays)
-        if found is None or found[0] != self.moves:
+        columns = self._columns.get(arrays)
+        if columns is None or columns[0] != self.moves:
             places = self.places[self._numbers[arrays][0]]
-            found = self._columns[arrays] = self.moves, (arena_table(places, width, arrays.arenas), places)
-        return found[1]
+            columns = self._columns[arrays] = self.moves, (arena_table(places, width, arrays.arenas), places)
+        return columns[1]
 
     # -- what operations keep -----------------------------------------------------------------------
 
@@ -484,8 +484,8 @@ def _host_column(
     if type(payload) is IntegerColumn:
         return payload.numbers[where].astype(dtype, copy=False)
     items = list(payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()])
-    found = read_integers(items, kind.dtype)
-    return host_numbers(items, dtype) if found is None else found
+    integers = read_integers(items, kind.dtype)
+    return host_numbers(items, dtype) if integers is None else integers
 
 
 def stack_distinct(items: Sequence[torch.Tensor], out: torch.Tensor) -> None:

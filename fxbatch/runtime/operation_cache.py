@@ -159,7 +159,9 @@ class CompiledOperation:
         none: frozenset[int] = frozenset()
         read = [made[ref.index] if ref.kind == "extra" else none for ref in graphs.parameter_inputs]
         of = dict(zip(graphs.grad_shared, _made_of(graphs.parameters, read), strict=True))
-        return tuple(frozenset(i for i, found in of.items() if j in found or not found) for j in outputs)
+        return tuple(
+            frozenset(i for i, outputs_of in of.items() if j in outputs_of or not outputs_of) for j in outputs
+        )
 
     @functools.cached_property
     def is_selective(self) -> bool:
@@ -173,15 +175,15 @@ class CompiledOperation:
 
 def _made_of(module: fx.GraphModule, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """What each result of a graph is computed from, given what its first inputs after the number of rows are."""
-    found: dict[fx.Node, frozenset[int]] = {}
+    sources: dict[fx.Node, frozenset[int]] = {}
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    found.update(zip(places[1:], given, strict=False))
+    sources.update(zip(places[1:], given, strict=False))
     for node in module.graph.nodes:
-        if node not in found:
-            found[node] = frozenset().union(*[found[x] for x in node.all_input_nodes])
+        if node not in sources:
+            sources[node] = frozenset().union(*[sources[x] for x in node.all_input_nodes])
     (results,) = module.graph.output_node().args
     assert isinstance(results, (tuple, list))
-    return [found[x] if isinstance(x, fx.Node) else frozenset() for x in results]
+    return [sources[x] if isinstance(x, fx.Node) else frozenset() for x in results]
 
 
 def compile_operation(
@@ -228,10 +230,10 @@ def _emit(
 ) -> CompiledOperation:
     """The kernels of an operation's graphs: emitted, compiled where that was asked for and works, native otherwise."""
     read = (*graphs.backward_inputs, *graphs.parameter_inputs)
-    kept = tuple(sorted({r.index for r in read if r.kind == "group"}))
+    groups = tuple(sorted({r.index for r in read if r.kind == "group"}))
     programs = {
-        "forward": lambda kernel: forward_step(graphs, kept, kernel, shared),
-        "backward": lambda kernel: backward_step(graphs, kept, kernel, shared),
+        "forward": lambda kernel: forward_step(graphs, groups, kernel, shared),
+        "backward": lambda kernel: backward_step(graphs, groups, kernel, shared),
         "parameters": lambda kernel: parameters_step(graphs, kernel, shared),
     }
     kernels: dict[str, Kernel | CompiledGraph] = {}
@@ -247,12 +249,12 @@ def _emit(
         step = make_program(kernel) if native and (compile is None or compile.rest) else "compiled otherwise"
         if compile is not None and not isinstance(step, NativeStep):
             label = f"{signature.name}: {name}"
-            made = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
-            if isinstance(made, CompiledGraph):
-                kernels[name] = made
-                compiled.append(made)
+            compiled_graph = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
+            if isinstance(compiled_graph, CompiledGraph):
+                kernels[name] = compiled_graph
+                compiled.append(compiled_graph)
             else:
-                uncompiled.append(f"{name}: {made}")
+                uncompiled.append(f"{name}: {compiled_graph}")
                 step = make_program(kernel) if native else step
         if isinstance(step, NativeStep):
             steps[name] = step
@@ -263,10 +265,10 @@ def _emit(
         signature,
         needs,
         graphs,
-        forward=forward_function(graphs, kept, kernels["forward"]),
-        backward=None if back is None else backward_function(graphs, kept, back),
+        forward=forward_function(graphs, groups, kernels["forward"]),
+        backward=None if back is None else backward_function(graphs, groups, back),
         parameters=kernels.get("parameters"),
-        kept_groups=kept,
+        kept_groups=groups,
         source="\n".join(
             f"# {name}: {signature}\n{k.source}" for name, k in kernels.items() if name != "parameters"
         ),

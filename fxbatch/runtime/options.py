@@ -121,12 +121,12 @@ class Options:
     @staticmethod
     def of(**given: Any) -> Options:
         """Checked options; OptionError names the unknown one and lists the known."""
-        known = [f.name for f in dataclasses.fields(Options)]
+        names = [f.name for f in dataclasses.fields(Options)]
         for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise OptionError(f"unknown option {name!r}{hint} Known options: {', '.join(known)}")
+                raise OptionError(f"unknown option {name!r}{hint} Known options: {', '.join(names)}")
         if isinstance(given.get("shared"), str):
             given["shared"] = (given["shared"],)
         if "shared" in given:
@@ -182,11 +182,11 @@ def check_backend(backend: object) -> None:
     """Raise OptionError for what is no torch.compile backend; torch is asked about rare names only."""
     if isinstance(backend, bool) or callable(backend) or backend in ("auto", *_BACKENDS):
         return
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
         raise OptionError(
             f"compile={backend!r}: takes True, False, 'auto', a backend, or the name of one: "
-            f"{', '.join(map(repr, known))}"
+            f"{', '.join(map(repr, backends))}"
         )
 
 

@@ -256,9 +256,9 @@ class PackedCalls:
 
     def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
-        found: CallFamily | None = signature.sizes
-        found = self.first.get(signature) if found is None and self.first else found
-        return None if found is None or found.reason else found
+        family: CallFamily | None = signature.sizes
+        family = self.first.get(signature) if family is None and self.first else family
+        return None if family is None or family.reason else family
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         sig = work.program.sig
@@ -507,9 +507,9 @@ def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:
     read it; what else reads it is in the next one.
     """
     columns = program.columns
-    found = np.zeros(len(program), dtype=np.int64)
-    number_segments(program.sig, columns.width, columns.arity, program.inputs, packed, found, program.known)
-    return found
+    segment = np.zeros(len(program), dtype=np.int64)
+    number_segments(program.sig, columns.width, columns.arity, program.inputs, packed, segment, program.known)
+    return segment
 
 
 def _run_first(
@@ -551,8 +551,8 @@ def _with_constants(
     kinds = program.type_of_value[values]
     of_kind = {k: table.constant(program.types[k]).sid for k in np.unique(kinds).tolist()}
     sids = [of_kind[k] for k in kinds.tolist()]
-    kept = ~ran
-    width, first = program.width[program.sig[kept]], program.first_value[:-1][kept]
+    left = ~ran
+    width, first = program.width[program.sig[left]], program.first_value[:-1][left]
     number = np.full(program.values, -1)
     number[values] = np.arange(len(values))
     old = np.repeat(first - (np.cumsum(width) - width), width) + np.arange(width.sum())
@@ -564,9 +564,9 @@ def _with_constants(
     return dataclasses.replace(
         program,
         signatures=table.snapshot(),
-        sig=np.concatenate([np.array(sids, dtype=program.sig.dtype), program.sig[kept]]),
-        inputs=number[program.inputs[kept[program.reader]]],
-        instance=np.concatenate([program.instance[program.call_of_value[values]], program.instance[kept]]),
+        sig=np.concatenate([np.array(sids, dtype=program.sig.dtype), program.sig[left]]),
+        inputs=number[program.inputs[left[program.reader]]],
+        instance=np.concatenate([program.instance[program.call_of_value[values]], program.instance[left]]),
         outputs=number[program.outputs],
         constants=constants,
     )

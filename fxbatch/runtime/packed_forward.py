@@ -112,15 +112,15 @@ class PackedFamily:
     def note(self, bounds: Sequence[Bounds]) -> None:
         """Take in the sizes of a minibatch; where another dimension differs, graphs are built anew."""
         changed = False
-        for own, (low, high), seen in zip(self.own, bounds, self.shapes, strict=True):
+        for dims, (low, high), seen in zip(self.own, bounds, self.shapes, strict=True):
             for d, size in enumerate(seen):
-                if d not in own and not low[d] == high[d] == size:
-                    own.add(d)
+                if d not in dims and not low[d] == high[d] == size:
+                    dims.add(d)
                     changed = True
         if changed:
-            self.dynamic = tuple(tuple(sorted(own)) for own in self.own)
+            self.dynamic = tuple(tuple(sorted(dims)) for dims in self.own)
             self.variants, self.reason, self.built = [], "", 0
-        if sum(map(len, self.own)) > MOST_SIZES or any(len(own) > 2 for own in self.own):
+        if sum(map(len, self.own)) > MOST_SIZES or any(len(dims) > 2 for dims in self.own):
             self.reason = "too many sizes of its own"
 
 
@@ -226,15 +226,15 @@ class PackedForward:
     def _look(self, fn: object) -> Examined | None:
         """The module as it is; None where its code or hooks can't be known."""
         assert self.root is not None
-        found = self.examined
-        if found is None:
+        examined = self.examined
+        if examined is None:
             roots = Roots(self.root, "forward", fn, self.classes, loose=self.options.plain)
-            found = self._now(Examined(self.root, Reads(roots)))
-        elif not found.unchanged():
-            found = self._now(Examined(self.root, found.reads.again()))
-        mixes = found.coupled and self.options.batch_norm != "minibatch"
-        self.reason = found.reason or (found.coupled if mixes else "")
-        return None if self.reason else found
+            examined = self._now(Examined(self.root, Reads(roots)))
+        elif not examined.unchanged():
+            examined = self._now(Examined(self.root, examined.reads.again()))
+        mixes = examined.coupled and self.options.batch_norm != "minibatch"
+        self.reason = examined.reason or (examined.coupled if mixes else "")
+        return None if self.reason else examined
 
     def _now(self, found: Examined) -> Examined:
         """Note how the module is."""
@@ -423,11 +423,12 @@ class _Body:
 
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> object:
         """The forward's own result."""
-        given = iter(tensors)
+        tensors_left = iter(tensors)
         own = [
-            next(given) if x is _TENSOR else next(given).shape[0] if x is _NUMBER else x for x in self.plain
+            next(tensors_left) if x is _TENSOR else next(tensors_left).shape[0] if x is _NUMBER else x
+            for x in self.plain
         ]
-        leaves = [next(given) if x is _TENSOR_OF_ALL else x for x in own]
+        leaves = [next(tensors_left) if x is _TENSOR_OF_ALL else x for x in own]
         args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
         for name in self.again:
@@ -523,7 +524,7 @@ def _of_containers(
         if other != spec:
             return None
         rows.append(found)
-    own: list[list[torch.Tensor]] = []
+    columns: list[list[torch.Tensor]] = []
     whole: list[torch.Tensor] = []
     for i, column in enumerate(zip(*rows, strict=True)):
         if plain[i] is _TENSOR:
@@ -533,14 +534,14 @@ def _of_containers(
                 plain[i] = _TENSOR_OF_ALL
                 whole.append(column[0])
             else:
-                own.append(list(column))
+                columns.append(list(column))
         elif i in numbers or not _all_equal(column):
             if not all(type(x) is int and x >= 0 for x in column):
                 return None
             numbers.add(i)
             plain[i] = _NUMBER
-            own.append(list(map(_as_size, column)))
-    return _alike(own, tuple(plain), spec, classes, whole)
+            columns.append(list(map(_as_size, column)))
+    return _alike(columns, tuple(plain), spec, classes, whole)
 
 
 @cached("sizes of integers")
@@ -577,7 +578,7 @@ _OF_ALL_NAMED = frozenset((
 def _named(spec: TreeSpec) -> tuple[object, ...] | None:
     """What the classes of named tuples hold besides their fields: methods and numbers that code may read; None where
     they hold what can't be compared."""
-    found: list[object] = []
+    members: list[object] = []
     classes = [spec.context] if isinstance(spec.context, type) else []
     for cls in (c for given in classes for c in given.__mro__ if c not in (tuple, object)):
         for name, value in vars(cls).items():
@@ -585,13 +586,13 @@ def _named(spec: TreeSpec) -> tuple[object, ...] | None:
                 continue
             if type(value) not in ATOMS and not hasattr(type(value), "__get__"):
                 return None
-            found.append((name, static_key(value) if type(value) in ATOMS else ByIdentity(value)))
+            members.append((name, static_key(value) if type(value) in ATOMS else ByIdentity(value)))
     for child in children_of(spec):
         inner = _named(child)
         if inner is None:
             return None
-        found += inner
-    return tuple(found)
+        members += inner
+    return tuple(members)
 
 
 @cached("packed arguments")
@@ -637,15 +638,15 @@ def _all_equal(column: Sequence[object]) -> bool:
 
 def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> object:
     """Results stacked on a new first dimension; None where they can't be, or only one by one."""
-    made = []
+    stacked = []
     for output, tensor in zip(variant.function.lowered.outputs, outputs, strict=True):
         if output.layout == DENSE:
-            made.append(tensor)
+            stacked.append(tensor)
         elif output.layout == WHOLE:
-            made.append(tensor.expand(z.n, *tensor.shape).clone())
+            stacked.append(tensor.expand(z.n, *tensor.shape).clone())
         else:
             return None
-    return tree_unflatten(made, variant.spec)
+    return tree_unflatten(stacked, variant.spec)
 
 
 def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> list[object]:

@@ -110,7 +110,7 @@ class Planner:
             self._sticky.put(signature, inputs)
             needs = (inputs, needs[1])
         unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
-        made = self.operations.get(
+        compiled = self.operations.get(
             signature,
             needs,
             shared,
@@ -120,15 +120,15 @@ class Planner:
             may_build=functools.partial(self.queue.may_build, calls),
             late=late,
         )
-        if made.is_late:
+        if compiled.is_late:
             if not late:
                 again = functools.partial(self.compiled, signature, needs, shared, grad)
-                self.queue.put((id(signature), needs), made, again)
-        elif made.reason and signature.operation.kind == "graph":
+                self.queue.put((id(signature), needs), compiled, again)
+        elif compiled.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):
                 fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
-        return made
+        return compiled
 
     @property
     def strategy(self) -> Strategy | None:
@@ -167,11 +167,11 @@ class Planner:
 
     def family(self, program: Program, grad: bool) -> Family:
         """What this program has in common with those met before."""
-        found = survey(program)
+        facts = survey(program)
         return self.structures.get(
             "family",
-            (found.graph, found.present, grad),  # a graph is of one tuple of signatures
-            lambda: Family(program, found.counts.tolist(), grad=grad),
+            (facts.graph, facts.present, grad),  # a graph is of one tuple of signatures
+            lambda: Family(program, facts.counts.tolist(), grad=grad),
             HELD * len(program.signatures),
         )
 

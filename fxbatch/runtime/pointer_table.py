@@ -72,16 +72,16 @@ class PointerTable:
             step = None if operation is None else _step_of(operation, arrays, s, backward=backward)
             programs.append(None if step is None else step.program)
             if operation is not None and step is not None:
-                kept, saved = len(operation.kept_groups), len(operation.saved_types)
+                groups, saved = len(operation.kept_groups), len(operation.saved_types)
                 own = len(rows) // 3 + 1
-                shared = own + kept + saved
-                rows.extend((kept, saved, 0))
-                rows.extend((0, 0, 0) * (kept + saved))
+                shared = own + groups + saved
+                rows.extend((groups, saved, 0))
+                rows.extend((0, 0, 0) * (groups + saved))
                 for size in step.shared_bytes:
                     rows.extend((0, size, 0))
                 rows.extend((0, 0, 0) * len(operation.extra_types))
                 at += range(own, shared)
-                read += range(arrays.first[s], arrays.first[s] + kept + saved)
+                read += range(arrays.first[s], arrays.first[s] + groups + saved)
                 parts.append(_Part(s, operation, step, shared, shared + len(step.shared_bytes)))
             first.append(len(rows) // 3)
         if not parts:

@@ -69,19 +69,19 @@ class Pool:
                 self._sort_in()
             for most in (2 * lines + 64, 8 * lines + 64):
                 for i in range(len(self._free) - 1, -1, -1):  # the last one given is warm in the cache
-                    found = self._free[i]
-                    if lines <= found.lines <= most and found.device == device:
+                    piece = self._free[i]
+                    if lines <= piece.lines <= most and piece.device == device:
                         self.reused += 1
                         del self._free[i]
-                        self._bytes -= found.lines * LINE
-                        self._taken += found.lines * LINE
-                        return found
+                        self._bytes -= piece.lines * LINE
+                        self._taken += piece.lines * LINE
+                        return piece
             self.allocated += 1
             capacity = max(lines + lines // 4, 1)
             self._taken += capacity * LINE
         with torch.inference_mode(False):
-            made = torch.empty((capacity, LINE // 4), dtype=torch.float32, device=device)
-        return Piece(capacity, device, made, address(made, capacity * LINE) or 0)
+            memory = torch.empty((capacity, LINE // 4), dtype=torch.float32, device=device)
+        return Piece(capacity, device, memory, address(memory, capacity * LINE) or 0)
 
     def note_usual(self, rows: Iterable[tuple[Hashable, int]]) -> None:
         """How many rows arrays came to have in a run of several phases: as many are taken at once in the next."""
@@ -159,16 +159,16 @@ class GradientMemory:
         if size < self.LEAST:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:
-            kept = self._storages.get((shape, dtype))
-            if kept is None:
-                kept = self._storages.put((shape, dtype), [])
-            for entry in reversed(kept):  # the last one is warm in the cache
+            storages = self._storages.get((shape, dtype))
+            if storages is None:
+                storages = self._storages.put((shape, dtype), [])
+            for entry in reversed(storages):  # the last one is warm in the cache
                 # Resized, or moved into shared memory, it is the user's alone.
                 if _is_free(entry) and entry[0].data_ptr() == entry[1] and entry[0].nbytes() == size:
                     self.reused += 1
                     return torch.empty(0, dtype=dtype, device="cpu").set_(entry[0], 0, shape)  # type: ignore[call-overload]  # takes one
-            made = torch.empty(shape, dtype=dtype, device="cpu")
-            kept.append((made.untyped_storage(), made.data_ptr()))
-            if len(kept) > self.KEPT:
-                kept.pop(0)
-        return made
+            memory = torch.empty(shape, dtype=dtype, device="cpu")
+            storages.append((memory.untyped_storage(), memory.data_ptr()))
+            if len(storages) > self.KEPT:
+                storages.pop(0)
+        return memory

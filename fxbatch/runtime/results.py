@@ -67,9 +67,9 @@ class Results:
         for leaf in leaves:
             if type(leaf) is not Value and has_attributes(leaf):
                 self.opaque = True
-                found = values_in(leaf)
-                if found:
-                    self.objects[id(leaf)] = found
+                values = values_in(leaf)
+                if values:
+                    self.objects[id(leaf)] = values
 
     def all_values(self) -> list[Value]:
         """The values of all results, objects' among them, in order of appearance."""
@@ -77,14 +77,14 @@ class Results:
             return list(self.results)
         if not self.objects:
             return [x for leaves in self.leaves for x in leaves if type(x) is Value]
-        found = []
+        values = []
         for leaves in self.leaves:
             for x in leaves:
                 if type(x) is Value:
-                    found.append(x)
+                    values.append(x)
                 else:
-                    found += self.objects.get(id(x), [])
-        return found
+                    values += self.objects.get(id(x), [])
+        return values
 
     @property
     def values(self) -> np.ndarray:
@@ -103,30 +103,30 @@ class Results:
         """
         if self._is_alike() and not self.opaque:
             return self
-        found = self
+        alike = self
         if self.opaque:
-            found = self._taken_apart()
-            if not found._is_alike() and not self.objects:
-                found = self  # objects that the forward did not compute stay as they are
-        if not found._is_alike():
+            alike = self._taken_apart()
+            if not alike._is_alike() and not self.objects:
+                alike = self  # objects that the forward did not compute stay as they are
+        if not alike._is_alike():
             ordered = [in_order_of(result, self.results[0]) for result in self.results]
             if any(a is not b for a, b in zip(ordered, self.results, strict=True)):
-                found = Results(ordered)
-                found = found._taken_apart() if found.opaque else found
-        _same_structure(found)
-        return found
+                alike = Results(ordered)
+                alike = alike._taken_apart() if alike.opaque else alike
+        _same_structure(alike)
+        return alike
 
     def _is_alike(self) -> bool:
         return all(spec == self.specs[0] for spec in self.specs)
 
     def _taken_apart(self) -> Results:
-        found = Results(())
-        found.results = self.results
+        apart = Results(())
+        apart.results = self.results
         for result in self.results:
             leaves, structure = take_apart(result)
-            found.leaves.append(leaves)
-            found.specs.append(structure)
-        return found
+            apart.leaves.append(leaves)
+            apart.specs.append(structure)
+        return apart
 
 
 _VALUES = {Value}
@@ -248,14 +248,14 @@ def _stack_recorded(column: Sequence[Any]) -> object:
 
 def nest(results: Sequence[object]) -> object:
     """One pytree whose tensor leaves are jagged nested tensors over the instances."""
-    found = Results(results).made_alike()
+    alike = Results(results).made_alike()
     leaves = [
         torch.nested.as_nested_tensor(list(column), layout=torch.jagged)
         if all(isinstance(x, torch.Tensor) for x in column)
         else _stack_plain(column)
-        for column in zip(*found.leaves, strict=True)
+        for column in zip(*alike.leaves, strict=True)
     ]
-    spec = found.specs[0]
+    spec = alike.specs[0]
     return leaves[0] if spec is None else put_together(leaves, spec)
 
 

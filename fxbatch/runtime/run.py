@@ -152,8 +152,8 @@ class Run:
         operations, memory = template.operations, self.memory
         if last and not self.phases:
             memory.types_of(program)
-            schedule, found = self.planner.plan(program, schedule, template, reuse=not self.grad)
-            return Phase(program, schedule, found.plan, template.needs, operations, found)
+            schedule, phase = self.planner.plan(program, schedule, template, reuse=not self.grad)
+            return Phase(program, schedule, phase.plan, template.needs, operations, phase)
         schedule = self.planner.schedule(program) if schedule is None else schedule
         needs = template.needs.outputs
         plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
@@ -183,24 +183,24 @@ class Run:
             constants = tuple([s for s in program.constants if differentiable_constants(program, s)])
             known_needs = self.value_needs[: program.known]
         key = constants, early_needs(program, known_needs)
-        found = templates.get(key)
-        if found is None or not family.settled:
-            found = self._make_template(program, family, constants, known_needs)
+        template = templates.get(key)
+        if template is None or not family.settled:
+            template = self._make_template(program, family, constants, known_needs)
             if family.settled:
-                templates.put(key, found)
-        return found
+                templates.put(key, template)
+        return template
 
     def _family(self, program: Program) -> tuple[Family, Cache[Hashable, FamilyTemplate]]:
         """The family of a program and its templates: looked for once a run, whose operands stay what they are."""
-        found = survey(program)
-        key = found.graph, found.present
-        known = None if self.lasting else self._families.get(key)
-        if known is None:
+        facts = survey(program)
+        key = facts.graph, facts.present
+        family_and_templates = None if self.lasting else self._families.get(key)
+        if family_and_templates is None:
             family = self.planner.family(program, self.grad)
             tensors = family.resolve(self.operands)
             self.memory.shared.update(by_signature(family.called, tensors))
-            known = self._families[key] = family, family.templates(tensors)
-        return known
+            family_and_templates = self._families[key] = family, family.templates(tensors)
+        return family_and_templates
 
     def _make_template(
         self,
@@ -347,9 +347,9 @@ def _given_back(compiled: CompiledOperation | None, needs: tuple[bool, ...]) -> 
     """Which inputs an operation's backward gives gradients, of those that need some: not those of `x > 0` within it."""
     if compiled is None or is_constant(compiled.signature):
         return needs
-    given = {i for group in compiled.grad_groups for i in compiled.layout.groups[group]}
-    given.difference_update(compiled.without_gradient)
-    return tuple([need and i in given for i, need in enumerate(needs)])
+    inputs = {i for group in compiled.grad_groups for i in compiled.layout.groups[group]}
+    inputs.difference_update(compiled.without_gradient)
+    return tuple([need and i in inputs for i, need in enumerate(needs)])
 
 
 def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:

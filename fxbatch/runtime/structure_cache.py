@@ -65,11 +65,11 @@ class StructureCache:
             self.hits[kind] += 1
             return entry
         self.misses[kind] += 1
-        made = make()
+        thing = make()
         if may_be_rare and self._met.pop(hash(whole)) is None:
             self._met.put(hash(whole), True)
-            return made
-        return self.entries.put(whole, made, size)
+            return thing
+        return self.entries.put(whole, thing, size)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -142,15 +142,15 @@ class OperationSet:
     @functools.cached_property
     def read_back(self) -> list[tuple[Signature, int]]:
         """The shared operands without gradients of their own that backward reads: by signature, and which of its."""
-        found = []
+        operands = []
         for c in self.compiled:
             graphs = () if c is None or c.graphs is None else (c.graphs.backward, c.graphs.parameters)
             for graph in graphs:
                 if c is not None and graph is not None and c.signature.shared:
                     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
                     own = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
-                    found += [(c.signature, i) for i, (x, need) in enumerate(own) if x.users and not need]
-        return list(dict.fromkeys(found))
+                    operands += [(c.signature, i) for i, (x, need) in enumerate(own) if x.users and not need]
+        return list(dict.fromkeys(operands))
 
 
 @dataclass(frozen=True, eq=False)

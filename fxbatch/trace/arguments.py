@@ -142,8 +142,12 @@ def without_arrays(
     where types differ and are not all floating-point, TypeError. indexed: the array is an index.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    found = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
-    types = [recorder.type_of(x) if type(x) is Value else x for x in found if isinstance(x, torch.Tensor)]
+    leaves_as_tensors = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    types = [
+        recorder.type_of(x) if type(x) is Value else x
+        for x in leaves_as_tensors
+        if isinstance(x, torch.Tensor)
+    ]
     first = types[0].dtype
     alike = first.is_floating_point and all(x.dtype == first for x in types)
     floats = all(x.dtype.is_floating_point and len(x.shape) for x in types)
@@ -152,7 +156,7 @@ def without_arrays(
             f"{name} met a value and a numpy array of another type ({', '.join(str(x.dtype) for x in types)}), for "
             "which numpy and torch have different rules: write torch.from_numpy(array)"
         )
-    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(found, spec)
+    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves_as_tensors, spec)
     return given
 
 
@@ -160,9 +164,11 @@ def without_derived(given: object) -> Any:
     """Arguments with plain data in place of objects of classes derived from int, float or str, which are to
     torch what they are derived from; None where there are none."""
     leaves, spec = tree_flatten(given)
-    found = [_plain(x) for x in leaves]
+    plain_leaves = [_plain(x) for x in leaves]
     return (
-        tree_unflatten(found, spec) if any(x is not y for x, y in zip(leaves, found, strict=True)) else None
+        tree_unflatten(plain_leaves, spec)
+        if any(x is not y for x, y in zip(leaves, plain_leaves, strict=True))
+        else None
     )
 
 
@@ -337,9 +343,9 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
         args = args[0], _by_numbers(recorder, args[1])
     if args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
         key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.known.mode
-        known = recorder.heard.again.get(key)
-        if known is not None:
-            return known
+        view = recorder.heard.again.get(key)
+        if view is not None:
+            return view
     with DisableTorchFunctionSubclass():
         recorded = _is_recorded(recorder, func, args, kwargs)
     if recorded:
@@ -356,8 +362,10 @@ def _by_numbers(recorder: Any, index: object) -> object:
     if type(index) is int or not (recorder.watches_operands and recorder.can_read()):
         return index
     parts = index if type(index) is tuple else (index,)
-    found = tuple([int(x) if _is_position(x) else x for x in parts])
-    return index if any(type(x) is not int for x in found) else found if type(index) is tuple else found[0]
+    numbers = tuple([int(x) if _is_position(x) else x for x in parts])
+    return (
+        index if any(type(x) is not int for x in numbers) else numbers if type(index) is tuple else numbers[0]
+    )
 
 
 def _is_position(x: object) -> bool:

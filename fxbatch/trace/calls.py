@@ -134,18 +134,18 @@ def call_function(
         func = take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
-    own = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
-    arguments = Arguments(recorder, args, kwargs, views=func is not on_views, own=own)
+    is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
+    arguments = Arguments(recorder, args, kwargs, views=func is not on_views, own=is_custom)
     try:
         key = (func, *arguments.key())
     except OpaqueArgumentError as error:
-        if type(error) is ArrayArgument and not own:
+        if type(error) is ArrayArgument and not is_custom:
             indexed = func in (GETITEM, SETITEM)
             args, kwargs = without_arrays(recorder, function_name(func), args, kwargs, indexed=indexed)
             return call_function(recorder, func, args, kwargs)
         if func in (GETITEM, SETITEM) and (index := _plain_index(args[1])) is not args[1]:
             return call_function(recorder, func, (args[0], index, *args[2:]), kwargs)
-        plain = None if own else without_derived((args, kwargs))
+        plain = None if is_custom else without_derived((args, kwargs))
         if plain is not None:
             return call_function(recorder, func, *plain)
         raise OpaqueOperandError(
@@ -198,27 +198,27 @@ def call_function(
 def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction:
     """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed. Its states
     with each content are kept, the last one first."""
-    found = recorder.known.examined.get(id(func))
-    if found is not None and found.reads.near():
-        return found
-    known = recorder.table.functions.setdefault(id(func), [])
-    found = known[0] if known else None
-    if found is None or not found.reads.unchanged():
-        reads = Reads.of_function(func) if found is None else found.reads.again()
-        again = next((x for x in known if x.reads.key == reads.key and not x.reason), None)
+    examined = recorder.known.examined.get(id(func))
+    if examined is not None and examined.reads.near():
+        return examined
+    contents = recorder.table.functions.setdefault(id(func), [])
+    examined = contents[0] if contents else None
+    if examined is None or not examined.reads.unchanged():
+        reads = Reads.of_function(func) if examined is None else examined.reads.again()
+        again = next((x for x in contents if x.reads.key == reads.key and not x.reason), None)
         if again is not None:
-            known.remove(again)
+            contents.remove(again)
             again.reads, again.guards = reads, reads.guards()
         else:
-            many = known and not reads.opaque and len(known) >= MANY_STATES
-            reason = keeps_changing(known[0].reads.differs_from(reads)) if many else reads.opaque
-            again = ExaminedFunction(func, reads, len(known), reason)
-            if reason and found is not None and found.reason:
-                known.pop(0)
-        known.insert(0, again)
-        found = again
-    recorder.known.examined[id(func)], recorder.known.places = found, None
-    return found
+            many = contents and not reads.opaque and len(contents) >= MANY_STATES
+            reason = keeps_changing(contents[0].reads.differs_from(reads)) if many else reads.opaque
+            again = ExaminedFunction(func, reads, len(contents), reason)
+            if reason and examined is not None and examined.reason:
+                contents.pop(0)
+        contents.insert(0, again)
+        examined = again
+    recorder.known.examined[id(func)], recorder.known.places = examined, None
+    return examined
 
 
 def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
@@ -327,9 +327,9 @@ def _refuse_running_statistics(func: object, args: Any, kwargs: Any) -> None:
     if func not in (F.batch_norm, F.instance_norm):
         return
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    training = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
-    if given.get("running_mean") is not None and training:
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    training = named.get("training", False) if func is F.batch_norm else named.get("use_input_stats", True)
+    if named.get("running_mean") is not None and training:
         raise BatchCoupledError(
             f"{func.__name__} in training would change running statistics, which all instances share: use "
             f"training=False, or a normalisation without running statistics{at_line()}"
@@ -435,8 +435,8 @@ def _indices(recorder: RecordedCalls, index: object) -> object:
     if type(index) is tuple:
         parts: list[object] = []
         for part in index:
-            found = _indices(recorder, part)
-            parts.extend(found if type(found) is tuple else [found])
+            index_part = _indices(recorder, part)
+            parts.extend(index_part if type(index_part) is tuple else [index_part])
         return tuple(parts)
     if isinstance(index, torch.Tensor) and index.dtype in _MASKS and index.dim():
         (real,) = recorder.read([index]) if type(index) is Value else (index,)

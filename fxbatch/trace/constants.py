@@ -106,13 +106,13 @@ class IntegerColumn(Sequence[torch.Tensor]):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors themselves."""
-        found = self._tensors
-        if found is None:
-            found = list(itertools.chain.from_iterable(p.tensors for p in self._parts))
+        tensors_of_parts = self._tensors
+        if tensors_of_parts is None:
+            tensors_of_parts = list(itertools.chain.from_iterable(p.tensors for p in self._parts))
         if self._chosen is None:
-            self._tensors = found
-            return found
-        return [found[i] for i in self._chosen.tolist()]
+            self._tensors = tensors_of_parts
+            return tensors_of_parts
+        return [tensors_of_parts[i] for i in self._chosen.tolist()]
 
     def __len__(self) -> int:
         return len(self.numbers)

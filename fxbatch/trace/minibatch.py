@@ -567,8 +567,8 @@ class LazyBatch:
 
     def value(self, x: torch.Tensor) -> object:
         """A real tensor as a value of this batch, so that plain torch functions of it are recorded."""
-        found = self.recorder.constant(x)
-        return x if found is None else found
+        constant = self.recorder.constant(x)
+        return x if constant is None else constant
 
     def run(self) -> None:
         """Run everything pending as one batch."""
@@ -581,9 +581,9 @@ class LazyBatch:
 
     def real(self, results: object) -> Any:
         """A pytree with its Values replaced by real, differentiable tensors."""
-        found: list[Value] = []
-        tree_map(lambda x: found.append(x) if type(x) is Value else None, results)
-        real = iter(self._give(found))
+        values: list[Value] = []
+        tree_map(lambda x: values.append(x) if type(x) is Value else None, results)
+        real = iter(self._give(values))
         return tree_map(lambda x: next(real) if type(x) is Value else x, results)
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:

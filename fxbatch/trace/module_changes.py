@@ -229,7 +229,7 @@ def _first_changed(containers: Iterable[Container]) -> str:
 def _attributes(module: torch.nn.Module) -> dict[str, object]:
     """All that a module holds by name."""
     state = module.__dict__
-    found = {name: x for name, x in state.items() if name not in _TORCHS_OWN or name == "training"}
+    attributes = {name: x for name, x in state.items() if name not in _TORCHS_OWN or name == "training"}
     for table in TABLES:
-        found.update(state.get(table, {}))
-    return found
+        attributes.update(state.get(table, {}))
+    return attributes

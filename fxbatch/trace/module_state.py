@@ -193,7 +193,7 @@ class KnownModel:
 
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:
     """What is known of a model."""
-    found = table.known_model
-    if found is None or not found.is_true(model):
-        found = table.known_model = KnownModel(table.forward, model)
-    return found
+    state = table.known_model
+    if state is None or not state.is_true(model):
+        state = table.known_model = KnownModel(table.forward, model)
+    return state

@@ -184,22 +184,22 @@ def _copies_of_buffers(
     Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
     constants they are batched with the others of the module.
     """
-    kept = recorder.copies
-    if kept is None or not recorder.known.grad or not args or getattr(module, "max_norm", None) is not None:
+    copies = recorder.copies
+    if copies is None or not recorder.known.grad or not args or getattr(module, "max_norm", None) is not None:
         return None
     if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
         return None
     if not all(type(a) is _Tensor and not a.requires_grad and not a.is_inference() for a in args):
         return None
-    found = []
+    values = []
     for a in args:
-        copy = kept.get(id(a))
+        copy = copies.get(id(a))
         if copy is None or copy[2] != a._version:
             value = recorder.constant(a.detach().clone())
             assert value is not None
-            copy = kept[id(a)] = (value, a, a._version)
-        found.append(copy[0])
-    return tuple(found)
+            copy = copies[id(a)] = (value, a, a._version)
+        values.append(copy[0])
+    return tuple(values)
 
 
 def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
@@ -285,22 +285,24 @@ def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
 
 def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
     """The record's module as it is: looked at once a minibatch, and anew where it changed."""
-    found = recorder.known.examined.get(id(record))
-    if found is not None and not found.reads.near():
+    examined = recorder.known.examined.get(id(record))
+    if examined is not None and not examined.reads.near():
         recorder.forget_modules()
-        found = None
-    if found is None:
-        found = record.examined
-        if found is None:
-            found = record.examined = Examined(record.module, Reads.of_module(record.module, record.method))
-        elif not found.unchanged():
-            reads = found.reads.again()
-            record.changed = found.reads.differs_from(reads) or record.changed
-            found = record.examined = Examined(record.module, reads)
-        recorder.known.examined[id(record)], recorder.known.places = found, None
+        examined = None
+    if examined is None:
+        examined = record.examined
+        if examined is None:
+            examined = record.examined = Examined(
+                record.module, Reads.of_module(record.module, record.method)
+            )
+        elif not examined.unchanged():
+            reads = examined.reads.again()
+            record.changed = examined.reads.differs_from(reads) or record.changed
+            examined = record.examined = Examined(record.module, reads)
+        recorder.known.examined[id(record)], recorder.known.places = examined, None
         if id(record.module) not in recorder.known.modules.seen:  # it may change unseen
             recorder.lasts = False
-    return found
+    return examined
 
 
 def _note(recorder: RecordedCalls, module: torch.nn.Module, method: str | None, reason: str) -> None:

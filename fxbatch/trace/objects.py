@@ -163,10 +163,10 @@ def _put(leaves: Iterator[object], structure: TreeSpec | Structure) -> Any:
         if taken is None:
             flat.append(next(leaves))
             continue
-        made: object = object.__new__(taken.kind)
+        copy: object = object.__new__(taken.kind)
         for name, part in zip(taken.names, _put(leaves, taken.inside), strict=True):
-            object.__setattr__(made, name, part)
-        flat.append(made)
+            object.__setattr__(copy, name, part)
+        flat.append(copy)
     return tree_unflatten(flat, structure.spec)
 
 

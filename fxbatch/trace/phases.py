@@ -45,11 +45,11 @@ class Phases:
         flat, width = self.table.output_types()
         counts = width[sig]
         starts = width.cumsum() - width
-        made, typed = int(counts.sum()), self._typed
-        within = np.arange(made) - (counts.cumsum() - counts).repeat(counts)
-        if typed + made > len(self._types):
-            grown = np.empty(max(1024, 2 * (typed + made)), dtype=np.int32)
+        columns, typed = int(counts.sum()), self._typed
+        within = np.arange(columns) - (counts.cumsum() - counts).repeat(counts)
+        if typed + columns > len(self._types):
+            grown = np.empty(max(1024, 2 * (typed + columns)), dtype=np.int32)
             grown[:typed] = self._types[:typed]
             self._types = grown
-        self._types[typed : typed + made] = flat[starts[sig].repeat(counts) + within]
-        self._typed += made
+        self._types[typed : typed + columns] = flat[starts[sig].repeat(counts) + within]
+        self._typed += columns

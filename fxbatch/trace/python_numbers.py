@@ -123,18 +123,18 @@ def with_lifted_floats(recorder: RecordedCalls, func: object, args: Any, kwargs:
     if form is None or recorder.known.autocast is None:
         return None
     try:
-        found = form(*args, **kwargs)
+        lifted_form = form(*args, **kwargs)
     except TypeError:  # torch raises it again in its own words
         return None
-    if found is None or type(found[1][0]) is not Value:
+    if lifted_form is None or type(lifted_form[1][0]) is not Value:
         return None
-    t = recorder.type_of(found[1][0])
-    others = [recorder.type_of(x) if type(x) is Value else x for x in found[1][1:]]
+    t = recorder.type_of(lifted_form[1][0])
+    others = [recorder.type_of(x) if type(x) is Value else x for x in lifted_form[1][1:]]
     mixed = any(getattr(x, "dtype", t.dtype) not in (t.dtype, torch.bool) for x in others)
     if t.dtype not in (torch.float32, torch.float64) or mixed:
         return None
-    lift = [recorder.number(x, t.dtype, t.device) if type(x) in (int, float) else x for x in found[1]]
-    return found[0], tuple(lift)
+    lift = [recorder.number(x, t.dtype, t.device) if type(x) in (int, float) else x for x in lifted_form[1]]
+    return lifted_form[0], tuple(lift)
 
 
 def without_floats(key: object) -> tuple[object, tuple[object, ...]]:
@@ -214,17 +214,17 @@ def _new_entry(
             if entry is not None:
                 recorder.known.functions[key] = entry
                 return entry
-        made = _new_lifted(recorder, key, func, func, v, lifted, position)
+        lifted_entry = _new_lifted(recorder, key, func, func, v, lifted, position)
         if sized is not None:
-            sized.met(recorder.known.functions, pair, (key, made), of=func)
-        return made
+            sized.met(recorder.known.functions, pair, (key, lifted_entry), of=func)
+        return lifted_entry
 
 
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
-    known = recorder.row_calls.get((recorder.known.mode, v._type, index))
-    entry, number, row = _lift_row(recorder, v, index) if known is None else known
+    row_call = recorder.row_calls.get((recorder.known.mode, v._type, index))
+    entry, number, row = _lift_row(recorder, v, index) if row_call is None else row_call
     rows = getattr(v, "_rows", None)
     if rows is not None and row in rows:
         flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
@@ -256,9 +256,9 @@ def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int
     entry = recorder.known.functions.get(key)
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
-    found = entry, lifted._value, row
-    recorder.row_calls[recorder.known.mode, v._type, index] = found
-    return found
+    row_call = entry, lifted._value, row
+    recorder.row_calls[recorder.known.mode, v._type, index] = row_call
+    return row_call
 
 
 def _new_lifted(
@@ -282,13 +282,13 @@ def _new_lifted(
         def fixed(number: object) -> Entry:
             fixed_key = ("fixed", *key, static_key(number))
             with table.lock:
-                found = functions.get(fixed_key)
-                if found is None:
+                fixed_entry = functions.get(fixed_key)
+                if fixed_entry is None:
                     args = (slots[0], number) if position == 1 else (number, slots[0])
                     operation = table.operation(Operation(name, "function", fixed_func, FUNCTION))
                     alone = replace(s, operation=operation, inputs=(t,), arguments=Template.of((args, {})))
-                    found = functions[fixed_key] = table.add(alone, outcome)
-                return found
+                    fixed_entry = functions[fixed_key] = table.add(alone, outcome)
+                return fixed_entry
 
         table.lifted[entry.sid] = Lifted(position, fixed)
         recorder.known.functions[key] = entry

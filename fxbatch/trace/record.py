@@ -87,7 +87,7 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
     constants = {c._value - recorder.base: t for c, t in recorder.constants.rows()}
     wanted = v._value - recorder.base
     with tracing(None), torch.no_grad(), fake_mode(allow_non_fake_inputs=True) as mode:
-        made: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for call in _before(program, wanted):
             s, inputs = program.signatures[program.sig[call]], _inputs(program, call)
             outputs = range(*program.first_value[call : call + 2].tolist())
@@ -96,17 +96,17 @@ def laid_out(recorder: RecordedCalls, v: Value) -> torch.Tensor:
             if s.operation.kind in CONSTANT_KINDS:
                 if outputs[0] < recorder.carried:
                     raise _untold("it was computed too long ago")
-                given = constants.get(outputs[0])
+                payload = constants.get(outputs[0])
                 t = s.outputs[0]
-                made[outputs[0]] = (
+                tensors[outputs[0]] = (
                     torch.empty(t.shape, dtype=t.dtype, device=t.device)
-                    if given is None
-                    else mode.from_tensor(given.detach())
+                    if payload is None
+                    else mode.from_tensor(payload.detach())
                 )
                 continue
-            results = _run(recorder, s, inputs, [made[i] for i in inputs], mode)
-            made.update(zip(outputs, results, strict=True))
-        return made[wanted]
+            results = _run(recorder, s, inputs, [tensors[i] for i in inputs], mode)
+            tensors.update(zip(outputs, results, strict=True))
+        return tensors[wanted]
 
 
 def _run(
@@ -148,11 +148,11 @@ def _inputs(program: Program, call: int) -> list[int]:
 
 def _before(program: Program, value: int) -> list[int]:
     """All calls that a value depends on, its own last."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     ahead = [value]
     while ahead:
         call = int(program.call_of_value[ahead.pop()])
-        if call not in found:
-            found.add(call)
+        if call not in numbers:
+            numbers.add(call)
             ahead.extend(_inputs(program, call))
-    return sorted(found)
+    return sorted(numbers)

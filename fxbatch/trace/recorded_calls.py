@@ -106,10 +106,10 @@ class Knowledge:
 
     def note_places(self) -> None:
         """List the places of what was found, to be looked at before another recording goes on with it."""
-        found = [x for x in self.examined.values() if x.lasts]  # others are to be looked at again
-        if len(found) < len(self.examined):
+        lasting = [x for x in self.examined.values() if x.lasts]  # others are to be looked at again
+        if len(lasting) < len(self.examined):
             self.examined = {key: x for key, x in self.examined.items() if x.lasts}
-        self.places = [*(self.modules.places or ()), *(item for x in found for item in x.reads.items)]
+        self.places = [*(self.modules.places or ()), *(item for x in lasting for item in x.reads.items)]
         self.read = self.read_by_operations()
 
     def read_by_operations(self) -> list[Item]:
@@ -193,21 +193,21 @@ class RecordedCalls(Columns):
 
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
-        known = self.known
-        known.grad = grad = torch.is_grad_enabled()
+        knowledge = self.known
+        knowledge.grad = grad = torch.is_grad_enabled()
         self.graded = self.graded or grad
-        usual = known.autocast is False and not any_autocast()
-        if usual and known.mode_key.grad is grad and torch.get_default_dtype() is known.floats:
+        usual = knowledge.autocast is False and not any_autocast()
+        if usual and knowledge.mode_key.grad is grad and torch.get_default_dtype() is knowledge.floats:
             return
-        known.autocast = None if any_autocast() else False
+        knowledge.autocast = None if any_autocast() else False
         key = modes_now()
-        known.floats = key.default_dtype
-        if key != known.mode_key:
-            known.mode_key = key
-            if key not in known.by_mode:
+        knowledge.floats = key.default_dtype
+        if key != knowledge.mode_key:
+            knowledge.mode_key = key
+            if key not in knowledge.by_mode:
                 functions = self.table.entries.setdefault(("by mode", key), {})
-                known.by_mode[key] = (len(known.by_mode), functions)
-            known.mode, known.functions = known.by_mode[key]
+                knowledge.by_mode[key] = (len(knowledge.by_mode), functions)
+            knowledge.mode, knowledge.functions = knowledge.by_mode[key]
 
     def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
         """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
@@ -254,10 +254,10 @@ class RecordedCalls(Columns):
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
-        known = self.known
-        self.copies = known.places = known.owners = None
-        known.call_table.clear()
-        known.examined.clear()
+        knowledge = self.known
+        self.copies = knowledge.places = knowledge.owners = None
+        knowledge.call_table.clear()
+        knowledge.examined.clear()
         self.heard.forget()
         self.lasts = False
 
@@ -331,8 +331,10 @@ class RecordedCalls(Columns):
 
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
-        known = self.known
-        changed = first_changed(known.read_by_operations() if known.places is None else known.read, far=False)
+        knowledge = self.known
+        changed = first_changed(
+            knowledge.read_by_operations() if knowledge.places is None else knowledge.read, far=False
+        )
         if changed is not None:
             raise TraceError(
                 f"{changed.path} was changed while instances ran, in a way that can't be seen at each call: set "
@@ -362,13 +364,13 @@ class RecordedCalls(Columns):
         """The call is over, and its values that somebody holds are these tensors."""
 
         def give(values: Sequence[Value]) -> list[torch.Tensor]:
-            found = [tensor_of(v) for v in values]
-            if any(t is None for t in found):
+            tensors = [tensor_of(v) for v in values]
+            if any(t is None for t in tensors):
                 raise TraceError(
                     "a value of a finished call was used, which nobody held when the call ended: keep results "
                     f"instead{at_line()}"
                 )
-            return [t for t in found if t is not None]
+            return [t for t in tensors if t is not None]
 
         def answer(values: Sequence[Value], plain: bool) -> list[Any]:
             real = [t.detach() for t in give(values)]
@@ -404,8 +406,8 @@ class RecordedCalls(Columns):
     def gradient_switched(self, t: torch.Tensor) -> None:
         """Whether t requires a gradient is about to change: refused where a call has used it the other way."""
         if self.constants.get(t) is not None or self._has_used(t):
-            found = self.owner_of(t)
-            name = f"{type(found[0]).__name__}.{found[1]}" if found is not None else "a tensor"
+            owner = self.owner_of(t)
+            name = f"{type(owner[0]).__name__}.{owner[1]}" if owner is not None else "a tensor"
             raise TraceError(
                 f"requires_grad of {name} changes after a call has used it: all calls of a minibatch see the one of "
                 f"its end; use detach() or no_grad() for those calls, or change it outside the forward{at_line()}"
@@ -434,32 +436,32 @@ class RecordedCalls(Columns):
         table while in use: another thread begins anew."""
         table, self.recalls = self.table, True
         with table.lock:
-            kept: Knowledge | None = table.kept
+            knowledge: Knowledge | None = table.kept
             table.kept = None
-        return kept if kept is not None and kept.is_true(roots) else None
+        return knowledge if knowledge is not None and knowledge.is_true(roots) else None
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
-        known = self.known
-        if not self.lasts or known.owners is None or not (_fast is None or known.call_table.lasts()):
+        knowledge = self.known
+        if not self.lasts or knowledge.owners is None or not (_fast is None or knowledge.call_table.lasts()):
             return
-        if known.places is None:
-            known.note_places()
+        if knowledge.places is None:
+            knowledge.note_places()
         with self.table.lock:
-            self.table.kept = known
+            self.table.kept = knowledge
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""
-        known = self.known
-        known.places = None
+        knowledge = self.known
+        knowledge.places = None
         versions = {id(t): version for _, t, version in self.operands}
-        found = ModulesMet.of((*known.roots, *self.table.owners.values()), versions)
-        known.modules, known.owners = found, found.owners
-        self.heard.parameters = found.bare
-        self.lasts = self.lasts and found.places is not None
+        modules = ModulesMet.of((*knowledge.roots, *self.table.owners.values()), versions)
+        knowledge.modules, knowledge.owners = modules, modules.owners
+        self.heard.parameters = modules.bare
+        self.lasts = self.lasts and modules.places is not None
         # A lazy block may outlast an optimizer's step.
-        self.operands = found.operands if self.recalls else ()
-        return found.owners
+        self.operands = modules.operands if self.recalls else ()
+        return modules.owners
 
     # Constants, numbers, shared operands
 
@@ -532,9 +534,9 @@ class RecordedCalls(Columns):
 
     def shared_operand(self, t: torch.Tensor) -> SharedOperand | None:
         """The shared operand that t is, None when it is no parameter or buffer."""
-        found = self.owner_of(t)
-        if found is not None:
-            return SharedOperand(*found)
+        owner = self.owner_of(t)
+        if owner is not None:
+            return SharedOperand(*owner)
         return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
 
     # Types
@@ -592,9 +594,9 @@ class RecordedCalls(Columns):
     def _instances(self, calls: int) -> np.ndarray:
         """int32 [calls]: the instance of each."""
         if len(self.runs) == 1:
-            found = np.empty(calls, dtype=np.int32)
-            found.fill(self.runs[0])
-            return found
+            instances = np.empty(calls, dtype=np.int32)
+            instances.fill(self.runs[0])
+            return instances
         starts = np.array([*self.starts, calls], dtype=np.int64)
         return np.array(self.runs, dtype=np.int32).repeat(starts[1:] - starts[:-1])
 

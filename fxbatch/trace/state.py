@@ -64,8 +64,8 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
     rank = first.dim()
     sizes = np.empty((len(tensors), rank), dtype=np.int64)
     if _fast is not None:
-        found = _fast.sizes_of(tensors, sizes, rank)
-        return None if found is None else (sizes, (found[:rank], found[rank:]))
+        bounds = _fast.sizes_of(tensors, sizes, rank)
+        return None if bounds is None else (sizes, (bounds[:rank], bounds[rank:]))
     kind = (torch.Tensor, first.dtype, first.requires_grad, first.dim())
     if any((type(t), t.dtype, t.requires_grad, t.dim()) != kind for t in tensors):
         return None

@@ -268,27 +268,30 @@ class SignatureTable:
 
     def snapshot_and_columns(self) -> tuple[tuple[Signature, ...], SignatureColumns]:
         """All signatures as a tuple, index = id, and their columns."""
-        found = self._snapshot
-        if len(found[0]) != len(self.signatures):
+        snapshot = self._snapshot
+        if len(snapshot[0]) != len(self.signatures):
             signatures = tuple(self.signatures)
-            found = self._snapshot = signatures, signature_columns(signatures)
-        return found
+            snapshot = self._snapshot = signatures, signature_columns(signatures)
+        return snapshot
 
     def arity(self) -> np.ndarray:
         """int64 [signatures]: inputs of each."""
-        found = self._arity
-        if len(found) != len(self.signatures):
-            found = self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
-        return found
+        arity = self._arity
+        if len(arity) != len(self.signatures):
+            arity = self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
+        return arity
 
     def output_types(self) -> tuple[np.ndarray, np.ndarray]:
         """int32: type ids of all signatures' outputs, one signature after another; int64 [signatures]: how many."""
-        found = self._output_types
-        if len(found[1]) != len(self.outputs):
+        output_types = self._output_types
+        if len(output_types[1]) != len(self.outputs):
             outputs = list(self.outputs)
             flat = np.array([t for types in outputs for t in types], dtype=np.int32)
-            found = self._output_types = flat, np.array([len(types) for types in outputs], dtype=np.int64)
-        return found
+            output_types = self._output_types = (
+                flat,
+                np.array([len(types) for types in outputs], dtype=np.int64),
+            )
+        return output_types
 
     def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
         """Give a new signature its id. The caller holds the lock and has looked its key up."""
@@ -387,16 +390,16 @@ def fix_uniform_numbers(
 
 def uniform_entry(table: SignatureTable, entry: Entry, number: object) -> Entry | None:
     """The entry of a lifted call with this number in it, where all that the table has seen had this number."""
-    known = table.uniform.get(entry.sid)
-    if known is None or known is _VARIED or known != static_key(number):
+    uniform_key = table.uniform.get(entry.sid)
+    if uniform_key is None or uniform_key is _VARIED or uniform_key != static_key(number):
         return None
     return table.lifted[entry.sid].fixed(number)
 
 
 def varies_now(table: SignatureTable, entry: Entry) -> bool:
     """Note that a lifted call has another number than all before it; whether that is new."""
-    known = table.uniform.get(entry.sid)
-    if known is None or known is _VARIED:
+    uniform_key = table.uniform.get(entry.sid)
+    if uniform_key is None or uniform_key is _VARIED:
         return False
     table.uniform[entry.sid] = _VARIED
     return True

@@ -193,12 +193,12 @@ def _all_tensors(
     module: torch.nn.Module, given: dict[str, torch.Tensor], tied: bool
 ) -> dict[str, torch.Tensor]:
     """The given tensors, and the module's own for the names that are not given (nor tied to one that is)."""
-    own = {
+    tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    replaced = {id(own[name]) for name in given if name in own} if tied else set()
-    rest = {name: t for name, t in own.items() if name not in given and id(t) not in replaced}
+    replaced = {id(tensors[name]) for name in given if name in tensors} if tied else set()
+    rest = {name: t for name, t in tensors.items() if name not in given and id(t) not in replaced}
     return {**given, **rest}
 
 
@@ -381,9 +381,9 @@ def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwa
         return plain(*args, **kwargs)
     if recorder.written:
         args, kwargs = with_values(args, kwargs)
-    found = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
-    if found:
-        real = dict(zip(map(id, found), recorder.read(found), strict=True))
+    values = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
+    if values:
+        real = dict(zip(map(id, values), recorder.read(values), strict=True))
         args, kwargs = tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
     return plain(*args, **kwargs)
 

@@ -65,12 +65,12 @@ class FunctionReference:
         if self.pickled:
             return pickle.loads(self.pickled)
         try:
-            found = operator.attrgetter(self.name)(importlib.import_module(self.module))
+            named = operator.attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError) as error:
             raise StaleTraceError(
                 f"the trace calls {self.module}.{self.name}, which is gone: {error}"
             ) from None
-        return found.__wrapped__ if getattr(found, "__fxbatch_operation__", False) is True else found
+        return named.__wrapped__ if getattr(named, "__fxbatch_operation__", False) is True else named
 
 
 def refer(func: object) -> FunctionReference:
@@ -126,9 +126,9 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: object) -
         target = names[id(op.target)]
     elif op.kind == "function":
         target = refer(op.target)
-    own = len(s.shared_names)
+    first_input = len(s.shared_names)
     shared = []
-    for operand in s.shared[own:]:
+    for operand in s.shared[first_input:]:
         if operand.owner is None or id(operand.owner) not in names:
             raise TraceError(
                 f"{op.name} uses a parameter that is not part of the model: its trace can't be kept"
@@ -144,7 +144,7 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: object) -
         members = [type(x).__module__ for x in arguments.leaves if isinstance(x, enum.Enum)]
         key = repr((arguments.leaves, str(arguments.spec), *members))
     made = Described(
-        op.kind, op.name, target, op.method, op.rule == MARKED, s.inputs, s.outputs, tuple(shared), own, None,
+        op.kind, op.name, target, op.method, op.rule == MARKED, s.inputs, s.outputs, tuple(shared), first_input, None,
         s.modes, lifted,
     )  # fmt: skip
     key = f"{made!r}{key}{type(sample).__name__ if lifted >= 0 else ''}"
@@ -251,15 +251,15 @@ class Trace:
     def integers(self) -> dict[int, IntegerColumn]:
         """The constants that are integers without dimensions, by signature: read once, and again when one was
         written to."""
-        found: dict[int, IntegerColumn] | None = self.__dict__.get("_integers")
-        if found is None or any(column.written_to() for column in found.values()):
-            found = self.__dict__["_integers"] = {}  # a cache: the trace says the same
+        columns: dict[int, IntegerColumn] | None = self.__dict__.get("_integers")
+        if columns is None or any(column.written_to() for column in columns.values()):
+            columns = self.__dict__["_integers"] = {}  # a cache: the trace says the same
             for k, payload in self.constants.items():
                 s = self.signatures[k]
                 read = read_payload(s.outputs[0], s.kind, payload, watched=True)
                 if read is not None:
-                    found[k] = read
-        return found
+                    columns[k] = read
+        return columns
 
     def program(self, model: torch.nn.Module | None = None, table: SignatureTable | None = None) -> Program:
         """The calls as a Program; a trace that comes from another process needs the model."""
@@ -367,7 +367,7 @@ def _trace(
         describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
     )
     now = known_model(table, model).fingerprint
-    found = [x for x in leaves if type(x) is Value]
+    values = [x for x in leaves if type(x) is Value]
     if any(has_attributes(x) and values_in(x) for x in leaves):
         reason = reason or "its result holds values in an object that torch's pytree does not know"
     slots = tuple(Slot("output", x.id) if type(x) is Value else x for x in leaves)
@@ -378,8 +378,8 @@ def _trace(
         constants={k: numbers[s] for k, s in enumerate(used.tolist()) if s in numbers},
         values=recorder.count - recorder.base,
         result=Template(slots, spec),
-        outputs=tuple(dict.fromkeys(x.id for x in found)),
-        output_types=tuple(recorder.type_of(x) for x in {x.id: x for x in found}.values()),
+        outputs=tuple(dict.fromkeys(x.id for x in values)),
+        output_types=tuple(recorder.type_of(x) for x in {x.id: x for x in values}.values()),
         fingerprint=now,
         under=under,
         digest=hashlib.sha256(repr((now, under, [d.key for d in described])).encode()).digest(),
@@ -391,8 +391,8 @@ def _trace(
 
 
 def _lifted(table: SignatureTable, sid: int) -> int:
-    found = table.lifted.get(sid)
-    return -1 if found is None else found.position
+    lifted = table.lifted.get(sid)
+    return -1 if lifted is None else lifted.position
 
 
 def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, object]:
@@ -400,9 +400,9 @@ def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, object]:
     samples: dict[int, object] = {}
     at = 0
     for sid in sigs.tolist():
-        found = recorder.table.lifted.get(sid)
-        if found is not None and sid not in samples:
-            samples[sid] = recorder.number_of[recorder.inputs[at + found.position]]
+        lifted = recorder.table.lifted.get(sid)
+        if lifted is not None and sid not in samples:
+            samples[sid] = recorder.number_of[recorder.inputs[at + lifted.position]]
         at += len(recorder.table.signatures[sid].inputs)
     return samples
 
@@ -416,11 +416,11 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     Raises StaleTraceError when the model is not as it was when a trace was made.
     """
     recorder = Recorder(table, (model,) if model is not None else (), len(traces))
-    known = known_model(table, model)
+    model_state = known_model(table, model)
     # A table of its own does not know which forward was traced: then the modules alone are compared.
     whole = table.forward is not None
-    _check_fresh(traces, known.fingerprint if whole else fingerprint(model), whole=whole)
-    ids = _signature_ids(traces, recorder, model, known)
+    _check_fresh(traces, model_state.fingerprint if whole else fingerprint(model), whole=whole)
+    ids = _signature_ids(traces, recorder, model, model_state)
     integers = _concatenate(traces, recorder, ids) if traces else []
     type_ids: dict[int, int] = {}  # by id of the type: hashing a type costs a microsecond
     results: list[object] = []
@@ -428,10 +428,10 @@ def merge(traces: Sequence[Trace], table: SignatureTable, model: torch.nn.Module
     for trace in traces:
         values = {}
         for v, t in zip(trace.outputs, trace.output_types, strict=True):
-            found = type_ids.get(id(t))
-            if found is None:
-                found = type_ids[id(t)] = table.type_ids[t]
-            values[v] = recorder.value(start + v, found)
+            type_id = type_ids.get(id(t))
+            if type_id is None:
+                type_id = type_ids[id(t)] = table.type_ids[t]
+            values[v] = recorder.value(start + v, type_id)
         if trace.row:
             results.append(tuple(values.values()))
         elif trace.leaf:
@@ -463,18 +463,18 @@ def _signature_ids(
     traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None, known: KnownModel
 ) -> list[np.ndarray]:
     """For each trace the table's id of each of its signatures."""
-    found: dict[str, int] = {}
+    sid_of_key: dict[str, int] = {}
     out = []
     with contextlib.ExitStack() as stack:
         for trace in traces:
             ids = known.ids.get(trace.digest)
             if ids is None:
-                missing = [s for s in trace.signatures if s.key not in found]
+                missing = [s for s in trace.signatures if s.key not in sid_of_key]
                 if missing:
                     stack.enter_context(patched())
                 for s in missing:
-                    found[s.key] = find_again(s, recorder.table, model)
-                ids = np.array([found[s.key] for s in trace.signatures], dtype=np.int32)
+                    sid_of_key[s.key] = find_again(s, recorder.table, model)
+                ids = np.array([sid_of_key[s.key] for s in trace.signatures], dtype=np.int32)
                 known.ids.put(trace.digest, ids)
             out.append(ids)
     return out

@@ -270,10 +270,10 @@ class Value(torch.Tensor):
 
     def _number(self) -> Any:
         """The only element, as Python's number."""
-        found = self._recorder.read_plain(self)
-        while type(found) is list:
-            (found,) = found
-        return found
+        number = self._recorder.read_plain(self)
+        while type(number) is list:
+            (number,) = number
+        return number
 
     def _is_one(self, kinds: frozenset[torch.dtype]) -> bool:
         return self.dtype in kinds and self.shape.numel() == 1
@@ -727,8 +727,8 @@ class WrittenTensor(torch.Tensor):
             return getattr(args[0], _attribute(func))
         if name in ("__set__", "__delete__"):
             return set_attribute(func, args)
-        own = Value.__dict__.get(name) if getattr(torch.Tensor, name, None) is func else None
-        result = func(*args, **kwargs) if own is None else own(*args, **kwargs)
+        method = Value.__dict__.get(name) if getattr(torch.Tensor, name, None) is func else None
+        result = func(*args, **kwargs) if method is None else method(*args, **kwargs)
         return next((x for x, v in pairs if result is v), result)
 
     @classmethod
