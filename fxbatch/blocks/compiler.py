@@ -83,7 +83,7 @@ class CompiledBlock(nn.Module):
 
     def _run(self, instance: Any) -> Any:
         recorder = current_recorder()
-        if recorder is None or not recorder.known.roots or recorder.known.roots[0] is not self:
+        if recorder is None or not recorder.knowledge.roots or recorder.knowledge.roots[0] is not self:
             return self.root(instance)
         run, wrap = self._local.direct(self, recorder)
         tape = self._local.tape

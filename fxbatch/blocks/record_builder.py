@@ -252,7 +252,7 @@ class _Use:
             return self._live
         recorder = self.to.tape.recorder
         assert recorder is not None
-        probe = Recorder(recorder.table, recorder.known.roots)
+        probe = Recorder(recorder.table, recorder.knowledge.roots)
         values = self._values(probe, self.inputs, None)
         given = [v._value - probe.base for v in _flatten(values)]
         first = len(probe.sigs)

@@ -201,10 +201,10 @@ class _Recorder(QuietDispatchMode):
 
     def _keep_form(self, x: torch.Tensor) -> None:
         """The call whose value is about to change keeps one of the form that it had."""
-        known = self.known.get(id(x))
-        if known is not None:
-            before = self.calls[known.index]
-            self.calls[known.index] = replace(before, value=without_autograd(x))
+        earlier = self.known.get(id(x))
+        if earlier is not None:
+            before = self.calls[earlier.index]
+            self.calls[earlier.index] = replace(before, value=without_autograd(x))
 
 
 _NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)

@@ -99,9 +99,9 @@ def _build_checked(
     while True:
         content = content_of(body, signature, needs, shared, zeros)
         try:
-            found = find(content, signature)
-            if found is not None:
-                return _judged(found, check_graphs(found, *needs, shared))
+            stored = find(content, signature)
+            if stored is not None:
+                return _judged(stored, check_graphs(stored, *needs, shared))
         except Exception:  # noqa: BLE001  # a custom gradient, a file that somebody changed: built like any other
             forget(content)
         joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros)

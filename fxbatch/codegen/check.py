@@ -210,12 +210,12 @@ class _Check:
         shared_grads: list[torch.Tensor | None] = [None] * len(shared)
         if graphs.backward is not None:
             starts = [given[i] for i in graphs.grad_outputs]
-            found = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
-            for index, grad in zip(graphs.grad_groups, found, strict=False):
+            outputs_and_saved = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
+            for index, grad in zip(graphs.grad_groups, outputs_and_saved, strict=False):
                 members = graphs.layout.groups[index]
                 for i, m in enumerate(members):
                     input_grads[m] = grad if len(members) == 1 else grad[:, i]
-            tensors["extra"] = found[len(graphs.grad_groups) :]
+            tensors["extra"] = outputs_and_saved[len(graphs.grad_groups) :]
         if graphs.parameters is not None:
             grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
@@ -396,11 +396,11 @@ def _compare_by_autograd(
         *weights,
     ]
     outputs = check.graphs.forward(3, *_grouped(check.graphs, inputs), *weights)[: len(eager.outputs)]
-    found = gradients_of(outputs, given, operands)
-    for i, (x, y) in enumerate(zip(found, (*eager.inputs, *eager.shared), strict=True)):
+    by_autograd = gradients_of(outputs, given, operands)
+    for i, (x, y) in enumerate(zip(by_autograd, (*eager.inputs, *eager.shared), strict=True)):
         if x is not None and y is None:
             raise NotBatchable(f"operand {i} has a gradient by autograd, and none in eager")
-    ours = _or_zeros(found, operands)
+    ours = _or_zeros(by_autograd, operands)
 
     def gradients(reference: ValuesAndGradients) -> Rows:
         return _or_zeros([*reference.inputs, *reference.shared], operands)

@@ -112,9 +112,9 @@ def walk(shape: Shape, spans: Sequence[Span]) -> list[tuple[Size, int, list[Oper
     Usually one; a few where the middle of three dimensions can't be walked with the others.
     """
     strides = [broadcast(span, shape) for span in spans]
-    kept = [d for d, size in enumerate(shape) if size != ONE]
-    dims = [shape[d] for d in kept]
-    steps = [[s[d] for d in kept] for s in strides]
+    wide_dims = [d for d, size in enumerate(shape) if size != ONE]
+    dims = [shape[d] for d in wide_dims]
+    steps = [[s[d] for d in wide_dims] for s in strides]
     need(not any(a for a, _ in dims[1:]), "a dimension after the first depends on the number of rows")
     rows: Size = ONE
     row_steps = [0] * len(spans)
@@ -154,19 +154,20 @@ def _collapse(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list
 def view(span: Span, node: fx.Node) -> Span | None:
     """The span of a view, a call on the node that the span is of. None: it would have to copy."""
     sizes = sample_sizes(node.graph)
-    found = []
+    view_strides = []
     for i in (0, 1):
         whole = [a * sizes[i] + b for a, b in span.shape]
         like = torch.empty_strided(whole, span.strides, dtype=torch.bool, device="meta")
         try:
-            found.append(_look(node, like, i))
+            view_strides.append(_look(node, like, i))
         except RuntimeError:
             return None
-    first, second = found
+    first, second = view_strides
     same = first.storage_offset() == second.storage_offset() and first.dim() == second.dim()
     shape = tuple(fit(x, y, sizes) for x, y in zip(first.shape, second.shape, strict=True))
     strides, other = (
-        tuple(0 if size == ONE else s for s, size in zip(x.stride(), shape, strict=True)) for x in found
+        tuple(0 if size == ONE else s for s, size in zip(x.stride(), shape, strict=True))
+        for x in view_strides
     )
     need(same and strides == other, "a view's strides depend on the number of rows")
     return Span(span.base, span.offset + first.storage_offset(), shape, strides, span.dtype, span.number)

@@ -480,20 +480,22 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
     size = matrix.shape[1]
     if matrix.strides[2] == 1 or size == ONE:
         whole = (rows, size, terms)
-        made = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
-        lowering.loops(made, [matrix, turned(vector)], "mul", 0.0)
-        over, place = as_rows(made)
+        product_span = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
+        lowering.loops(product_span, [matrix, turned(vector)], "mul", 0.0)
+        over, place = as_rows(product_span)
         to, stride = even_rows(out.shape, out.strides)
         need(to == over, "a product with other strides")
         lowering.add("SUM_LAST", over, terms[1], Operand(out.base, out.offset, stride, 1), place)
         return
     need(terms[1] <= SHORT, "a long product of lines that lie apart")
     whole = (rows, terms, size)
-    made = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
-    lowering.loops(made, [turned(matrix), vector], "mul", 0.0)
-    first = replace(made, shape=(rows, size), strides=(made.strides[0], made.strides[2]))
+    product_span = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
+    lowering.loops(product_span, [turned(matrix), vector], "mul", 0.0)
+    first = replace(
+        product_span, shape=(rows, size), strides=(product_span.strides[0], product_span.strides[2])
+    )
     flat = replace(out, shape=(rows, size), strides=(out.strides[0], out.strides[1 if columns == ONE else 2]))
-    _sum_short(lowering, flat, first, made.strides[1], terms[1])
+    _sum_short(lowering, flat, first, product_span.strides[1], terms[1])
 
 
 def softmax(lowering: Lowering, node: fx.Node) -> None:

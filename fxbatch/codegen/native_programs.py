@@ -56,16 +56,16 @@ def make_step(
         return reason
     if not isinstance(kernel, Kernel):
         return "compiled otherwise"
-    made = make_program(module, shared)
-    if isinstance(made, str):
-        return made
-    last = int((made.bases["kind"] == Memory.INPUT).sum())
+    new_program = make_program(module, shared)
+    if isinstance(new_program, str):
+        return new_program
+    last = int((new_program.bases["kind"] == Memory.INPUT).sum())
     first = last - len(shared)
-    sizes = (made.bases["rest"] * made.bases["row_bytes"])[first:last].tolist()
+    sizes = (new_program.bases["rest"] * new_program.bases["row_bytes"])[first:last].tolist()
     origins = records(Source, sources)
     products.settle()
     try:
-        program = extension.Program(made.bases, made.instructions, origins)
+        program = extension.Program(new_program.bases, new_program.instructions, origins)
         more = make_program(module, shared, adding=True) if sums else ""
         adding = None if isinstance(more, str) else extension.Program(more.bases, more.instructions, origins)
     except ValueError as error:

@@ -254,10 +254,10 @@ def _neutral(value: float, sides: tuple[int, ...]) -> Rule:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
             return None
         for side in sides:
-            other, kept = node.args[side], node.args[1 - side]
+            other, other_side = node.args[side], node.args[1 - side]
             number = other if isinstance(other, (int, float)) else constant_value(other)
-            if number == value and same_form(kept, node):
-                return kept
+            if number == value and same_form(other_side, node):
+                return other_side
         return None
 
     return rule

@@ -20,23 +20,23 @@ def components(nodes: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
     feeds: list[list[int]] = [[] for _ in range(nodes)]
     for a, b in edges:
         feeds[a].append(b)
-    found = _tarjan(feeds)
-    part_of = {node: p for p, part in enumerate(found) for node in part}
-    after = [sorted({part_of[b] for a in part for b in feeds[a]} - {p}) for p, part in enumerate(found)]
-    waits = [0] * len(found)
+    parts = _tarjan(feeds)
+    part_of = {node: p for p, part in enumerate(parts) for node in part}
+    after = [sorted({part_of[b] for a in part for b in feeds[a]} - {p}) for p, part in enumerate(parts)]
+    waits = [0] * len(parts)
     for readers in after:
         for p in readers:
             waits[p] += 1
-    ready = [(part[0], p) for p, part in enumerate(found) if not waits[p]]
+    ready = [(part[0], p) for p, part in enumerate(parts) if not waits[p]]
     heapq.heapify(ready)
     ordered = []
     while ready:
         _, p = heapq.heappop(ready)
-        ordered.append(found[p])
+        ordered.append(parts[p])
         for reader in after[p]:
             waits[reader] -= 1
             if not waits[reader]:
-                heapq.heappush(ready, (found[reader][0], reader))
+                heapq.heappush(ready, (parts[reader][0], reader))
     return ordered
 
 
@@ -45,7 +45,7 @@ def _tarjan(feeds: list[list[int]]) -> list[list[int]]:
     lowest = [0] * len(feeds)  # the earliest node on the path that it leads back to
     path: list[int] = []
     on_path = [False] * len(feeds)
-    found = []
+    parts = []
     for root in range(len(feeds)):
         work = [] if root in seen else [(root, iter(feeds[root]))]
         while work:
@@ -69,5 +69,5 @@ def _tarjan(feeds: list[list[int]]) -> list[list[int]]:
                     del path[-len(part) :]
                     for member in part:
                         on_path[member] = False
-                    found.append(sorted(part))
-    return found
+                    parts.append(sorted(part))
+    return parts

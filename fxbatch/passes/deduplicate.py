@@ -130,7 +130,7 @@ def _find_equal(
     held: Written = np.empty(sig.shape[0], dtype=np.int64)  # what a constant holds
     following: Written = np.array(begin)
     value: WrittenShorts = np.arange(values, dtype=np.int32)  # of each value the one that stands for it
-    kept = 0
+    distinct = 0
     at = 0
     v = known
     for c in range(sig.shape[0]):
@@ -149,31 +149,31 @@ def _find_equal(
                 raise IndexError(NOT_THERE)
             inputs[i] = value[given[i]]
             mixed = _mix(mixed, inputs[i])
-        found = c
+        match = c
         place = (mixed >> 32) & mask
-        while table[place] and found == c and not random[s]:
+        while table[place] and match == c and not random[s]:
             other = table[place] - 1
             if sig[other] == s and held[other] == held[c]:
                 i = 0
                 while i < arity[s] and inputs[first_input[other] + i] == inputs[at + i]:
                     i += 1
                 if i == arity[s]:
-                    found = other
+                    match = other
             place = (place + 1) & mask
-        keep[c] = found == c
-        if found == c:
-            kept += 1
+        keep[c] = match == c
+        if match == c:
+            distinct += 1
             if not random[s]:
                 table[place] = c + 1
         for i in range(width[s]):
-            value[v + i] = first_value[found] + i
+            value[v + i] = first_value[match] + i
         at += arity[s]
         v += width[s]
     for i in range(results.shape[0]):
         if results[i] < 0 or results[i] >= values:
             raise IndexError(NOT_THERE)
         outputs[i] = value[results[i]]
-    return kept
+    return distinct
 
 
 @cython.cfunc

@@ -99,15 +99,15 @@ def insert_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
 
 def _lifetimes(batched: BatchedGraph) -> tuple[np.ndarray, np.ndarray]:
     """A value: the depth that makes it, and the last depth that reads it."""
-    made = np.zeros(batched.program.values, dtype=np.int64)
+    birth = np.zeros(batched.program.values, dtype=np.int64)
     last = np.zeros(batched.program.values, dtype=np.int64)
     for _, node in batched.nodes("known", "batch"):
         for values in node.gives:
-            made[values] = node.depth
+            birth[values] = node.depth
     for _, node in batched.nodes():
         for values in node.wants:
             np.maximum.at(last, values, node.depth)
-    return made, last
+    return birth, last
 
 
 def insert_gathers(batched: BatchedGraph) -> BatchedGraph:
@@ -195,15 +195,15 @@ def add_pass_through_calls(program: Program) -> tuple[Program, Schedule]:
     depth (Looks et al. 2017, section 2). `insert_pass_throughs` does the same on the batched graph.
     """
     depth = depths(program).astype(np.int64)
-    made = np.zeros(program.values, dtype=np.int64)
-    made[program.known :] = depth[program.call_of_value]
+    birth = np.zeros(program.values, dtype=np.int64)
+    birth[program.known :] = depth[program.call_of_value]
     last = np.zeros(program.values, dtype=np.int64)
     np.maximum.at(last, program.inputs, depth[program.reader])
     last[program.outputs] = int(depth.max(initial=0)) + 1
-    count = np.maximum(last - 1 - made, 0)
+    count = np.maximum(last - 1 - birth, 0)
     if not count.any():
         return program, depth_schedule(program, depth, "fold")
-    return _carry(program, depth, made, count)
+    return _carry(program, depth, birth, count)
 
 
 def _carry(

@@ -260,9 +260,9 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     occurrence = np.arange(len(program))
     for match in matches:
         occurrence[match.calls] = match.calls[:, :1]
-    made = program.inputs >= program.known
-    source = program.call_of_value[program.inputs[made] - program.known]
-    reader = program.reader[made]
+    computed = program.inputs >= program.known
+    source = program.call_of_value[program.inputs[computed] - program.known]
+    reader = program.reader[computed]
     outside = occurrence[source] != occurrence[reader]
     source, reader = source[outside], reader[outside]
     width = len(matches) + len(program.signatures)
@@ -276,10 +276,10 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     feeds[source[again]] = True
     ins, outs = [], []
     for number, match in enumerate(matches):
-        made = match.values >= program.known
+        computed = match.values >= program.known
         before = kind[program.call_of_value[np.maximum(match.values - program.known, 0)]]
         external = np.array(match.block.wired) < 0
-        ins.append(((component[before] == component[number]) & made & external).any(axis=0))
+        ins.append(((component[before] == component[number]) & computed & external).any(axis=0))
         outs.append(feeds[match.calls].any(axis=0))
     return ins, outs
 
@@ -362,12 +362,12 @@ def _occurrences(
 
 
 def _without_overlap(start: np.ndarray, length: int) -> np.ndarray:
-    kept, free = [], -1
+    apart, free = [], -1
     for at in start.tolist():
         if at >= free:
-            kept.append(at)
+            apart.append(at)
             free = at + length
-    return np.array(kept, dtype=np.int64)
+    return np.array(apart, dtype=np.int64)
 
 
 def _values(program: Program, calls: np.ndarray, signatures: tuple[Signature, ...]) -> np.ndarray:
@@ -418,11 +418,11 @@ class Wiring:
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Inputs of the whole and shared operands in, its outputs out."""
         operands = dict(zip(self.shared, tensors[len(tensors) - len(self.shared) :], strict=True))
-        made: list[Sequence[torch.Tensor]] = []
+        results: list[Sequence[torch.Tensor]] = []
         for member, reads in zip(self.members, self.reads, strict=True):
-            inputs = [tensors[at] if source < 0 else made[source][at] for source, at in reads]
-            made.append(member.run(inputs, [operands[operand.key] for operand in member.shared]))
-        return [made[k][j] for k, j in self.outputs]
+            inputs = [tensors[at] if source < 0 else results[source][at] for source, at in reads]
+            results.append(member.run(inputs, [operands[operand.key] for operand in member.shared]))
+        return [results[k][j] for k, j in self.outputs]
 
     def signature(self) -> Signature:
         """The Signature of the whole."""
@@ -480,8 +480,8 @@ class Fuser:
         stream = Stream(program)
         if not stream.ordered:
             return program
-        found = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
-        return _Fusing(program, self, found).run() if found else program
+        matches = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
+        return _Fusing(program, self, matches).run() if matches else program
 
     def _put_in_one_walk(self, program: Program, blocks: list[CallBlock]) -> Program | None:
         """The program with fused calls; None where its calls don't stand as this needs them."""
@@ -577,10 +577,10 @@ class Fuser:
             [s for s, n in zip(program.signatures, called(program), strict=True)
              if n and s.operation.kind not in CONSTANT_KINDS]
         )  # fmt: skip
-        found = self.families.get(key)
-        if found is not None and len(program.sig) < RELEARNED * found.calls:
+        family = self.families.get(key)
+        if family is not None and len(program.sig) < RELEARNED * family.calls:
             self.new = 0
-            return found
+            return family
         self.new += 1
         blocks = self._learn(program, key)
         return self.families.put(key, _Learned(len(program), blocks))
@@ -663,14 +663,14 @@ class _Fusing:
         for slot, other in list(group.alias.items()):
             if (match.values[:, slot] != match.values[:, other]).any():
                 del group.alias[slot]  # from now on they are two inputs
-        made = {
+        new_values = {
             o: program.first_value[match.calls[:, k]] + (o - block.first_out[k])
             for o, k in enumerate(block.owner_out)
             if k in group.members
         }
-        group.outputs += [o for o in made if o not in group.outputs and outside[made[o]].any()]
+        group.outputs += [o for o in new_values if o not in group.outputs and outside[new_values[o]].any()]
         if not group.outputs:  # dead calls: any one output keeps the operation well formed
-            group.outputs.append(next(iter(made)))
+            group.outputs.append(next(iter(new_values)))
         inputs = [slot for slot in group.slots if slot not in group.alias]
         signature = self.fuser.signature(_wiring(block, group, inputs))
         if signature not in self.signatures[len(program.signatures) :]:
@@ -681,7 +681,7 @@ class _Fusing:
         self.inputs.append(match.values[:, inputs].reshape(-1))
         self.instance.append(program.instance[match.calls[:, 0]])
         for j, output in enumerate(group.outputs):
-            self.value_of[made[output]] = self.values + np.arange(len(place)) * len(group.outputs) + j
+            self.value_of[new_values[output]] = self.values + np.arange(len(place)) * len(group.outputs) + j
         self.values += len(place) * len(group.outputs)
 
 

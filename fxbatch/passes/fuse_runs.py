@@ -115,7 +115,7 @@ def find_runs(
             good = 0
         k: Int = 0
         slot: Int = first_slot[run] if run >= 0 else 0
-        made: Int = 0  # flat outputs of the members before
+        first_value: Int = 0  # flat outputs of the members before
         while good and k < length:
             c = order[p + k]
             good = sig[c] == member[first_member[run] + k]
@@ -134,8 +134,8 @@ def find_runs(
                 slot += 1
             if good:
                 head[c] = order[p]
-                place[c] = made  # its first flat output, until the run is done
-                made += width[sig[c]]
+                place[c] = first_value  # its first flat output, until the run is done
+                first_value += width[sig[c]]
                 k += 1
         if not good:
             for j in range(k):

@@ -395,7 +395,7 @@ class _GradientPlanner:
         r = 0
         phase_begin = self.indices
         consecutive: cython.bint
-        made: Written = p.made
+        gradient_of: Written = p.made
         first: Written = self.first_use
         for k in range(p.steps):
             s = p.step_signature[k]
@@ -403,13 +403,13 @@ class _GradientPlanner:
                 b = p.first_block[k] + p.choice[i]
                 most, least, consecutive, before = 0, 2, True, -1
                 for at in range(p.block[b], p.block[b] + p.step_rows[k]):
-                    v = made[at]
+                    v = gradient_of[at]
                     uses = first[v + 1] - first[v]
                     most, least = max(most, uses), min(least, uses)
                     row = self.rows[first[v]] if uses else 0
                     consecutive &= before < 0 or row == before + 1
                     before = row
-                row = self.single(made[p.block[b]])
+                row = self.single(gradient_of[p.block[b]])
                 p.read_arena[r], p.bag[r] = p.arena_ids[p.block_arena[b]], self.bags
                 if most == 0:
                     p.kind[r], p.start[r] = 0, self.indices - phase_begin
@@ -419,7 +419,7 @@ class _GradientPlanner:
                 else:
                     p.kind[r], p.start[r] = 3 if most > 1 else 2, self.indices
                     for at in range(p.block[b], p.block[b] + p.step_rows[k]):
-                        v = made[at]
+                        v = gradient_of[at]
                         if most == 1:
                             indices[self.indices] = self.single(v)
                             self.indices += 1

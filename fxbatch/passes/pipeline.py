@@ -49,10 +49,10 @@ class Pipeline:
     """The enabled passes, in the order of PASSES; `verify` checks the result of each."""
 
     def __init__(self, enabled: Collection[str], *, verify: bool = False) -> None:
-        known = [name for name, _, _ in PASSES]
+        names = [name for name, _, _ in PASSES]
         for name in sorted(enabled):
-            if name not in known:
-                raise OptionError(f"unknown pass {name!r}; known are {', '.join(known)}")
+            if name not in names:
+                raise OptionError(f"unknown pass {name!r}; known are {', '.join(names)}")
         self.passes = {name: make() for name, make, _ in PASSES if name in enabled}
         self.verify = verify
         self._did: list[PassRecord] = []

@@ -258,9 +258,9 @@ class RunColumns:
 
 def _longer(column: Any, items: int) -> np.ndarray:
     """An array with more items, which are zeros."""
-    found = np.zeros(items, dtype=np.int64)
-    found[: len(column)] = column
-    return found
+    longer = np.zeros(items, dtype=np.int64)
+    longer[: len(column)] = column
+    return longer
 
 
 @cython.cclass
@@ -540,18 +540,18 @@ class _ArenaPlanner:
     @cython.cfunc
     def out_of_order(self) -> list[int]:
         """Signatures of constants whose calls don't run in recorded order."""
-        found: list[int] = []
+        columns: list[int] = []
         for k in range(self.steps):
             s = self.step_signature[k]
             if not self.t.constant[s] or self.last[s] < 0:
                 continue
             for at in range(self.first[k], self.first[k + 1]):
                 if self.order[at] < self.last[s]:
-                    found.append(s)
+                    columns.append(s)
                     self.last[s] = -1
                     break
                 self.last[s] = self.order[at] + 1
-        return found
+        return columns
 
     # -- rows used again ----------------------------------------------------------------------------
 

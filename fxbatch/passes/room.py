@@ -44,10 +44,10 @@ def rows_of_arrays(table: ArrayTable, plan: Plan) -> tuple[np.ndarray, np.ndarra
     whose kept group is a view), else -1, and its first row there; the calls of each signature."""
     arrays = len(table.owner)
     signatures: Int = table.signatures
-    made = np.zeros(3 * arrays + 3 * signatures, dtype=np.int64)
-    found: Written = made
-    last: Written = made[3 * arrays + signatures :]  # of each signature its last step; how many it has
-    calls: Written = made[3 * arrays :]
+    columns = np.zeros(3 * arrays + 3 * signatures, dtype=np.int64)
+    found: Written = columns
+    last: Written = columns[3 * arrays + signatures :]  # of each signature its last step; how many it has
+    calls: Written = columns[3 * arrays :]
     owner: Ints = table.owner
     members: Ints = table.members
     group: Ints = table.group
@@ -73,10 +73,10 @@ def rows_of_arrays(table: ArrayTable, plan: Plan) -> tuple[np.ndarray, np.ndarra
                 found[arrays + i] = arena[g]
                 found[2 * arrays + i] = start[g]
     return (
-        made[:arrays],
-        made[arrays : 2 * arrays],
-        made[2 * arrays : 3 * arrays],
-        made[3 * arrays : 3 * arrays + signatures],
+        columns[:arrays],
+        columns[arrays : 2 * arrays],
+        columns[2 * arrays : 3 * arrays],
+        columns[3 * arrays : 3 * arrays + signatures],
     )
 
 

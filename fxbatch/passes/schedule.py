@@ -68,9 +68,9 @@ def lower_bound(program: Program) -> int:
 
 def longest_chains(program: Program) -> np.ndarray:
     """int64 [signatures]: the most calls of each signature on one path; 1 where it only occurs."""
-    found = survey(program)
-    chains = found.longest.copy()
-    for part in found.graph.several:
+    facts = survey(program)
+    chains = facts.longest.copy()
+    for part in facts.graph.several:
         chains[part] = Component(program, part).chains
     return chains
 
@@ -265,12 +265,12 @@ def cost_of(signature: Signature) -> int:
 def batch_by_lookahead(program: Program) -> Schedule:
     """The lookahead schedule, never of more steps than the agenda's; 0.02 us a call where no signatures wait for
     each other in turn, else up to 0.3."""
-    found = survey(program)
-    if not found.graph.several:
-        return _in_turn(program, found.before, found.longest)
-    before, length = found.before.copy(), found.longest.copy()
+    facts = survey(program)
+    if not facts.graph.several:
+        return _in_turn(program, facts.before, facts.longest)
+    before, length = facts.before.copy(), facts.longest.copy()
     bound = int(length.sum())
-    for part in found.graph.several:
+    for part in facts.graph.several:
         component = Component(program, part)
         bound += int(component.chains.sum()) - int(length[part].sum())
         length[part] = 0

@@ -139,7 +139,7 @@ def _keep_calls(
     known: Int,
 ) -> tuple[int, int]:
     """Calls and inputs that are kept, numbered anew."""
-    kept = 0
+    left = 0
     entries = 0
     at = 0
     values = known
@@ -165,14 +165,14 @@ def _keep_calls(
                     raise IndexError(NOT_THERE)
                 new_inputs[entries] = new_number[inputs[i]]
                 entries += 1
-            new_sig[kept], new_instance[kept] = s, instance[c]
-            kept += 1
+            new_sig[left], new_instance[left] = s, instance[c]
+            left += 1
         at += arity[s]
     for i in range(outputs.shape[0]):
         if not 0 <= outputs[i] < values:
             raise IndexError(NOT_THERE)
         new_outputs[i] = new_number[outputs[i]]
-    return kept, entries
+    return left, entries
 
 
 def number_segments(
@@ -185,7 +185,7 @@ def number_segments(
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
         values += width[sig[c]]
-    made: Written = np.zeros(
+    segment_of: Written = np.zeros(
         values, dtype=np.int64
     )  # twice the segment; one more where a marked call makes it
     at = 0
@@ -195,13 +195,15 @@ def number_segments(
         if at + arity[s] > inputs.shape[0]:
             raise IndexError(NOT_THERE)
         latest: Int = 0
+        when: Int = 0
         for i in range(at, at + arity[s]):
             if not 0 <= inputs[i] < value:
                 raise IndexError(NOT_THERE)
-            latest = max(latest, made[inputs[i]] if ends[c] else made[inputs[i]] + made[inputs[i]] % 2)
+            when = segment_of[inputs[i]]
+            latest = max(latest, when if ends[c] else when + when % 2)
         segment[c] = latest // 2
         for i in range(value, value + width[s]):
-            made[i] = 2 * (latest // 2) + ends[c]
+            segment_of[i] = 2 * (latest // 2) + ends[c]
         at += arity[s]
         value += width[s]
 
@@ -245,30 +247,30 @@ def kept_payloads(
     program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
 ) -> dict[int, Sequence[Any]]:
     """The constants of the calls where `keep` (bool [calls]) holds."""
-    kept: dict[int, Sequence[Any]] = {}
+    payloads_left: dict[int, Sequence[Any]] = {}
     for s, payload in payloads.items():
         room = np.empty(len(payload), dtype=np.int64)
         mine = room[: _kept_of(program.sig, keep, s, room)]
         if len(mine) == len(payload):
-            kept[s] = payload
+            payloads_left[s] = payload
         elif isinstance(payload, IntegerColumn):
-            kept[s] = payload.take(mine)
+            payloads_left[s] = payload.take(mine)
         else:
-            kept[s] = [payload[i] for i in mine.tolist()]
-    return kept
+            payloads_left[s] = [payload[i] for i in mine.tolist()]
+    return payloads_left
 
 
 def _kept_of(sig: Shorts, keep: Flags, s: Int, mine: Written) -> int:
     """Which of the calls of a signature are kept, written to `mine`; how many."""
     met = 0
-    kept = 0
+    count = 0
     for c in range(sig.shape[0]):
         if sig[c] == s and met < mine.shape[0]:
             if keep[c]:
-                mine[kept] = met
-                kept += 1
+                mine[count] = met
+                count += 1
             met += 1
-    return kept
+    return count
 
 
 def reorder(program: Program, order: np.ndarray) -> Program:

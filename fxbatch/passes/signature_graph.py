@@ -125,10 +125,10 @@ def _sum_of_products(a: Ints, b: Ints) -> int:
 
 def survey(program: Program) -> Survey:
     """The survey of a program, made once."""
-    found: Survey | None = program.notes.get("survey")
-    if found is None:
-        found = program.notes["survey"] = _survey(program)
-    return found
+    facts: Survey | None = program.notes.get("survey")
+    if facts is None:
+        facts = program.notes["survey"] = _survey(program)
+    return facts
 
 
 def _survey(program: Program) -> Survey:
@@ -152,9 +152,9 @@ def _walk(
     outs = out[signatures]
     places = slot[signatures] * outs
     dense = places <= _DENSE_LIMIT
-    made = np.zeros(2 * signatures, dtype=np.int64)
+    columns = np.zeros(2 * signatures, dtype=np.int64)
     marks = np.zeros(signatures + (places if dense else 0), dtype=np.uint8)
-    counts: Written = made
+    counts: Written = columns
     longest: Written = counts[signatures:]
     present: Marks = marks
     seen: Marks = present[signatures:]
@@ -173,7 +173,7 @@ def _walk(
     flat: WrittenShorts = scratch[values:]
     values = 0
     for c in range(sig.shape[0]):
-        s, own = sig[c], 0
+        s, depth = sig[c], 0
         if at + slot[s + 1] - slot[s] > inputs.shape[0]:
             raise IndexError(NOT_THERE)
         for i in range(slot[s], slot[s + 1]):
@@ -184,16 +184,16 @@ def _walk(
             if v >= 0:
                 if dense:
                     seen[i * outs + flat[v]] = 1
-                if sig[maker[v]] == s and before[maker[v]] >= own:
-                    own = before[maker[v]] + 1
-        before[c] = own
-        if own >= longest[s]:
-            longest[s] = own + 1
+                if sig[maker[v]] == s and before[maker[v]] >= depth:
+                    depth = before[maker[v]] + 1
+        before[c] = depth
+        if depth >= longest[s]:
+            longest[s] = depth + 1
         for i in range(out[s], out[s + 1]):
             maker[values], flat[values] = c, i
             values += 1
     pairs = marks[signatures:].nonzero()[0] if dense else None
-    return made[:signatures], made[signatures:], marks[:signatures].tobytes(), pairs
+    return columns[:signatures], columns[signatures:], marks[:signatures].tobytes(), pairs
 
 
 def _graph(columns: SignatureColumns, pairs: np.ndarray) -> SignatureGraph:
@@ -230,12 +230,12 @@ def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Writt
 
 def _find_pairs(program: Program) -> np.ndarray:
     """The pairs of a program of so many signatures that a table of all would be too large."""
-    made = program.inputs >= program.known
-    output = program.output_of_value[program.inputs[made] - program.known]
+    computed = program.inputs >= program.known
+    output = program.output_of_value[program.inputs[computed] - program.known]
     arity = program.arity[program.sig]
     within = np.arange(len(program.inputs)) - np.repeat(program.input_offsets[: len(program)], arity)
     slots = np.repeat(program.columns.first_slot[program.sig], arity) + within
-    return np.unique(slots[made] * int(program.width.sum()) + output)
+    return np.unique(slots[computed] * int(program.width.sum()) + output)
 
 
 # -- gradients --------------------------------------------------------------------------------------
@@ -292,11 +292,11 @@ def find_needs(
 ) -> Needs:
     """shared_needs: a signature, whether any shared operand of it requires a gradient; constant_needs: a
     constant signature, whether any of its tensors does; known_needs: bool [program.known]."""
-    found = survey(program)
+    facts = survey(program)
     early = early_needs(program, known_needs) or bytes(int(program.arity.sum()))
-    present = found.counts.nonzero()[0].tolist()
+    present = facts.counts.nonzero()[0].tolist()
     begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
-    return _spread_needs(program.signatures, *found.graph.key, tuple(present), begin, early)
+    return _spread_needs(program.signatures, *facts.graph.key, tuple(present), begin, early)
 
 
 def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
@@ -311,7 +311,7 @@ def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
 
 def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int, slots: Marks) -> bool:
     at = 0
-    found = False
+    any_early = False
     if needs.shape[0] < known:
         raise IndexError(NOT_THERE)
     for c in range(sig.shape[0]):
@@ -325,8 +325,8 @@ def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int
                 raise IndexError(NOT_THERE)
             if v < known and needs[v]:
                 slots[i] = 1
-                found = True
-    return found
+                any_early = True
+    return any_early
 
 
 @kept_by_signatures("needs")
@@ -385,7 +385,7 @@ def find_wanted(
     results = results if results.dtype == np.int64 else results.astype(np.int64)
     marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
     _mark(results, marked)
-    found = []
+    wanted_of_phases = []
     for program, needs in reversed(phases):
         c = program.columns
         hit = np.zeros(len(c.output_types), dtype=np.uint8)
@@ -395,9 +395,9 @@ def find_wanted(
         _mark_read(
             program.sig, c.first_output, c.first_slot, program.inputs, program.known, through, wanted, marked, leads,
         )  # fmt: skip
-        found.append(leads)
-    found.reverse()
-    return found, marked
+        wanted_of_phases.append(leads)
+    wanted_of_phases.reverse()
+    return wanted_of_phases, marked
 
 
 def _mark(results: Ints, marked: Marks) -> None:
@@ -441,10 +441,10 @@ def _mark_read(
         e -= slot[s + 1] - slot[s]
         if e < 0:
             raise IndexError(NOT_THERE)
-        found = 0
+        count = 0
         for i in range(first[s + 1] - first[s]):
-            found |= marked[v + i]
-        if found:
+            count |= marked[v + i]
+        if count:
             leads[s] = wanted[s]
             for i in range(e, e + slot[s + 1] - slot[s]):
                 if not 0 <= inputs[i] < marked.shape[0]:

@@ -39,10 +39,10 @@ def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension, whether it reduces that (1: a sum, 2: a
     mean), the number of its modes; empty where nothing can reduce a stack."""
     modes = list(dict.fromkeys(s.modes for s in signatures))
-    found = np.array(
+    kinds = np.array(
         [(is_stack(s), _reduction(s), modes.index(s.modes)) for s in signatures], dtype=np.int64
     ).T
-    return found if len(found) and found[:2].any(axis=1).all() else found[:0]
+    return kinds if len(kinds) and kinds[:2].any(axis=1).all() else kinds[:0]
 
 
 def summed_stacks(program: Program) -> np.ndarray:
@@ -79,11 +79,11 @@ class Unstacker:
         value = program.inputs[program.input_offsets[calls]]
         calls, value = calls[value >= program.known], value[value >= program.known]
         stack = program.call_of_value[value - program.known]
-        found = (stacks[stack] > 0) & (modes[stack] == modes[calls])
-        if not found.any():
+        fitting = (stacks[stack] > 0) & (modes[stack] == modes[calls])
+        if not fitting.any():
             return program
-        calls = calls[found]
-        return _Unstacking(self, program, calls, stack[found], sums[calls] == 2).run()
+        calls = calls[fitting]
+        return _Unstacking(self, program, calls, stack[fitting], sums[calls] == 2).run()
 
     def idle_below(self, program: Program) -> int:
         """Programs of these signatures with fewer calls are left as they are."""
@@ -193,10 +193,10 @@ class _Unstacking:
         """For each signature number of a reduction, that of the signature which takes its place."""
         number = np.zeros(len(self.program.signatures), dtype=np.int64)
         for s in np.unique(sig).tolist():
-            found = signature(self.program.signatures[s])
-            if found not in self.signatures:
-                self.signatures.append(found)
-            number[s] = self.signatures.index(found)
+            numbers = signature(self.program.signatures[s])
+            if numbers not in self.signatures:
+                self.signatures.append(numbers)
+            number[s] = self.signatures.index(numbers)
         return number[sig]
 
     def _addition(self, like: Signature) -> Signature:
@@ -220,11 +220,11 @@ def is_stack(signature: Signature) -> bool:
     if signature.operation.target is not torch.stack or signature.shared or signature.arguments is None:
         return False
     args, kwargs = signature.arguments.fill(input=[Slot("input", i) for i in range(len(signature.inputs))])
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    named = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
     rank = len(signature.inputs[0].shape) + 1
-    members = list(given.pop("tensors", ()))
+    members = list(named.pop("tensors", ()))
     in_order = members == [Slot("input", i) for i in range(len(signature.inputs))]
-    return in_order and int(given.pop("dim", 0)) % rank == 0 and not given
+    return in_order and int(named.pop("dim", 0)) % rank == 0 and not named
 
 
 def _reduction(signature: Signature) -> int:
@@ -233,15 +233,15 @@ def _reduction(signature: Signature) -> int:
     kind = 1 if target in _SUMS else 2 if target in _MEANS else 0
     if not kind or signature.shared or len(signature.inputs) != 1 or signature.arguments is None:
         return 0
-    source, made = signature.inputs[0], signature.outputs[0]
-    same = made == dataclasses.replace(source, shape=source.shape[1:]) and made.dtype in _DTYPES
+    source, reduced = signature.inputs[0], signature.outputs[0]
+    same = reduced == dataclasses.replace(source, shape=source.shape[1:]) and reduced.dtype in _DTYPES
     if not source.shape or not same or signature.modes.autocast:
         return 0
     args, kwargs = signature.arguments.fill(input=[Slot("input", 0)])
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    if len(args) > 2 or given.pop("input", None) != Slot("input", 0):
+    named = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    if len(args) > 2 or named.pop("input", None) != Slot("input", 0):
         return 0
-    dim = given.pop("dim", None)
+    dim = named.pop("dim", None)
     over = [dim] if type(dim) is int else dim
     first = len(source.shape) == 1 if over is None else [d % len(source.shape) for d in over] == [0]
-    return kind if first and not given else 0
+    return kind if first and not named else 0

@@ -84,7 +84,7 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
     made = e.line(
         f"torch.nn.functional.batch_norm({rows}, {given}, True, {e.source(a['momentum'])}, {e.source(a['eps'])})"
     )
-    return e.made(f"{made}.reshape({moved}.shape).movedim(-1, {place})", node.meta["val"])
+    return e.packed(f"{made}.reshape({moved}.shape).movedim(-1, {place})", node.meta["val"])
 
 
 RULES["fxbatch_rows::batch_norm"] = _batch_norm
@@ -92,14 +92,14 @@ RULES["fxbatch_rows::batch_norm"] = _batch_norm
 
 def trackers(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The counters of minibatches of a module's BatchNorm layers, by name, where they are in training."""
-    found = {}
+    trackers_by_name = {}
     for name, m in root.named_modules():
         tracked = getattr(m, "num_batches_tracked", None)
         if m.training and isinstance(tracked, torch.Tensor):
             if getattr(m, "momentum", 0) is None:
                 raise NoPackedForm("batch normalisation without a momentum")
-            found[f"{name}.num_batches_tracked" if name else "num_batches_tracked"] = tracked
-    return found
+            trackers_by_name[f"{name}.num_batches_tracked" if name else "num_batches_tracked"] = tracked
+    return trackers_by_name
 
 
 __all__ = ["batch_norm_as_nodes", "trackers"]

@@ -25,9 +25,9 @@ class UnknownExpressionError(Exception):
 def expression(size: object) -> Any:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        found = without_exact_quotients(sympy.sympify(size.node.expr))
+        size_expression = without_exact_quotients(sympy.sympify(size.node.expr))
         numbers = _NUMBERS.get(size.node.shape_env)
-        return found.xreplace(numbers) if numbers else found
+        return size_expression.xreplace(numbers) if numbers else size_expression
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
 
 
@@ -52,9 +52,9 @@ def without_exact_quotients(e: Any) -> Any:
 
 
 def _quotient(e: Any) -> Any:
-    found = sympy.cancel(e.args[0] / e.args[1])
-    exact = found.is_polynomial() and all(c.is_Integer for c in found.as_coefficients_dict().values())
-    return found if exact else e
+    quotient = sympy.cancel(e.args[0] / e.args[1])
+    exact = quotient.is_polynomial() and all(c.is_Integer for c in quotient.as_coefficients_dict().values())
+    return quotient if exact else e
 
 
 def depends(e: object) -> bool:
@@ -99,10 +99,10 @@ def column_source(e: Any, names: Mapping[Any, str]) -> str:
     if kind == "Not":
         return f"np.logical_not({parts[0]})"
     if kind in ("Max", "Min"):
-        made = parts[0]
+        text = parts[0]
         for part in parts[1:]:
-            made = f"np.{_CALLS[kind]}({made}, {part})"
-        return made
+            text = f"np.{_CALLS[kind]}({text}, {part})"
+        return text
     if kind in _CALLS and len(parts) == 1:
         return f"np.{_CALLS[kind]}({parts[0]})"
     if kind in _TO_INTEGERS and len(parts) == 1:

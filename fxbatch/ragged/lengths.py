@@ -46,13 +46,13 @@ class Lengths:
         """Of n sizes, or of one that all instances have."""
         if type(sizes) is np.ndarray and sizes.shape == (n,) and sizes.dtype == np.int64:
             return Lengths(np.ascontiguousarray(sizes), device)
-        made = np.empty(n, dtype=np.int64)
-        made[:] = sizes
-        return Lengths(made, device)
+        sizes_of_all = np.empty(n, dtype=np.int64)
+        sizes_of_all[:] = sizes
+        return Lengths(sizes_of_all, device)
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
-        made = torch.from_numpy(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        return made if self.device.type == "cpu" else made.to(self.device)
+        tensor = torch.from_numpy(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     @functools.cached_property
     def list(self) -> list[int]:
@@ -250,12 +250,14 @@ class Lengths:
         not finite is not zero."""
         mean = how == "mean"
         if self.shortest == 0:
-            made = self.sum(F.linear(rows, weight, bias))
-            return self.divided(made, 1) if mean else made
+            products = self.sum(F.linear(rows, weight, bias))
+            return self.divided(products, 1) if mean else products
         if mean:
             return F.linear(self.mean(rows), weight, bias)
-        made = F.linear(self.sum(rows), weight)
-        return made if bias is None else made + self.column.view(-1, *[1] * (made.dim() - 1)) * bias
+        products = F.linear(self.sum(rows), weight)
+        return (
+            products if bias is None else products + self.column.view(-1, *[1] * (products.dim() - 1)) * bias
+        )
 
     def group_norm(
         self,
@@ -272,14 +274,14 @@ class Lengths:
         mean = self.divided(self.sum(parts.sum((3, 4))), per_row)
         centred = parts - self.each(mean)[..., None, None]
         variance = self.divided(self.sum(centred.square().sum((3, 4))), per_row)
-        made = (
+        normalised = (
             (centred * self.each((variance + eps).rsqrt())[..., None, None])
             .reshape(rows.shape)
             .to(rows.dtype)
         )
         shape = (-1, *[1] * (rows.dim() - 3))
-        made = made if weight is None else made * weight.view(shape)
-        return made if bias is None else made + bias.view(shape)
+        normalised = normalised if weight is None else normalised * weight.view(shape)
+        return normalised if bias is None else normalised + bias.view(shape)
 
     # -- indices --------------------------------------------------------------------------------------
 
@@ -399,18 +401,18 @@ class _Mean(torch.autograd.Function):
         if ctx is not None:
             ctx.size = size
         rows = rows.contiguous()
-        made = rows.new_empty((size.n, *rows.shape[1:]))
-        means(rows.data_ptr(), size.sizes, _width(rows), made.data_ptr())
-        return made
+        reduced = rows.new_empty((size.n, *rows.shape[1:]))
+        means(rows.data_ptr(), size.sizes, _width(rows), reduced.data_ptr())
+        return reduced
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         gradient, size = gradients[0].contiguous(), ctx.size
         if torch.is_grad_enabled():  # a gradient of it may be asked for
             return None, size.each(size.divided(gradient, 1))
-        made = gradient.new_empty((size.total, *gradient.shape[1:]))
-        mean_gradients(gradient.data_ptr(), size.sizes, _width(gradient), made.data_ptr())
-        return None, made
+        row_gradients = gradient.new_empty((size.total, *gradient.shape[1:]))
+        mean_gradients(gradient.data_ptr(), size.sizes, _width(gradient), row_gradients.data_ptr())
+        return None, row_gradients
 
 
 class _Weighted(torch.autograd.Function):
@@ -422,9 +424,9 @@ class _Weighted(torch.autograd.Function):
         if ctx is not None:
             ctx.size = size
             ctx.save_for_backward(weights, rows)
-        made = rows.new_empty((size.n, *rows.shape[1:]))
-        weighted_sums(weights.data_ptr(), rows.data_ptr(), size.sizes, _width(rows), made.data_ptr())
-        return made
+        reduced = rows.new_empty((size.n, *rows.shape[1:]))
+        weighted_sums(weights.data_ptr(), rows.data_ptr(), size.sizes, _width(rows), reduced.data_ptr())
+        return reduced
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -446,22 +448,24 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
-        found = torch.empty_like(rows)
-        softmax(rows.data_ptr(), size.sizes, _width(rows), found.data_ptr())
+        result = torch.empty_like(rows)
+        softmax(rows.data_ptr(), size.sizes, _width(rows), result.data_ptr())
         if ctx is not None:
             ctx.size = size
-            ctx.save_for_backward(found)
-        return found
+            ctx.save_for_backward(result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (found,), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
+        (result,), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
         if torch.is_grad_enabled():  # a gradient of it may be asked for
-            made = gradient * found
-            return None, made - found * size.each(size.sum(made))
-        made = torch.empty_like(found)
-        softmax_gradients(gradient.data_ptr(), found.data_ptr(), size.sizes, _width(found), made.data_ptr())
-        return None, made
+            row_gradients = gradient * result
+            return None, row_gradients - result * size.each(size.sum(row_gradients))
+        row_gradients = torch.empty_like(result)
+        softmax_gradients(
+            gradient.data_ptr(), result.data_ptr(), size.sizes, _width(result), row_gradients.data_ptr()
+        )
+        return None, row_gradients
 
 
 class _Extreme(torch.autograd.Function):
@@ -470,16 +474,16 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, size: Lengths, fill: Any, how: str) -> torch.Tensor:
         padded = size.pad(rows, fill)
-        found = padded.amax(1) if how == "amax" else padded.amin(1)
+        result = padded.amax(1) if how == "amax" else padded.amin(1)
         ctx.size = size
-        ctx.save_for_backward(rows, found)
-        return found
+        ctx.save_for_backward(rows, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        rows, found = ctx.saved_tensors
+        rows, result = ctx.saved_tensors
         (gradient,), size = gradients, ctx.size
-        chosen = (rows.detach() == size.each(found.detach())).to(rows.dtype)
+        chosen = (rows.detach() == size.each(result.detach())).to(rows.dtype)
         # As torch's own: where the largest is NaN nothing equals it, and every row gets 0 / 0.
         return size.each(gradient) * chosen / size.each(size.sum(chosen)), None, None, None
 

@@ -97,11 +97,11 @@ def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A traced tensor's shape: ints and expressions of sizes."""
-    found = []
+    sizes = []
     for size in tensor.shape:
         e = expression(size)
-        found.append(e if depends(e) else int(e))
-    return tuple(found)
+        sizes.append(e if depends(e) else int(e))
+    return tuple(sizes)
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Emitter:
         self.counted[size] = self.line(f"z.counted({own}, {flags})")
         return self.line(f"{flags}.nonzero().squeeze(1)")
 
-    def made(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:
+    def packed(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:
         """A new value of the shape and type of a traced tensor (or of another value)."""
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
         if layout is None:
@@ -239,10 +239,10 @@ class Emitter:
         """The result or the results of a node, which `code` makes; None for what is no tensor."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            return self.made(code, val)
+            return self.packed(code, val)
         name = self.line(code)
         return tuple(
-            self.made(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+            self.packed(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
         )
 
     # -- layouts --------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Emitter:
         after += [d for d in range(len(shape_of(val))) if d not in after]
         if after[: len(before)] != before:
             raise NoRule("indices whose sizes change places")
-        return self.made(code, val)
+        return self.packed(code, val)
 
     def gathered(self, name: str, like: Any) -> Packed:
         """The value of a padded tensor [n, *shape]: the inverse of `spread`."""
@@ -303,7 +303,7 @@ class Emitter:
             name = self.line(f"{name}.permute({order})")
         if len(axes) == 1:
             name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
-        return self.made(name, like)
+        return self.packed(name, like)
 
     def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""
@@ -369,15 +369,15 @@ class Emitter:
         schema = node.target._schema
         leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
         args, kwargs = tree_unflatten([self.value(x) for x in leaves], spec)
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         for i, argument in enumerate(schema.arguments):
             if i < len(args):
-                found[argument.name] = args[i]
+                by_name[argument.name] = args[i]
             elif argument.name in kwargs:
-                found[argument.name] = kwargs[argument.name]
+                by_name[argument.name] = kwargs[argument.name]
             else:
-                found[argument.name] = argument.default_value
-        return found
+                by_name[argument.name] = argument.default_value
+        return by_name
 
     def call(self, target: Any, arguments: dict[str, Any]) -> str:
         """The source of a call of an operator; Packed arguments are given as source already."""
@@ -436,7 +436,7 @@ def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule,
         if place >= first_shared:
             e.env[node] = Packed(f"i{place}", WHOLE, tuple(int(d) for d in value.shape), value.dtype)
         else:
-            e.env[node] = e.made(f"i{place}", value)
+            e.env[node] = e.packed(f"i{place}", value)
     for node in graph.module.graph.nodes:
         if node.op == "call_function":
             if not is_size(node):

@@ -85,16 +85,16 @@ class PackedMinibatch:
             return how == "min"
         if dtype.is_floating_point:
             return float("-inf") if how == "max" else float("inf")
-        found = torch.iinfo(dtype)
-        return found.min if how == "max" else found.max
+        limits = torch.iinfo(dtype)
+        return limits.min if how == "max" else limits.max
 
     def last(self, dtype: torch.dtype, descending: bool) -> Any:
         """What is sorted behind everything else."""
         if dtype == torch.bool:
             return not descending
         if not dtype.is_floating_point:
-            found = torch.iinfo(dtype)
-            return found.min if descending else found.max
+            limits = torch.iinfo(dtype)
+            return limits.min if descending else limits.max
         return float("-inf") if descending else float("nan")
 
     def extreme(self, size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
@@ -140,12 +140,12 @@ class PackedMinibatch:
     ) -> torch.Tensor:
         """The elements of each instance in all parts, one part after another, along dimension 1 or 2."""
         places, first = self._repeated(out), np.zeros((self.n, 1), dtype=np.int64)
-        made, begin = np.zeros_like(places), 0
+        row_places, begin = np.zeros_like(places), 0
         for size in sizes:
             mine = (places >= first) & (places < first + size.sizes[:, None])
-            made = np.where(mine, places - first + begin, made)
+            row_places = np.where(mine, places - first + begin, row_places)
             first, begin = first + size.sizes[:, None], begin + size.longest
-        return self._picked(torch.cat(list(parts), dim), dim, made)
+        return self._picked(torch.cat(list(parts), dim), dim, row_places)
 
     def pairs_in_a_row(self, padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
         """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
@@ -265,9 +265,9 @@ class PackedMinibatch:
         first = [h.index_select(0, order).transpose(0, 1).contiguous() for h in states]
         data = rows.index_select(0, sequence)
         hx = first if name == "lstm" else first[0]
-        found = _RECURRENT[name](data, counts, hx, params, *rest)
-        ends = [h.index_select(1, unsorted).transpose(0, 1).unsqueeze(2) for h in found[1:]]
-        return (found[0].index_select(0, back), *ends)
+        outputs = _RECURRENT[name](data, counts, hx, params, *rest)
+        ends = [h.index_select(1, unsorted).transpose(0, 1).unsqueeze(2) for h in outputs[1:]]
+        return (outputs[0].index_select(0, back), *ends)
 
     def windows(
         self,
@@ -310,17 +310,17 @@ class PackedMinibatch:
         each = channels // groups
         given = given.view(out.total, kernel, groups, each).permute(2, 0, 1, 3).flatten(2)
         flat = weight.view(groups, -1, each, kernel).permute(0, 3, 2, 1).flatten(1, 2)
-        made = torch.bmm(given, flat).transpose(0, 1).flatten(1)
-        return made if bias is None else made + bias
+        product = torch.bmm(given, flat).transpose(0, 1).flatten(1)
+        return product if bias is None else product + bias
 
     def class_weights(
         self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """What each target counts in a mean."""
-        kept = target != ignored
+        counted = target != ignored
         if weight is None:
-            return kept.to(dtype)
-        return weight[torch.where(kept, target, 0)] * kept
+            return counted.to(dtype)
+        return weight[torch.where(counted, target, 0)] * counted
 
     def at_least(self, size: Lengths, correction: float, dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The sizes less a correction, not below 0, as [n, 1, ...] for values of this rank."""
@@ -389,10 +389,10 @@ class PackedFunction:
     ) -> tuple[list[torch.Tensor], PackedMinibatch]:
         """columns: per input the tensors of all instances. The outputs, in the layouts of `lowered.outputs`."""
         n = len(columns[0])
-        found = self.sizes(*sizes)
+        numbers = self.sizes(*sizes)
         count = len(self.lowered.lengths)
-        lengths = [Lengths.of(x, n, device) for x in found[:count]]
-        z = PackedMinibatch(n, lengths, found[count:], device, sizes)
+        lengths = [Lengths.of(x, n, device) for x in numbers[:count]]
+        z = PackedMinibatch(n, lengths, numbers[count:], device, sizes)
         inputs = [  # what nobody reads may be anything
             self.packed(i, column, dims, sizes, device) if node.users else column[0]
             for i, (node, column, dims) in enumerate(

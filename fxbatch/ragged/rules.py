@@ -104,13 +104,13 @@ def rule_of(target: Any) -> Rule:
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
     """The tensors among the arguments of a node."""
-    found: list[Packed] = []
+    tensors: list[Packed] = []
     for x in _flat(node):
         if isinstance(x, fx.Node):
             v = e.value(x)
             if isinstance(v, Packed):
-                found.append(v)
-    return found
+                tensors.append(v)
+    return tensors
 
 
 def _fixed(node: fx.Node) -> bool:
@@ -127,10 +127,10 @@ def _fixed(node: fx.Node) -> bool:
 
 
 def _flat(node: fx.Node) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
     for x in (*node.args, *node.kwargs.values()):
-        found += list(x) if isinstance(x, (list, tuple)) else [x]
-    return found
+        leaves += list(x) if isinstance(x, (list, tuple)) else [x]
+    return leaves
 
 
 def _by_rows(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
@@ -176,17 +176,17 @@ def point(e: Emitter, node: fx.Node) -> Any:
             columns = True
     arguments.pop("memory_format", None)
     if columns:
-        return e.made(_packet_call(e, node, arguments), results[0])
+        return e.packed(_packet_call(e, node, arguments), results[0])
     target: Any = node.target
     if "memory_format" in {a.name for a in target._schema.arguments}:
         arguments["memory_format"] = None
         if target._schema.name == "aten::contiguous":
-            return e.made(f"{arguments['self']}", results[0])
-    made = e.call(target, arguments)
+            return e.packed(f"{arguments['self']}", results[0])
+    code = e.call(target, arguments)
     if isinstance(node.meta["val"], torch.Tensor):
-        return e.made(made, results[0])
-    name = e.line(made)
-    return tuple(e.made(f"{name}[{i}]", t) for i, t in enumerate(results))
+        return e.packed(code, results[0])
+    name = e.line(code)
+    return tuple(e.packed(f"{name}[{i}]", t) for i, t in enumerate(results))
 
 
 def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
@@ -225,7 +225,7 @@ def _masked_fill(e: Emitter, node: fx.Node) -> Any:
         return point(e, node)
     shape = shape_of(node.meta["val"])
     x, mask, fill = (e.aligned(a[name], shape) for name in ("self", "mask", "value"))
-    return e.made(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", node.meta["val"])
+    return e.packed(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", node.meta["val"])
 
 
 @rule("copy")
@@ -235,7 +235,7 @@ def _copy(e: Emitter, node: fx.Node) -> Any:
     val = node.meta["val"]
     shape = shape_of(val)
     like, source = e.aligned(a["self"], shape), e.aligned(a["src"], shape)
-    return e.made(f"{source}.to({e.const(val.dtype)}).expand_as({like})", val)
+    return e.packed(f"{source}.to({e.const(val.dtype)}).expand_as({like})", val)
 
 
 # -- rows by themselves, or over rows ---------------------------------------------------------------------
@@ -255,13 +255,13 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
     """
     arguments = e.bound(node)
     x = e.to_dense(arguments["self"])
-    given = arguments[name]
-    dims = dims_of(x, given)
+    dim_or_dims = arguments[name]
+    dims = dims_of(x, dim_or_dims)
     if any(d in x.axes for d in dims):
         raise NoRule("it acts along a size of its own")
     places = [x.place(d) for d in dims]
     arguments["self"] = Code(x.name)
-    arguments[name] = places if given is None or isinstance(given, (list, tuple)) else places[0]
+    arguments[name] = places if dim_or_dims is None or isinstance(dim_or_dims, (list, tuple)) else places[0]
     for other in values:
         y = arguments[other]
         if isinstance(y, Packed):
@@ -298,15 +298,15 @@ def _along_rule(name: str) -> Rule:
         over = OVER.get(name)
         if "other" in arguments:  # torch.max(a, b): element by element
             return point(e, node)
-        given = arguments.get(where)
-        if where == "dims" and not given:
+        argument = arguments.get(where)
+        if where == "dims" and not argument:
             raise NoRule("no dimensions are named")
-        x, dims = crosses(e, node, given)
+        x, dims = crosses(e, node, argument)
         if any(d in x.axes for d in dims) or where not in arguments:
             if over is None:
                 raise NoRule("it acts along a size of its own")
             return over(e, node, x, dims)
-        if given is None or given == []:
+        if argument is None or argument == []:
             if x.layout == DENSE and "dim" in arguments and target._overloadname != "default":
                 return along(e, node, name=where)
             raise NoRule("over all dimensions")
@@ -346,22 +346,22 @@ def _kept(e: Emitter, node: fx.Node, code: str) -> Packed:
     """A reduced value with the dimensions of size 1 that keepdim=True leaves."""
     val = node.meta["val"]
     if not e.bound(node).get("keepdim"):
-        return e.made(code, val)
-    return e.made(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
+        return e.packed(code, val)
+    return e.packed(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
 
 
 def _divided(e: Emitter, v: Packed, size: object, node: fx.Node) -> Packed:
     """A value divided by a size of the instance."""
     count = e.line(f"z.tensor({e.column(size)}, {e.const(v.dtype)})")
-    return e.made(f"{v.name} / {e.aligned(Packed(count, DENSE, (), v.dtype), v.shape)}", node.meta["val"])
+    return e.packed(f"{v.name} / {e.aligned(Packed(count, DENSE, (), v.dtype), v.shape)}", node.meta["val"])
 
 
 def _count(x: Packed, dims: list[int]) -> int:
-    made = 1
+    count = 1
     for d in dims:
         if d not in x.axes:
-            made *= int(x.shape[d])
-    return made
+            count *= int(x.shape[d])
+    return count
 
 
 def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Any:
@@ -381,7 +381,7 @@ def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fil
     val = node.meta["val"]
     shape = shape_of(val)
     rest = [d for i, d in enumerate(shape) if i not in own_dimensions(shape)]
-    return e.made(f"{name}.reshape({name}.shape[0], {''.join(f'{d}, ' for d in rest)})", val)
+    return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{d}, ' for d in rest)})", val)
 
 
 @over("sum")
@@ -429,12 +429,12 @@ def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
 @over("mean")
 def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout == PADDED:
-        made = _masked_reduction(e, node, x, dims, "0", "sum")
+        total = _masked_reduction(e, node, x, dims, "0", "sum")
         for a in dims:
             if a in x.axes:
-                made = _divided(e, made, x.shape[a], node)
+                total = _divided(e, total, x.shape[a], node)
         count = _count(x, dims)
-        return made if count == 1 else e.made(f"{made.name} / {count}", node.meta["val"])
+        return total if count == 1 else e.packed(f"{total.name} / {count}", node.meta["val"])
     if product := _of_products(e, node, x, dims):
         return _kept(e, node, product)
     name, size = _reduced(e, node, x, dims, "sum")
@@ -467,7 +467,7 @@ def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
     values, indices = node.meta["val"]
     shape = "".join(f"{d}, " for d in shape_of(values))
-    return tuple(e.made(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
+    return tuple(e.packed(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
 
 
 def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
@@ -481,7 +481,7 @@ def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> 
     (other,) = [a for a in x.axes if a != d]
     name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
     rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]
-    return e.made(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
+    return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
 
 
 def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
@@ -489,7 +489,7 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
     if x.layout != PACKED:
         raise NoRule("an extreme of all elements of two sizes of its own")
     size = e.lengths(x.shape[x.axes[0]])
-    return e.made(
+    return e.packed(
         f"{size}.none_empty().extreme_of_all({x.name}, z.fill({e.const(x.dtype)}, {how!r}), {how!r})",
         node.meta["val"],
     )
@@ -538,10 +538,10 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     size = e.lengths(x.shape[dims[0]])
     if x.layout == PACKED:
         if how == "softmax":
-            return e.made(f"{size}.softmax({start})", node.meta["val"])
-        return e.made(f"{size}.unpad({size}.pad({start}, float('-inf')).{how}(1))", node.meta["val"])
+            return e.packed(f"{size}.softmax({start})", node.meta["val"])
+        return e.packed(f"{size}.unpad({size}.pad({start}, float('-inf')).{how}(1))", node.meta["val"])
     place = x.place(dims[0])
-    return e.made(f"{size}.hide({start}, {place}).{how}({place})", node.meta["val"])
+    return e.packed(f"{size}.hide({start}, {place}).{how}({place})", node.meta["val"])
 
 
 @over("prod")
@@ -560,7 +560,7 @@ def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -
     result = e.line(f"{e.const(product)}({x.name}, {sizes}, {x.place(dims[0])}, {how!r})")
     if e.bound(node).get("keepdim"):
         result = e.line(f"{result}.unsqueeze({x.place(dims[0])})")
-    return e.made(result, val)
+    return e.packed(result, val)
 
 
 @over("count_nonzero")
@@ -588,7 +588,7 @@ def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     spread, mean = _variance(e, node, x, dims, how)
     values = zip((spread, mean), node.meta["val"], strict=True)
     return tuple(
-        e.made(f"{name}.reshape(n, {''.join(f'{d}, ' for d in shape_of(t))})", t) for name, t in values
+        e.packed(f"{name}.reshape(n, {''.join(f'{d}, ' for d in shape_of(t))})", t) for name, t in values
     )
 
 
@@ -598,7 +598,7 @@ def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
         raise NoRule("two sizes of its own")
     name = e.line(f"{x.name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.reversed)")
     others = [x.place(d) for d in dims if d not in x.axes]
-    return e.made(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
+    return e.packed(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
 
 
 @over("var", "std")
@@ -659,17 +659,17 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
     """Normalisation by what is known of each channel, the second dimension: all other dimensions are rows."""
     a = e.bound(node)
     x = a["input"]
-    known = [a[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    operands = [a[name] for name in ("running_mean", "running_var", "weight", "bias")]
     if a["training"] or x.layout == WHOLE or x.rank < 2 or 1 in x.axes:
         raise NoRule("statistics of all items")
-    if any(isinstance(v, Packed) and v.layout != WHOLE for v in known):
+    if any(isinstance(v, Packed) and v.layout != WHOLE for v in operands):
         raise NoRule("weights of each instance")
     moved = e.line(f"{x.name}.movedim({x.place(1)}, -1)")
-    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in known)
+    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in operands)
     made = (
         f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {given}, False, 0.0, {a['eps']})"
     )
-    return e.made(f"{made}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
+    return e.packed(f"{made}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
 
 
 @rule("group_norm", "instance_norm")
@@ -690,7 +690,7 @@ def _group_norm(e: Emitter, node: fx.Node) -> Any:
         a.get("num_groups", x.shape[1]),
     )  # an instance's: a channel each
     given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
-    return e.made(f"{size}.group_norm({x.name}, {groups}, {given}, {a['eps']})", node.meta["val"])
+    return e.packed(f"{size}.group_norm({x.name}, {groups}, {given}, {a['eps']})", node.meta["val"])
 
 
 @rule("layer_norm", "rms_norm")
@@ -705,7 +705,7 @@ def _layer_norm(e: Emitter, node: fx.Node) -> Any:
         if isinstance(v, Packed) and v.layout != WHOLE:
             raise NoRule("weights of each instance")
     arguments["input"] = Code(x.name)
-    return e.made(e.call(node.target, arguments), node.meta["val"])
+    return e.packed(e.call(node.target, arguments), node.meta["val"])
 
 
 @rule("embedding")
@@ -720,11 +720,11 @@ def _embedding(e: Emitter, node: fx.Node) -> Any:
         arguments["indices"] = Code(e.without_padding(index))
         return e.gathered_as(index, e.call(node.target, arguments), node.meta["val"])
     return (
-        e.made(e.call(node.target, arguments), node.meta["val"])
+        e.packed(e.call(node.target, arguments), node.meta["val"])
         if index.axes in ((), (0,))
         else _front(e, node, e.call(node.target, arguments))
     )
 
 
 def _front(e: Emitter, node: fx.Node, code: str) -> Packed:
-    return e.made(code, node.meta["val"])
+    return e.packed(code, node.meta["val"])

@@ -55,29 +55,29 @@ def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
     """Rows along dimension d as a value: `_table` undone."""
     shape = shape_of(val)
     if d in own_dimensions(shape):
-        return e.made(name, val)
+        return e.packed(name, val)
     name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
 
 
 @rule("index")
 def _index(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
-    x, given = a["self"], a["indices"]
-    places = [i for i, v in enumerate(given) if v is not None]
+    x, indexed = a["self"], a["indices"]
+    places = [i for i, v in enumerate(indexed) if v is not None]
     val = node.meta["val"]
-    indices = [given[i] for i in places]
+    indices = [indexed[i] for i in places]
     if any(v.dtype == torch.bool for v in indices):
         return _by_mask(e, x, indices, places, val)
     if x.layout == WHOLE:
-        return _of_whole(e, node, x, given, places, val)
+        return _of_whole(e, node, x, indexed, places, val)
     if all(v.layout == WHOLE for v in indices) and not any(d in x.axes for d in places):
-        return _columns(e, x, given, places, val)
+        return _columns(e, x, indexed, places, val)
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
     if x.layout == PADDED:
         flat, where = _elements(e, x, indices, shape_of(val)[: val.dim() - (x.rank - 2)])
-        return e.made(f"{flat}[{where}]", val)
+        return e.packed(f"{flat}[{where}]", val)
     indices = [e.to_dense(v) for v in indices]
     if len(indices) > 1:
         common = shape_of(val)[: val.dim() - (x.rank - len(places))]
@@ -92,8 +92,8 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     table, size = _table(e, x, 0)
     names = [_rows(e, first, size, from_end=True), *[v.name for v in indices[1:]]]
     if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
-        return e.made(f"{table}.index_select(0, {names[0]})", val)
-    return e.made(f"{table}[{', '.join(names)}]", val)
+        return e.packed(f"{table}.index_select(0, {names[0]})", val)
+    return e.packed(f"{table}[{', '.join(names)}]", val)
 
 
 def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: object) -> Packed:
@@ -104,7 +104,7 @@ def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: object) 
     if held != list(range(held[0], held[0] + len(held))):
         raise NoRule("indices of dimensions that lie apart")
     picks = [given[d].name for d in places]
-    return e.made(f"{x.name}[{', '.join([':'] * held[0] + picks)}]", val)
+    return e.packed(f"{x.name}[{', '.join([':'] * held[0] + picks)}]", val)
 
 
 def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: Any) -> Packed:
@@ -113,7 +113,7 @@ def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], va
         raise NoRule("a mask")
     d = places[0]
     table, _ = _table(e, e.to_dense(x), d)
-    return e.made(f"{table}.index_select(0, {e.rows_where(indices[0], shape_of(val)[d])})", val)
+    return e.packed(f"{table}.index_select(0, {e.rows_where(indices[0], shape_of(val)[d])})", val)
 
 
 @rule("nonzero")
@@ -125,7 +125,7 @@ def _nonzero(e: Emitter, node: fx.Node) -> Packed:
     size = e.lengths(x.shape[0])
     mask = Packed(e.line(f"({x.name} != 0)"), x.layout, x.shape, torch.bool)
     picked = e.rows_where(mask, shape_of(val)[0])
-    return e.made(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
+    return e.packed(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
 
 
 def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object, ...]) -> tuple[str, str]:
@@ -151,7 +151,7 @@ def _of_whole(e: Emitter, node: fx.Node, x: Packed, given: Any, places: list[int
     if own_dimensions(common) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
     names = [e.aligned(e.to_dense(v), common) for v in indices]
-    return e.made(f"{x.name}[{', '.join(names)}]", val)
+    return e.packed(f"{x.name}[{', '.join(names)}]", val)
 
 
 @rule("index_select")
@@ -164,9 +164,9 @@ def _index_select(e: Emitter, node: fx.Node) -> Any:
         if d != 0:
             raise NoRule("columns of a parameter")
         picked = f"{x.name}.index_select(0, {index.name}.reshape(-1))"
-        return e.made(f"{picked}.reshape(*{index.name}.shape, *{x.name}.shape[1:])", val)
+        return e.packed(f"{picked}.reshape(*{index.name}.shape, *{x.name}.shape[1:])", val)
     if a["index"].layout == WHOLE and d not in x.axes:
-        return e.made(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
+        return e.packed(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
     table, size = _table(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
     return _back(e, name, x, d, val)
@@ -194,13 +194,13 @@ def _index_add(e: Emitter, node: fx.Node) -> Any:
 def _index_put(e: Emitter, node: fx.Node) -> Any:
     a = e.bound(node)
     x = e.to_dense(a["self"])
-    given = a["indices"]
-    if len(given) == 1 and given[0] is not None and given[0].dtype == torch.bool:
-        return _put_where(e, x, given[0], a["values"], a["accumulate"], node.meta["val"])
-    if any(v is None or v.dtype == torch.bool for v in given):
+    indices = a["indices"]
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
+        return _put_where(e, x, indices[0], a["values"], a["accumulate"], node.meta["val"])
+    if any(v is None or v.dtype == torch.bool for v in indices):
         raise NoRule("writes to a mask or to later dimensions")
-    if len(given) > 1:
-        return _put_elements(e, node, x, given)
+    if len(indices) > 1:
+        return _put_elements(e, node, x, indices)
     index = e.to_dense(a["indices"][0])
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
@@ -227,7 +227,7 @@ def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: 
     if any(a >= mask.rank for a in x.axes):
         raise NoRule("writes to a mask of other dimensions than its own")
     code = f"torch.where({e.aligned(flags, x.shape)}, {e.aligned(values, x.shape)}, {x.name})"
-    return e.made(code, val)
+    return e.packed(code, val)
 
 
 def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> Any:
@@ -240,7 +240,7 @@ def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> 
     wanted = (*common, *x.shape[2:])
     values = e.aligned(e.to_dense(a["values"]), wanted)
     made = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
-    return e.made(f"{made}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
+    return e.packed(f"{made}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
 
 
 @rule("gather")
@@ -257,7 +257,7 @@ def _gather(e: Emitter, node: fx.Node) -> Any:
         rows = _flat(e, index, d, _rows(e, index, size))
         return _back(e, e.line(f"{table}.gather(0, {rows})"), x, d, val)
     _same_others(e, x, index, d)
-    return e.made(f"{x.name}.gather({x.place(d)}, {index.name})", val)
+    return e.packed(f"{x.name}.gather({x.place(d)}, {index.name})", val)
 
 
 def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
@@ -298,7 +298,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Any:
         a["self"], a["dim"] = Code(table), 0
         return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
     a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
-    return e.made(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), node.meta["val"])
 
 
 def _beside(*names: str, first: str = "self", table: str) -> None:
@@ -312,7 +312,7 @@ def _beside(*names: str, first: str = "self", table: str) -> None:
         if other.layout != WHOLE or other.rank != 1 or isinstance(a.get("sorter"), Packed):
             raise NoRule("a table of each instance")
         a[first] = Code(x.name)
-        return e.made(e.call(node.target, a), node.meta["val"])
+        return e.packed(e.call(node.target, a), node.meta["val"])
 
     rule(*names)(apply)
 

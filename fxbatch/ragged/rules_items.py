@@ -60,12 +60,12 @@ def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
         return False  # statistics of all items
     if name == "aten::pad" and len(a["pad"]) >= 2 * a["self"].rank:
         return False  # along the items
-    own = [v for v in values if v.layout != WHOLE]
-    shapes = [v.shape for v in own] + [shape_of(t) for t in results_of(node)]
+    sized = [v for v in values if v.layout != WHOLE]
+    shapes = [v.shape for v in sized] + [shape_of(t) for t in results_of(node)]
     numbers = [x for x in tree_leaves(a) if not isinstance(x, Packed)]
     return (
-        bool(own)
-        and all(v.layout == PACKED for v in own)
+        bool(sized)
+        and all(v.layout == PACKED for v in sized)
         and all(own_dimensions(s) == (0,) and s[0] == shapes[0][0] for s in shapes)
         and not any(depends(x) for x in numbers)
     )

@@ -35,7 +35,7 @@ def _linear(e: Emitter, node: fx.Node) -> Any:
     if x.rank - 1 in x.axes:
         raise NoRule("a product along a size of its own with a parameter")
     a["input"] = Code(x.name)
-    return e.made(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), node.meta["val"])
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
@@ -56,11 +56,11 @@ def _addmm(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("a sum over products")
     val = node.meta["val"]
     left, right = a.get("mat1", a.get("batch1", a.get("mat"))), a.get("mat2", a.get("batch2", a.get("vec")))
-    made = product(e, left, right, val)
-    added = e.aligned(a["self"], made.shape)
+    product_code = product(e, left, right, val)
+    added = e.aligned(a["self"], product_code.shape)
     beta, alpha = a["beta"], a["alpha"]
     first = added if beta == 1 else f"{added} * {e.source(beta)}"
-    return e.made(f"{first} + {made.name}" + ("" if alpha == 1 else f" * {e.source(alpha)}"), val)
+    return e.packed(f"{first} + {product_code.name}" + ("" if alpha == 1 else f" * {e.source(alpha)}"), val)
 
 
 def product(e: Emitter, a: Packed, b: Packed, val: torch.Tensor) -> Packed:
@@ -70,15 +70,15 @@ def product(e: Emitter, a: Packed, b: Packed, val: torch.Tensor) -> Packed:
         a = e.to_dense(a)
     by_rows = a.layout in (DENSE, PACKED) and a.rank > 1 and a.rank - 1 not in a.axes
     if b.layout == WHOLE and by_rows and b.rank <= 2:
-        return e.made(f"{a.name} @ {b.name}", val)  # rows by a parameter
+        return e.packed(f"{a.name} @ {b.name}", val)  # rows by a parameter
     if b.layout == WHOLE and a.layout == PACKED and a.rank == 1:
         raise NoRule("a product along a size of its own with a parameter")
     if a.layout == WHOLE and a.rank == 2 and b.layout == PACKED and b.rank == 2 and b.axes == (1,):
-        return e.made(f"{b.name} @ {a.name}.t()", val)  # a parameter by columns
+        return e.packed(f"{b.name} @ {a.name}.t()", val)  # a parameter by columns
     batch = own_dimensions(out[:-2]) if a.rank > 2 and b.rank > 2 else ()
     alike = a.layout == b.layout == PACKED and a.rank == b.rank and a.axes == b.axes == batch
     if batch and alike and a.shape[batch[0]] == b.shape[batch[0]]:
-        return e.made(f"{a.name} @ {b.name}", val)  # a product for each row
+        return e.packed(f"{a.name} @ {b.name}", val)  # a product for each row
     return _padded_product(e, a, b, val)
 
 
@@ -141,7 +141,7 @@ def _matrix_power(e: Emitter, node: fx.Node) -> Any:
     if x.layout not in (DENSE, PACKED) or any(d >= x.rank - 2 for d in x.axes):
         raise NoRule("matrices of their own size")
     a["self"] = Code(x.name)
-    return e.made(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), node.meta["val"])
 
 
 @rule("scaled_dot_product_attention")
@@ -152,7 +152,7 @@ def _attention(e: Emitter, node: fx.Node) -> Any:
     val = node.meta["val"]
     if _of_items(q, k, v, mask):
         a.update({name: Code(x.name) for name, x in a.items() if isinstance(x, Packed)})
-        return e.made(e.call(node.target, a), val)
+        return e.packed(e.call(node.target, a), val)
     keep = {x.rank - 2 for x in (q, k, v)}
     for x in (q, k, v):
         if any(d not in (x.rank - 2,) for d in x.axes) or x.rank != q.rank:
@@ -162,14 +162,14 @@ def _attention(e: Emitter, node: fx.Node) -> Any:
     names = [_heads(e, e.to_dense(x)) for x in (q, k, v)]
     time_q, time_k = q.shape[-2], k.shape[-2]
     q_size, k_size = e.lengths(time_q), e.lengths(time_k)
-    given = "None"
+    mask_code = "None"
     if isinstance(mask, Packed):
-        given = _mask(e, mask, q.rank, q.shape[:-1], time_k)
+        mask_code = _mask(e, mask, q.rank, q.shape[:-1], time_k)
     causal = bool(a["is_causal"])
     scale = e.source(a["scale"]) if a["scale"] is not None else "None"
     dropout = e.source(a["dropout_p"])
     name = e.line(
-        f"z.attention({', '.join(names)}, {q_size}, {k_size}, {given}, {dropout}, {causal}, {scale})"
+        f"z.attention({', '.join(names)}, {q_size}, {k_size}, {mask_code}, {dropout}, {causal}, {scale})"
     )
     return e.gathered(e.line(f"{name}.reshape(n, {_outer(val, name)})"), val)
 

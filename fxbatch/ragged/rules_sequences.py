@@ -47,12 +47,12 @@ def _recurrent(e: Emitter, node: fx.Node) -> Any:
     rest = ", ".join(
         e.source(a[k]) for k in ("has_biases", "num_layers", "dropout", "train", "bidirectional")
     )
-    made = e.line(
+    line = e.line(
         f"z.recurrent({name!r}, {size}, {x.name}.reshape({size}.total, -1), [{', '.join(first)}], {params}, {rest})"
     )
     val = node.meta["val"]
-    rows = e.made(f"{made}[0].unsqueeze(1)", val[0])
-    ends = [e.made(f"{made}[{i + 1}]", t) for i, t in enumerate(val[1:])]
+    rows = e.packed(f"{line}[0].unsqueeze(1)", val[0])
+    ends = [e.packed(f"{line}[{i + 1}]", t) for i, t in enumerate(val[1:])]
     return (rows, *ends)
 
 
@@ -69,12 +69,12 @@ def _cell(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("states that are no rows beside those of the input")
     rows = [v.name if v.layout == PACKED else e.line(f"{v.name}.flatten(0, 1)") for v in (x, *states)]
     a["input"], a["hx"] = Code(rows[0]), [Code(h) for h in rows[1:]] if many else Code(rows[1])
-    made = e.line(e.call(node.target, a))
+    line = e.line(e.call(node.target, a))
     val = node.meta["val"]
     back = "" if x.layout == PACKED else f".unflatten(0, (n, {x.shape[0]}))"
     if not many:
-        return e.made(made + back, val)
-    return tuple(e.made(f"{made}[{i}]{back}", t) for i, t in enumerate(val))
+        return e.packed(line + back, val)
+    return tuple(e.packed(f"{line}[{i}]{back}", t) for i, t in enumerate(val))
 
 
 @rule("conv1d")
@@ -103,7 +103,7 @@ def _conv1d(e: Emitter, node: fx.Node) -> Any:
     name = e.line(
         f"z.conv1d({size}, {out}, {rows}, {given}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
     )
-    return e.made(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
+    return e.packed(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
 
 
 @rule("avg_pool1d")
@@ -117,7 +117,7 @@ def _pool(e: Emitter, node: fx.Node) -> Any:
     if x.axes != (time,) or not own_dimensions(shape_of(val)) or a["ceil_mode"] or not a["count_include_pad"]:
         raise NoRule("pooling of this kind")
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[time])
-    return e.made(f"z.windows({size}, {out}, {x.name}, {kernel}, {padding}, {stride}, 1).mean(1)", val)
+    return e.packed(f"z.windows({size}, {out}, {x.name}, {kernel}, {padding}, {stride}, 1).mean(1)", val)
 
 
 @rule("max_pool2d_with_indices")
@@ -136,7 +136,7 @@ def _max_pool(e: Emitter, node: fx.Node) -> Any:
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val[0])[time])
     fill = e.line(f"z.fill({e.const(x.dtype)}, 'max')")
     given = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}, {fill}"
-    return (e.made(f"z.windows({given}).max(1)[0]", val[0]), None)
+    return (e.packed(f"z.windows({given}).max(1)[0]", val[0]), None)
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -153,7 +153,7 @@ def _adaptive_pool(e: Emitter, node: fx.Node) -> Any:
     size = e.lengths(x.shape[time])
     how = "'mean'" if mean else f"'max', z.fill({e.const(x.dtype)}, 'max')"
     name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
-    return e.made(name, val) if mean else (e.made(name, val[0]), None)
+    return e.packed(name, val) if mean else (e.packed(name, val[0]), None)
 
 
 for _name in NAMES:
@@ -170,18 +170,18 @@ def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     how = node.target._schema.name.removeprefix("aten::")
     val = node.meta["val"]
     if x.layout == PADDED and how in ("cumsum", "logcumsumexp") and x.dtype == val.dtype:
-        return e.made(f"{x.name}.{how}({x.place(dims[0])})", val)
+        return e.packed(f"{x.name}.{how}({x.place(dims[0])})", val)
     if x.layout != PACKED:
         raise NoRule("a running result along one of two sizes of its own")
     size = e.lengths(x.shape[dims[0]])
     if how == "cumprod" and x.dtype == val.dtype:
-        return e.made(f"{e.const(product_of_rows)}({x.name}, {size}, 'cumprod')", val)
+        return e.packed(f"{e.const(product_of_rows)}({x.name}, {size}, 'cumprod')", val)
     if isinstance(val, torch.Tensor):
         start = x.name if x.dtype == val.dtype else e.line(f"{x.name}.to({e.const(val.dtype)})")
         padded = {"cumsum": f"pad({start}, 0)", "cumprod": f"pad({start}, 1)"}.get(how, f"spread({start})")
-        return e.made(f"{size}.unpad({size}.{padded}.{how}(1))", val)
+        return e.packed(f"{size}.unpad({size}.{padded}.{how}(1))", val)
     name = e.line(f"{size}.spread({x.name}).{how}(1)")
-    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+    return tuple(e.packed(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
 
 
 @over("sort", "argsort")
@@ -195,8 +195,8 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
     val = node.meta["val"]
     if isinstance(val, torch.Tensor):
-        return e.made(f"{size}.unpad({name}[1])", val)
-    return tuple(e.made(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+        return e.packed(f"{size}.unpad({name}[1])", val)
+    return tuple(e.packed(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
 
 
 @over("topk")
@@ -211,8 +211,8 @@ def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     name = e.line(_first_elements(e, f"{size}.pad({x.name}, {{}})", x, dims[0], 1, a))
     if depends(a["k"]):
         rows = e.lengths(a["k"])
-        return tuple(e.made(f"{rows}.first_rows({name}[{i}].movedim(-1, 1))", t) for i, t in enumerate(val))
-    return tuple(e.made(f"{name}[{i}].movedim(-1, {dims[0] + 1})", t) for i, t in enumerate(val))
+        return tuple(e.packed(f"{rows}.first_rows({name}[{i}].movedim(-1, 1))", t) for i, t in enumerate(val))
+    return tuple(e.packed(f"{name}[{i}].movedim(-1, {dims[0] + 1})", t) for i, t in enumerate(val))
 
 
 def _first_elements(e: Emitter, padded: str, x: Packed, d: int, place: int, a: dict[str, Any]) -> str:
@@ -236,7 +236,7 @@ def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Any:
     results = []
     for i, t in enumerate(node.meta["val"]):
         some = e.line(f"{name}[{i}].movedim(-1, 2)")
-        results.append(e.made(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
+        results.append(e.packed(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
     return tuple(results)
 
 
@@ -245,7 +245,7 @@ def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     shifts = e.bound(node)["shifts"]
     if x.layout != PACKED or dims != list(x.axes) or len(shifts) != 1 or depends(shifts[0]):
         raise NoRule("shifts of more than the rows")
-    return e.made(
+    return e.packed(
         f"{x.name}.index_select(0, {e.lengths(x.shape[dims[0]])}.rolled({shifts[0]}))", node.meta["val"]
     )
 
@@ -257,7 +257,7 @@ def _unfold(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
     if x.layout != PACKED or not own_dimensions(shape_of(val)) or depends(a["size"]) or depends(a["step"]):
         raise NoRule("windows as long as the instance says")
     size, out = e.lengths(x.shape[dims[0]]), e.lengths(shape_of(val)[dims[0]])
-    return e.made(f"z.windows({size}, {out}, {x.name}, {a['size']}, 0, {a['step']}, 1).movedim(1, -1)", val)
+    return e.packed(f"z.windows({size}, {out}, {x.name}, {a['size']}, 0, {a['step']}, 1).movedim(1, -1)", val)
 
 
 # -- losses -------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _reduced(
 ) -> Packed:
     """Elements summed or averaged over an instance; weights: what a mean is divided by the sum of."""
     if reduction == 0:
-        return e.made(name, val)
+        return e.packed(name, val)
     axes = own_dimensions(shape)
     if len(axes) > 1:
         raise NoRule("a loss over two sizes of its own")
@@ -284,12 +284,12 @@ def _reduced(
 
     summed = total(name)
     if reduction == _SUM:
-        return e.made(summed, val)
+        return e.packed(summed, val)
     if weights:
-        return e.made(f"{summed} / {total(weights)}", val)
+        return e.packed(f"{summed} / {total(weights)}", val)
     if axes:
-        return e.made(f"{e.lengths(shape[axes[0]])}.divided({summed}, {fixed})", val)
-    return e.made(f"{summed} / {fixed}", val)
+        return e.packed(f"{e.lengths(shape[axes[0]])}.divided({summed}, {fixed})", val)
+    return e.packed(f"{summed} / {fixed}", val)
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
@@ -325,24 +325,28 @@ def _nll(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("classes along a size of its own")
     if isinstance(weight, Packed) and weight.layout != WHOLE:
         raise NoRule("weights of each instance")
-    given = weight.name if isinstance(weight, Packed) else "None"
+    weight_code = weight.name if isinstance(weight, Packed) else "None"
     logp, t = x.name, target.name
     if x.layout == DENSE and x.rank == 2:
         logp, t = e.line(f"{logp}.flatten(0, 1)"), e.line(f"{t}.flatten()")
     ignored = e.source(a["ignore_index"])
-    call = f"torch.nn.functional.nll_loss({logp}, {t}, {given}, reduction='none', ignore_index={ignored})"
+    call = (
+        f"torch.nn.functional.nll_loss({logp}, {t}, {weight_code}, reduction='none', ignore_index={ignored})"
+    )
     name = e.line(call)
-    weights = e.line(f"z.class_weights({t}, {given}, {e.source(a['ignore_index'])}, {e.const(x.dtype)})")
+    weights = e.line(
+        f"z.class_weights({t}, {weight_code}, {e.source(a['ignore_index'])}, {e.const(x.dtype)})"
+    )
     if x.layout == DENSE and x.rank == 2:
         name, weights = (e.line(f"{v}.reshape(n, {x.shape[0]})") for v in (name, weights))
     val = node.meta["val"]
     first = val[0] if isinstance(val, (tuple, list)) else val
-    made = _reduced(e, name, target.shape, a["reduction"], first, weights)
+    reduced = _reduced(e, name, target.shape, a["reduction"], first, weights)
     if not isinstance(val, (tuple, list)):
-        return made
+        return reduced
     if any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule("the total weight of a loss")
-    return (made, None)
+    return (reduced, None)
 
 
 def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Any:
@@ -352,16 +356,16 @@ def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Any:
         raise NoRule("weights of classes along a size of its own")
     classes, t = e.lengths(x.shape[-1]), target.name
     ignored = e.line(f"{t} == {e.source(a['ignore_index'])}")
-    known = e.line(f"{t}.masked_fill({ignored}, 0)")
+    labels = e.line(f"{t}.masked_fill({ignored}, 0)")
     if x.rank == 1:
-        picked = f"{x.name}.index_select(0, z.rows({classes}, {known}, None))"
+        picked = f"{x.name}.index_select(0, z.rows({classes}, {labels}, None))"
     elif x.layout == PADDED and target.layout == PACKED and target.shape == x.shape[:1]:
         rows = e.lengths(x.shape[0])
-        places = e.line(f"z.elements(({rows}, {classes}), ({rows}.position, {known}), {rows})")
+        places = e.line(f"z.elements(({rows}, {classes}), ({rows}.position, {labels}), {rows})")
         picked = f"{x.name}.flatten().index_select(0, {places})"
     elif x.layout == PACKED and target.layout == DENSE:
         picked = (
-            f"{x.name}[z.rows({classes}, {known}, None), torch.arange({x.shape[0]}, device={x.name}.device)]"
+            f"{x.name}[z.rows({classes}, {labels}, None), torch.arange({x.shape[0]}, device={x.name}.device)]"
         )
     else:
         raise NoRule("classes along a size of its own")

@@ -38,8 +38,8 @@ def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
     places = [0] if x.layout in (DENSE, PADDED) else []
     places += [x.place(d) for d in (*axes, *rest)]
     if places == list(range(len(places))):
-        return e.made(x.name, val)
-    return e.made(f"{x.name}.permute({tuple(places)})", val)
+        return e.packed(x.name, val)
+    return e.packed(f"{x.name}.permute({tuple(places)})", val)
 
 
 @rule("permute")
@@ -80,7 +80,7 @@ def _view(e: Emitter, node: fx.Node) -> Any:
     if node.target._schema.name == "aten::squeeze" and len(axes) != len(x.axes):
         raise NoRule("a size of its own is squeezed")
     if x.layout == DENSE and not axes:
-        return e.made(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
+        return e.packed(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
     if x.layout == DENSE or not axes:
         raise NoRule("a view between a fixed shape and one of its own")
     if len(axes) != len(x.axes):
@@ -90,7 +90,7 @@ def _view(e: Emitter, node: fx.Node) -> Any:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
             raise NoRule("a view that joins two sizes of its own")
         rest = [str(d) for d in shape if not depends(d)]
-        return e.made(f"{x.name}.reshape(*{x.name}.shape[:3], {', '.join(rest)})", val)
+        return e.packed(f"{x.name}.reshape(*{x.name}.shape[:3], {', '.join(rest)})", val)
     name = x.name
     moved = [0] + [x.place(d) for d in order if d not in x.axes]
     if moved != list(range(len(moved))):
@@ -100,7 +100,7 @@ def _view(e: Emitter, node: fx.Node) -> Any:
     physical = [d for d in _out_order(x.shape, shape) if d not in axes]
     wanted = [d for d in range(len(shape)) if d not in axes]
     places = [0] + [1 + physical.index(d) for d in wanted]
-    return e.made(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
+    return e.packed(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
 
 
 def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> Packed:
@@ -114,12 +114,12 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> 
     ):
         raise NoRule("a view that joins two sizes of its own with others")
     sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
-    return e.made(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
+    return e.packed(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
 
 
 def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
     """Dimensions before and after, in groups of equal products."""
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
         ins, outs = [], []
@@ -149,8 +149,8 @@ def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple
                 j += 1
             else:
                 raise NoRule("a view whose sizes don't compare")
-        found.append((ins, outs))
-    return found
+        groups.append((ins, outs))
+    return groups
 
 
 def _less(a: Any, b: Any) -> bool:
@@ -205,7 +205,7 @@ def _expand(e: Emitter, node: fx.Node) -> Any:
     lead = {0: ["n"], 1: [f"{e.lengths(shape[axes[0]])}.total"] if axes else []}.get(len(axes))
     if lead is None:
         lead = ["n", *[f"{e.lengths(shape[a])}.longest" for a in axes]]
-    return e.made(f"{name}.expand({', '.join(map(str, (*lead, *rest)))})", val)
+    return e.packed(f"{name}.expand({', '.join(map(str, (*lead, *rest)))})", val)
 
 
 # -- slices -----------------------------------------------------------------------------------------------
@@ -221,15 +221,15 @@ def _select(e: Emitter, node: fx.Node) -> Any:
             return _row_of_own_place(e, x, d, i, val)
         if x.layout == WHOLE:
             raise NoRule("a place of its own")
-        return e.made(f"{x.name}.select({x.place(d)}, {i})", val)
+        return e.packed(f"{x.name}.select({x.place(d)}, {i})", val)
     size = e.lengths(x.shape[d])
     if x.layout == PADDED:
         (other,) = [a for a in x.axes if a != d]
         one = f"z.part({x.name}, {x.place(d)}, {_start(e, i, size)}, {e.lengths(1)}, 1, {size}.longest)"
-        return e.made(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
+        return e.packed(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
     if x.layout != PACKED:
         raise NoRule("a row of two sizes of its own")
-    return e.made(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
+    return e.packed(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
 
 
 def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> Packed:
@@ -238,11 +238,11 @@ def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> 
     index = e.line(f"z.tensor({place}, torch.int64)")
     if x.layout == WHOLE:
         name = e.line(f"{x.name}.index_select({d}, {index})")
-        return e.made(f"{name}.movedim({d}, 0)" if d else name, val)
+        return e.packed(f"{name}.movedim({d}, 0)" if d else name, val)
     if x.layout != DENSE:
         raise NoRule("a place of its own")
     name = e.line(f"{x.name}.movedim({d + 1}, 1)" if d else x.name)
-    return e.made(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
+    return e.packed(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
 
 
 def _start(e: Emitter, i: Any, size: str) -> str:
@@ -264,16 +264,16 @@ def _slice(e: Emitter, node: fx.Node) -> Any:
         if depends(start) or depends(a["end"]):
             return _part_of_fixed(e, node, x, d, start, a["step"])
         index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
-        return e.made(f"{x.name}[{index}]", val)
+        return e.packed(f"{x.name}[{index}]", val)
     shape = shape_of(val)
     if shape[d] == x.shape[d] and a["step"] == 1:
-        return e.made(x.name, val)
+        return e.packed(x.name, val)
     size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
     if x.layout == PADDED:
         if not depends(shape[d]):
             raise NoRule("a part of one of two sizes of its own, as long in all instances")
-        return e.made(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
+        return e.packed(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
     name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
     return _rows_or_dense(e, name, x, d, val)
 
@@ -282,9 +282,9 @@ def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed
     """Rows that were picked along dimension d, as many in each instance or not."""
     shape = shape_of(val)
     if d in own_dimensions(shape):
-        return e.made(name, val)
+        return e.packed(name, val)
     name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.made(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
 
 
 def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
@@ -294,13 +294,15 @@ def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, 
     if x.layout == PACKED:
         place = own_dimensions(shape_of(val)).index(d) + 1
         begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
-        return e.made(f"z.part({_as_padded(e, x, val)}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val)
+        return e.packed(
+            f"z.part({_as_padded(e, x, val)}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val
+        )
     if x.layout != DENSE:
         raise NoRule("a slice of a fixed one beside two sizes of its own")
     front = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
     rows = e.line(f"{front}.reshape({size}.total, *{front}.shape[2:])")
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
-    return e.made(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
+    return e.packed(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
 
 def _as_padded(e: Emitter, x: Packed, val: Any) -> str:
@@ -337,10 +339,10 @@ def _cat(e: Emitter, node: fx.Node) -> Any:
             return _joined(e, parts, d, val)
         if not own_dimensions(shape):
             names = [e.to_dense(p).name for p in parts]
-            return e.made(f"torch.cat([{', '.join(names)}], {d + 1})", val)
+            return e.packed(f"torch.cat([{', '.join(names)}], {d + 1})", val)
         names = [e.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
         place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
-        return e.made(f"torch.cat([{', '.join(names)}], {place})", val)
+        return e.packed(f"torch.cat([{', '.join(names)}], {place})", val)
     return _joined(e, parts, d, val)
 
 
@@ -357,7 +359,7 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
             raise NoRule("other sizes of their own")
         given = ", ".join(_as_padded(e, p, val) for p in parts)
         sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
-        return e.made(f"z.joined(({given},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val)
+        return e.packed(f"z.joined(({given},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val)
     names, lengths = [], []
     for p in parts:
         lengths.append(e.lengths(p.shape[d]))
@@ -384,7 +386,7 @@ def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
             raise NoRule("a slice of its own")
         source = e.aligned(y, _with(x.shape, d, y.shape[d]))
         given = f"{x.name}, {source}, {x.place(d)}, {start}, {a['end']}, {a['step']}"
-        return e.made(f"torch.slice_scatter({given})", val)
+        return e.packed(f"torch.slice_scatter({given})", val)
     if x.layout != PACKED:
         raise NoRule("a slice of one of two sizes of its own")
     size, out = e.lengths(x.shape[d]), e.lengths(y.shape[d])
@@ -395,7 +397,7 @@ def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
         source = source if d == 0 else e.line(f"{source}.movedim({d + 1}, 1)")
         source = e.line(f"{source}.flatten(0, 1)")
     rows = f"{size}.taken({begin}, {out}, {a['step']})"
-    return e.made(f"{x.name}.index_copy(0, {rows}, {source}.expand({out}.total, *{x.name}.shape[1:]))", val)
+    return e.packed(f"{x.name}.index_copy(0, {rows}, {source}.expand({out}.total, *{x.name}.shape[1:]))", val)
 
 
 @rule("select_scatter")
@@ -408,12 +410,12 @@ def _select_scatter(e: Emitter, node: fx.Node) -> Any:
     if d not in x.axes:
         if depends(i):
             raise NoRule("a place of its own")
-        return e.made(f"torch.select_scatter({x.name}, {e.aligned(y, rest)}, {x.place(d)}, {i})", val)
+        return e.packed(f"torch.select_scatter({x.name}, {e.aligned(y, rest)}, {x.place(d)}, {i})", val)
     if x.layout != PACKED:
         raise NoRule("a row of two sizes of its own")
     size = e.lengths(x.shape[d])
     source = e.aligned(e.to_dense(y), rest)
-    return e.made(
+    return e.packed(
         f"{x.name}.index_copy(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}), {source})", val
     )
 
@@ -427,7 +429,7 @@ def _stack(e: Emitter, node: fx.Node) -> Any:
     inner = (*shape[:d], *shape[d + 1 :])
     names = [e.aligned(p, inner) for p in a["tensors"]]
     place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
-    return e.made(f"torch.stack(torch.broadcast_tensors({', '.join(names)}), {place})", val)
+    return e.packed(f"torch.stack(torch.broadcast_tensors({', '.join(names)}), {place})", val)
 
 
 @rule("constant_pad_nd", "pad")
@@ -471,7 +473,7 @@ def _constant_pad(e: Emitter, node: fx.Node) -> Any:
             flat[2 * place : 2 * place + 2] = [before, after]
     if any(flat):
         name = e.line(f"torch.nn.functional.pad({name}, {flat}, value={value})")
-    return e.made(name, val)
+    return e.packed(name, val)
 
 
 # -- factories ------------------------------------------------------------------------------------------------
@@ -505,7 +507,7 @@ def _factory(e: Emitter, node: fx.Node) -> Any:
         if lead:
             raise NoRule("filled with a size")
         filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
-        return e.made(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
+        return e.packed(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
     if "size" not in a and not axes and not random and not isinstance(a.get("self"), Packed):
         return Packed(e.line(e.call(target, a)), WHOLE, shape, val.dtype)
     if "size" not in a:
@@ -514,7 +516,7 @@ def _factory(e: Emitter, node: fx.Node) -> Any:
     code = e.call(target, a)
     if not lead:
         return Packed(e.line(code), WHOLE, shape, val.dtype)
-    return e.made(code, val)
+    return e.packed(code, val)
 
 
 @rule("arange")
@@ -535,7 +537,7 @@ def _arange(e: Emitter, node: fx.Node) -> Any:
         name = f"({name} + {size}.each(z.tensor({e.column(start)}, torch.int64)))"
     elif start:
         name = f"({name} + {start})"
-    return e.made(name if val.dtype == torch.int64 else f"{name}.to({e.const(val.dtype)})", val)
+    return e.packed(name if val.dtype == torch.int64 else f"{name}.to({e.const(val.dtype)})", val)
 
 
 @rule("eye")
@@ -550,7 +552,7 @@ def _eye(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("a unit matrix with one size of its own")
     sizes = [f"{e.lengths(d)}.longest" for d in shape]
     made = f"torch.eye({', '.join(sizes)}, dtype={e.const(val.dtype)}, device=z.device)"
-    return e.made(f"{made}.expand(n, -1, -1)", val)
+    return e.packed(f"{made}.expand(n, -1, -1)", val)
 
 
 @rule("diagonal")
@@ -560,7 +562,7 @@ def _diagonal(e: Emitter, node: fx.Node) -> Any:
     whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
     if not whole or a["offset"] or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}:
         raise NoRule("this diagonal")
-    return e.made(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", node.meta["val"])
+    return e.packed(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", node.meta["val"])
 
 
 @rule("repeat")
@@ -579,14 +581,14 @@ def _repeat(e: Emitter, node: fx.Node) -> Any:
     for _ in range(lead):
         name = e.line(f"{name}.unsqueeze(1)")
     counts = [1, *times[:lead], *[times[lead + d] for d in x.rest]]
-    return e.made(f"{name}.repeat({', '.join(map(str, counts))})", val)
+    return e.packed(f"{name}.repeat({', '.join(map(str, counts))})", val)
 
 
 @rule("view_as_real", "view_as_complex")
 def _complex(e: Emitter, node: fx.Node) -> Any:
     """A last dimension of two numbers, or none."""
     x = e.to_dense(e.bound(node)["self"])
-    return e.made(e.call(node.target, {"self": x}), node.meta["val"])
+    return e.packed(e.call(node.target, {"self": x}), node.meta["val"])
 
 
 @rule("diagonal_scatter")
@@ -605,7 +607,7 @@ def _diagonal_scatter(e: Emitter, node: fx.Node) -> Any:
     size = e.lengths(x.shape[0])
     source = y.name if y.layout == WHOLE else f"{size}.pad({y.name}).unsqueeze(2)"
     eye = f"torch.eye({size}.longest, dtype=torch.bool, device={x.name}.device)"
-    return e.made(f"torch.where({eye}, {source}, {x.name})", node.meta["val"])
+    return e.packed(f"torch.where({eye}, {source}, {x.name})", node.meta["val"])
 
 
 @rule("tril", "triu")
@@ -617,10 +619,10 @@ def _triangle(e: Emitter, node: fx.Node) -> Any:
         moved = f"{x.name}.flatten(3).movedim(3, 1)" if x.rank > 2 else x.name
         if x.rank > 2:
             raise NoRule("triangles in more than two dimensions")
-        return e.made(f"torch.{how}({moved}, {e.source(a['diagonal'])})", node.meta["val"])
+        return e.packed(f"torch.{how}({moved}, {e.source(a['diagonal'])})", node.meta["val"])
     if x.layout == DENSE:
         a["self"] = Code(x.name)
-        return e.made(e.call(node.target, a), node.meta["val"])
+        return e.packed(e.call(node.target, a), node.meta["val"])
     raise NoRule("a triangle of one size of its own")
 
 

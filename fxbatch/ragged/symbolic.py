@@ -167,25 +167,27 @@ class SizedGraph:
 
     def _stands_for(self, sizes: tuple[int, ...]) -> bool:
         """Whether the body with these sizes as numbers has the nodes of the graph."""
-        found = self._tried.get(sizes)
-        if found is None:
+        stands_here = self._tried.get(sizes)
+        if stands_here is None:
             small = min(sizes) < 2
             failed = sum(not stands for met, stands in self._tried.items() if (min(met) < 2) is small)
             if failed >= FAILED or len(self._tried) >= TRIED:
                 return False
-            found = self._tried[sizes] = self._try(sizes)
-        return found
+            stands_here = self._tried[sizes] = self._try(sizes)
+        return stands_here
 
     def _try(self, sizes: tuple[int, ...]) -> bool:
-        given, taken = [], iter(sizes)
+        tensors, taken = [], iter(sizes)
         for tensor, dims in zip(self.tensors, self.dynamic, strict=True):
             shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
             made = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
-            given.append(made)
+            tensors.append(made)
         log = logging.getLogger("torch._subclasses.fake_tensor")
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
-            module, _ = _trace(self.body, given, [()] * len(given), self.kept, self.flags_known, self.code)
+            module, _ = _trace(
+                self.body, tensors, [()] * len(tensors), self.kept, self.flags_known, self.code
+            )
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
         finally:
@@ -415,7 +417,7 @@ _LOCK = threading.RLock()
 @cached("decompositions")
 def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     """All composite operators but those that stay whole."""
-    found: dict[Any, Callable[..., Any]] = {}
+    table: dict[Any, Callable[..., Any]] = {}
     for name in composite_operators():
         base, _, overload = name.partition(".")
         space, _, op = base.partition("::")
@@ -426,10 +428,10 @@ def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
         ):
             continue
         packet = getattr(torch.ops.aten, op, None)
-        made = getattr(packet, overload or "default", None)
-        if made is not None and hasattr(made, "decompose"):
-            found[made] = made.decompose
-    return found
+        operator = getattr(packet, overload or "default", None)
+        if operator is not None and hasattr(operator, "decompose"):
+            table[operator] = operator.decompose
+    return table
 
 
 def _original(size: object) -> Any:
@@ -494,9 +496,9 @@ def _without_write(schema: Any) -> Any:
     packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
     types = [str(a.type) for a in schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
-        found = getattr(packet, overload)
-        if [str(a.type) for a in found._schema.arguments] == types:
-            return found
+        overload_without = getattr(packet, overload)
+        if [str(a.type) for a in overload_without._schema.arguments] == types:
+            return overload_without
     return None
 
 
@@ -504,8 +506,8 @@ def _promotes(write: fx.Node) -> bool:
     """Whether the operator that does not write may give another type than the tensor that is written to has."""
     indices = write.args[1] if write.target is torch.ops.aten.index_put_.default else []
     given = [x for x in write.all_input_nodes if x not in indices]
-    found = [x.meta["val"] for x in given if isinstance(x.meta.get("val"), torch.Tensor)]
-    return any(torch.promote_types(found[0].dtype, t.dtype) != found[0].dtype for t in found[1:])
+    tensors = [x.meta["val"] for x in given if isinstance(x.meta.get("val"), torch.Tensor)]
+    return any(torch.promote_types(tensors[0].dtype, t.dtype) != tensors[0].dtype for t in tensors[1:])
 
 
 _PARTS = {
@@ -534,13 +536,15 @@ def _part_of(write: fx.Node) -> list[fx.Node]:
 
 def _put_back(graph: fx.Graph, parts: list[fx.Node], written: fx.Node) -> fx.Node:
     """The tensor with a part in place of its own."""
-    made = written
+    part_node = written
     for part in reversed(parts):
         whole, *where = part.args
-        with graph.inserting_after(made):
-            made = graph.call_function(_PARTS[part.target], (whole, made, *where), dict(part.kwargs))
-        made.meta["val"] = whole.meta["val"]
-    return made
+        with graph.inserting_after(part_node):
+            part_node = graph.call_function(
+                _PARTS[part.target], (whole, part_node, *where), dict(part.kwargs)
+            )
+        part_node.meta["val"] = whole.meta["val"]
+    return part_node
 
 
 def _shares_memory(node: fx.Node) -> bool:
@@ -615,19 +619,19 @@ def is_size(node: fx.Node) -> bool:
 
 def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int]) -> Any:
     leaves, spec = tree_flatten((node.args, node.kwargs))
-    found: list[Any] = []
+    arguments: list[Any] = []
     for x in leaves:
         if isinstance(x, fx.Node):
-            found.append(_number(x.meta["val"], values) if is_size(x) else ("node", place[x]))
+            arguments.append(_number(x.meta["val"], values) if is_size(x) else ("node", place[x]))
         else:
-            found.append(_number(x, values))
-    return found, str(spec)
+            arguments.append(_number(x, values))
+    return arguments, str(spec)
 
 
 def _number(x: object, values: dict[Any, int]) -> Any:
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
-        found = expression(x).subs(values)
-        return str(found) if depends(found) else float(found)
+        number = expression(x).subs(values)
+        return str(number) if depends(number) else float(number)
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 

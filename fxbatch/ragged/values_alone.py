@@ -73,8 +73,8 @@ class Alone:
         results = []
         for i in range(n):
             args, kwargs = tree_unflatten([c[i] for c in columns], self.spec)
-            found = self.target(*args, **kwargs)
-            results.append(found if isinstance(found, (tuple, list)) else (found,))
+            result = self.target(*args, **kwargs)
+            results.append(result if isinstance(result, (tuple, list)) else (result,))
         sizes = list(taken)
         out: list[Any] = []
         for place, axes in enumerate(self.outputs):
@@ -134,16 +134,16 @@ def alone(e: Emitter, node: fx.Node) -> Any:
     """A node instance by instance."""
     leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
     described: list[Any] = []
-    given: list[str] = []
+    codes: list[str] = []
     for leaf in leaves:
         x = e.value(leaf)
         if isinstance(x, Packed):
             described.append(("tensor", x.layout, x.axes))
-            given.append(x.name)
-            given += [e.lengths(x.shape[a]) for a in x.axes]
+            codes.append(x.name)
+            codes += [e.lengths(x.shape[a]) for a in x.axes]
         elif depends(x):
             described.append(("number",))
-            given.append(e.column(x))
+            codes.append(e.column(x))
         else:
             described.append(("plain", x))
     val = node.meta["val"]
@@ -155,11 +155,11 @@ def alone(e: Emitter, node: fx.Node) -> Any:
         if axes is not None:
             if len(axes) > 2:
                 raise NoRule(f"a tensor with {len(axes)} sizes of its own")
-            given += [e.lengths(shape_of(t)[a]) for a in axes]
+            codes += [e.lengths(shape_of(t)[a]) for a in axes]
     call = Alone(NODES.get(node.target, node.target), described, spec, outputs)
-    name = e.line(f"{e.const(call)}(n, {', '.join(given)})")
-    made = [
-        None if t is None or not isinstance(t, torch.Tensor) else e.made(f"{name}[{i}]", t)
+    name = e.line(f"{e.const(call)}(n, {', '.join(codes)})")
+    packed = [
+        None if t is None or not isinstance(t, torch.Tensor) else e.packed(f"{name}[{i}]", t)
         for i, t in enumerate(results)
     ]
-    return tuple(made) if isinstance(val, (tuple, list)) else made[0]
+    return tuple(packed) if isinstance(val, (tuple, list)) else packed[0]

@@ -178,12 +178,12 @@ def _put_outputs(kernel: _Kernel, left: Left, rows: np.ndarray, held: list[torch
     """Where the outputs of steps that a kernel reads are; whether C can read them. held: until it has."""
     for i, (source, _) in enumerate(kernel.inputs):
         if source == OUTPUT:
-            found = left.all_rows(kernel.operation, kernel.operation.parameter_inputs[i])
-            place = address(found, found.nbytes) if found.is_contiguous() else None
+            all_rows = left.all_rows(kernel.operation, kernel.operation.parameter_inputs[i])
+            place = address(all_rows, all_rows.nbytes) if all_rows.is_contiguous() else None
             if not place:
                 return False
-            held.append(found)
-            rows[kernel.row + i] = place, found.nbytes
+            held.append(all_rows)
+            rows[kernel.row + i] = place, all_rows.nbytes
     return True
 
 

@@ -266,11 +266,11 @@ class PackedForward:
             if smallest.max() > 1 and (first or (len(places) > 1 and self.may_build())):
                 family.built += 1
                 with building():
-                    made = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
-                if made is None:
+                    new_variant = self._build(fn, columns, int(places[int(smallest.argmax())]), family)
+                if new_variant is None:
                     return None
-                family.variants.append(made)
-                if first and FEWEST * made.function.graph.fitting(sizes).sum() < columns.n:
+                family.variants.append(new_variant)
+                if first and FEWEST * new_variant.function.graph.fitting(sizes).sum() < columns.n:
                     family.reason = "its code does something else for most sizes"
                     return None
                 return self._work(fn, family, columns, sizes)
@@ -357,12 +357,14 @@ class PackedForward:
                 chosen = places.tolist()
                 if variant_or_none is None:
                     family.alone += len(chosen)
-                    made = [_alone(fn, *instances[i]) for i in chosen]
+                    results_of_some = [_alone(fn, *instances[i]) for i in chosen]
                 else:
                     some = [[column[i] for i in chosen] for column in columns.tensors]
                     theirs = [s[places] for s in sizes]
-                    made = _separate(variant_or_none, *self._packed(variant_or_none, some, theirs, shared))
-                for i, result in zip(chosen, made, strict=True):
+                    results_of_some = _separate(
+                        variant_or_none, *self._packed(variant_or_none, some, theirs, shared)
+                    )
+                for i, result in zip(chosen, results_of_some, strict=True):
                     results[i] = result
         if out == "stack":
             return stack_real(results)

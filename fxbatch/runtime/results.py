@@ -217,13 +217,13 @@ def stack_real(results: Sequence[object]) -> object:
     alike = _stack_alike(results)
     if alike is not None:
         return alike
-    found = Results(results)
-    if len(found.values):  # inside a recording: stacking is recorded too
-        found = found.made_alike()
-        stacked = [_stack_recorded(column) for column in zip(*found.leaves, strict=True)]
-        spec = found.specs[0]
+    whole = Results(results)
+    if len(whole.values):  # inside a recording: stacking is recorded too
+        whole = whole.made_alike()
+        stacked = [_stack_recorded(column) for column in zip(*whole.leaves, strict=True)]
+        spec = whole.specs[0]
         return stacked[0] if spec is None else put_together(stacked, spec)
-    return stack(found, lambda ids: ids, lambda requests: [])
+    return stack(whole, lambda ids: ids, lambda requests: [])
 
 
 _DTYPE = operator.attrgetter("dtype")

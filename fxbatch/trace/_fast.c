@@ -394,7 +394,7 @@ static struct {
     {&Value, "_flags", &at.flags, 1}, {&Value, "_writes", &at.writes, 1}, {&Entry, "sid", &at.sid, 1}, {&Entry, "types", &at.types},
     {&Entry, "single", &at.single}, {&Entry, "is_tuple", &at.is_tuple}, {&Entry, "aliases", &at.aliases}, {&Entry, "target", &at.target},
     {&Entry, "guards", &at.guards}, {&Recorder, "sigs", &at.sigs}, {&Recorder, "inputs", &at.inputs},
-    {&Recorder, "count", &at.count, 1}, {&Recorder, "known", &at.known}, {&Recorder, "constants", &at.constants},
+    {&Recorder, "count", &at.count, 1}, {&Recorder, "knowledge", &at.knowledge}, {&Recorder, "constants", &at.constants},
     {&Recorder, "payload", &at.payload}, {&Knowledge, "call_table", &at.table}, {&Knowledge, "mode", &at.mode, 1},
     {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},

@@ -8,7 +8,7 @@ static struct {
     Py_ssize_t source, root, source_type, call, output, again, through, seen; /* of a View */
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
     Py_ssize_t carries, operands, asked_in, requires, written;
-    Py_ssize_t sigs, inputs, count, base, known, constants, payload, settled, lifted, row_calls; /* of the recorder */
+    Py_ssize_t sigs, inputs, count, base, knowledge, constants, payload, settled, lifted, row_calls; /* of the recorder */
     Py_ssize_t values, graded, views_met;
     Py_ssize_t stands_for; /* of a Written */
     Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */
@@ -30,7 +30,7 @@ static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define WHOLE(object, where) (*(int64_t *)((char *)(object) + (where)))
 
-#define KNOWN(recorder) SLOT(recorder, at.known) /* it has one from its beginning on */
+#define KNOWN(recorder) SLOT(recorder, at.knowledge) /* it has one from its beginning on */
 
 /* Where a slot is. whole: it holds a number of 8 bytes from here on, in place of an object. */
 static int slot(PyObject *type, const char *name, Py_ssize_t *offset, int whole)

@@ -63,10 +63,10 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
         return None
     key = (
         id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.grad_fn is None, t.is_conj(),
-        t.is_neg(), recorder.known.mode,
+        t.is_neg(), recorder.knowledge.mode,
     )  # fmt: skip
-    found = recorder.parameter_rows.get(key)
-    if found is None:
+    row_of_table = recorder.parameter_rows.get(key)
+    if row_of_table is None:
         row, strides = recorder.row_numbers.get(key, (None, None))
         if row is None or strides != base.stride():
             row = _row(recorder, t, base)
@@ -76,11 +76,11 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
             recorder.row_numbers[key] = row, base.stride()
         args = base, recorder.number(row, torch.int64, t.device), base.dim() - t.dim()
         if _fast is not None:
-            found = _fast.recorded_before(recorder, take_parameter_row, args, {})
-        if found is None:
-            found = recorder.call(take_parameter_row, args, {})
-        recorder.parameter_rows[key] = found
-    return found
+            row_of_table = _fast.recorded_before(recorder, take_parameter_row, args, {})
+        if row_of_table is None:
+            row_of_table = recorder.call(take_parameter_row, args, {})
+        recorder.parameter_rows[key] = row_of_table
+    return row_of_table
 
 
 def _row(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor) -> int | None:
@@ -113,7 +113,7 @@ def _row(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor) -> int | 
 def gradients_go_through(recorder: RecordedCalls, view: torch.Tensor) -> bool:
     """Whether a view of a parameter takes part in gradients as the parameter does: not one made under `no_grad`."""
     assert view._base is not None
-    return not (recorder.known.grad and view._base.requires_grad) or view.grad_fn is not None
+    return not (recorder.knowledge.grad and view._base.requires_grad) or view.grad_fn is not None
 
 
 def view_of_shared(recorder: RecordedCalls, t: torch.Tensor) -> bool:
@@ -296,7 +296,7 @@ class Arguments:
             return target(*args, **kwargs)
 
         operands = [s.resolve() for s in self.shared]
-        return run_on_fakes(body, self.types(), operands, grad=self.recorder.known.grad)
+        return run_on_fakes(body, self.types(), operands, grad=self.recorder.knowledge.grad)
 
     def types(self) -> tuple[TensorSpec, ...]:
         """The types of the inputs."""
@@ -342,7 +342,7 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     if func is GETITEM and len(args) == 2:
         args = args[0], _by_numbers(recorder, args[1])
     if args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
-        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.known.mode
+        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.knowledge.mode
         view = recorder.heard.again.get(key)
         if view is not None:
             return view

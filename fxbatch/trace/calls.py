@@ -154,7 +154,7 @@ def call_function(
         ) from None
     if arguments.viewed:
         return _call_on_views(recorder, func, args, kwargs)
-    entry = recorder.known.functions.get(key)
+    entry = recorder.knowledge.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
             raise TraceError(
@@ -198,7 +198,7 @@ def call_function(
 def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction:
     """What a user's function (or class) reads now: looked at once a minibatch, and anew where it changed. Its states
     with each content are kept, the last one first."""
-    examined = recorder.known.examined.get(id(func))
+    examined = recorder.knowledge.examined.get(id(func))
     if examined is not None and examined.reads.near():
         return examined
     contents = recorder.table.functions.setdefault(id(func), [])
@@ -217,7 +217,7 @@ def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction
                 contents.pop(0)
         contents.insert(0, again)
         examined = again
-    recorder.known.examined[id(func)], recorder.known.places = examined, None
+    recorder.knowledge.examined[id(func)], recorder.knowledge.places = examined, None
     return examined
 
 
@@ -226,7 +226,7 @@ def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
     structure, floats = without_floats(key)
     if not floats:
         return False
-    met = recorder.known.functions.setdefault(("floats", structure), {})
+    met = recorder.knowledge.functions.setdefault(("floats", structure), {})
     met[floats] = None
     return len(met) > MANY_NUMBERS
 
@@ -253,7 +253,7 @@ def _call_on_views(
     result = call_function(recorder, on_views, seen, kwargs)
     if comes_again:
         arguments = Arguments(recorder, seen, kwargs)
-        entry = recorder.known.functions.get((on_views, *arguments.key()))
+        entry = recorder.knowledge.functions.get((on_views, *arguments.key()))
         if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
             recorder.remember(func, *given, entry)
     return result
@@ -267,19 +267,19 @@ def _by_integer_value(x: Any, index: object) -> bool:
 def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
     recorder, table = arguments.recorder, arguments.recorder.table
     with table.lock, tracing(None):
-        entry = recorder.known.functions.get(key)
+        entry = recorder.knowledge.functions.get(key)
         if entry is None:
             called = arguments.args[0] if func is on_views else func
             target = Operation(function_name(called), "function", func, FUNCTION)
             examined = called.examined if type(called) in (CustomFunction, Functional) else None
             sized = None if examined or reason or func is on_views else table.sized
             if sized is not None:
-                entry = sized.entry(recorder.known.functions, arguments, of=func)
+                entry = sized.entry(recorder.knowledge.functions, arguments, of=func)
             if entry is None:
                 entry = function_entry(target, arguments, examined, reason)
                 if sized is not None and type(entry) is Entry and not entry.written:
-                    sized.met(recorder.known.functions, arguments, (key, entry), of=func)
-            recorder.known.functions[key] = entry
+                    sized.met(recorder.knowledge.functions, arguments, (key, entry), of=func)
+            recorder.knowledge.functions[key] = entry
         return entry
 
 
@@ -295,7 +295,7 @@ def function_entry(
         return "reads batch sizes of a packed sequence"
     template, inputs = arguments.template(), arguments.types()
     if examined is not None:
-        arguments.recorder.known.places = None  # what is known of the function may be more then
+        arguments.recorder.knowledge.places = None  # what is known of the function may be more then
 
     try:
         outcome = arguments.outcome(made.target, template)
@@ -497,7 +497,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
     types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
     key = ("dependent", key, types)
-    entry = recorder.known.functions.get(key)
+    entry = recorder.knowledge.functions.get(key)
     with recorder.table.lock:
         if entry is None:
             made = Operation(function_name(func), "function", func, FUNCTION)
@@ -508,7 +508,7 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
             entry = recorder.signed(
                 made, arguments.types(), arguments.shared, template, outcome, reason=reason
             )
-            recorder.known.functions[key] = entry
+            recorder.knowledge.functions[key] = entry
     return recorder.emit(entry, arguments.values)
 
 
@@ -570,7 +570,7 @@ def call_marked(
         _note_marked(recorder, func, reason)
     if reason or not arguments.values:
         return func(*args, **kwargs)
-    entry = recorder.known.functions.get(key)
+    entry = recorder.knowledge.functions.get(key)
     if entry is None:
         entry = _new_marked(key, examined, arguments)
     if type(entry) is not Entry or entry.written:
@@ -589,7 +589,7 @@ def _note_marked(recorder: RecordedCalls, func: object, reason: str) -> None:
 def _new_marked(key: object, examined: ExaminedFunction, arguments: Arguments) -> object:
     recorder = arguments.recorder
     with recorder.table.lock, tracing(None):
-        entry = recorder.known.functions.get(key)
+        entry = recorder.knowledge.functions.get(key)
         if entry is None:
             made = Operation(function_name(examined.target), "function", examined.target, MARKED)
             try:
@@ -600,5 +600,5 @@ def _new_marked(key: object, examined: ExaminedFunction, arguments: Arguments) -
                 entry = first_line(error)
             if type(entry) is str:
                 _note_marked(recorder, examined.target, entry)
-            recorder.known.functions[key] = entry
+            recorder.knowledge.functions[key] = entry
         return entry

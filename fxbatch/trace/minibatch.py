@@ -70,8 +70,8 @@ class Statistics:
         """An instance asked for values at this place of the user's code."""
         self.suspensions += 1
         key = None if place is None else (id(place[0]), place[1])
-        found = self._places.get(key)
-        self._places[key] = place, 1 if found is None else found[1] + 1
+        place_and_count = self._places.get(key)
+        self._places[key] = place, 1 if place_and_count is None else place_and_count[1] + 1
 
     @property
     def lines(self) -> dict[str, int]:
@@ -204,7 +204,7 @@ def record_minibatch(
     run.first = first
     try:
         with patched():
-            quicken(recorder.known.modules.classes)
+            quicken(recorder.knowledge.modules.classes)
             run.all()
     except TraceError as error:
         recorder.take_back_changes(error)
@@ -498,7 +498,7 @@ class Turns:
     def _unseen_change(self) -> str:
         """After the last instance: what was changed besides attributes that are seen as they are set, if some instance
         has waited; "" where nothing was."""
-        changes, known = self.changes, self.recorder.known.modules
+        changes, known = self.changes, self.recorder.knowledge.modules
         if not changes.waited:
             return ""
         changed = changes.changed_container()

@@ -70,7 +70,7 @@ def call_module(
     quicken(type(module))
     recorder.sync_modes()
     call = ModuleCall(recorder, module, args, kwargs)
-    return call.through() if any(module is r for r in recorder.known.roots) else _recorded(call)
+    return call.through() if any(module is r for r in recorder.knowledge.roots) else _recorded(call)
 
 
 def call_method(
@@ -137,7 +137,7 @@ def _recorded(call: ModuleCall) -> object:
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()
-    entry.guards = recorder.known.examined[id(record)].guards or None
+    entry.guards = recorder.knowledge.examined[id(record)].guards or None
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
@@ -158,12 +158,12 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: ob
             f"{examined.coupled} in training would mix instances or change running statistics, which all instances "
             f"share: use eval(), or GroupNorm or LayerNorm instead{at_line()}"
         )
-    entries = examined.entries.get(recorder.known.mode_key)
+    entries = examined.entries.get(recorder.knowledge.mode_key)
     if entries is None:
-        alike = record.variants.setdefault((recorder.known.mode_key, examined.structure), {})
+        alike = record.variants.setdefault((recorder.knowledge.mode_key, examined.structure), {})
         if len(alike) >= MANY_STATES and examined.reads.key not in alike:
             return _from_now_on(recorder, record, keeps_changing(record.changed))
-        entries = examined.entries[recorder.known.mode_key] = alike.setdefault(examined.reads.key, {})
+        entries = examined.entries[recorder.knowledge.mode_key] = alike.setdefault(examined.reads.key, {})
     entry: Entry | str | None = entries.get(key)
     return _new_entry(record, examined, entries, key, arguments) if entry is None else entry
 
@@ -185,7 +185,12 @@ def _copies_of_buffers(
     constants they are batched with the others of the module.
     """
     copies = recorder.copies
-    if copies is None or not recorder.known.grad or not args or getattr(module, "max_norm", None) is not None:
+    if (
+        copies is None
+        or not recorder.knowledge.grad
+        or not args
+        or getattr(module, "max_norm", None) is not None
+    ):
         return None
     if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
         return None
@@ -236,7 +241,7 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     record = table.modules.get((id(module), method))
     if (
         record is None
-        and id(module) not in recorder.known.modules.seen
+        and id(module) not in recorder.knowledge.modules.seen
         and (same := stateless_key(module)) is not None
     ):
         with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
@@ -248,9 +253,9 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     if record is None:
         with table.lock:
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
-            if not any(module is m for r in recorder.known.roots for m in r.modules()):
+            if not any(module is m for r in recorder.knowledge.roots for m in r.modules()):
                 table.owners.setdefault(id(module), module)
-                recorder.known.owners, recorder.lasts = None, False
+                recorder.knowledge.owners, recorder.lasts = None, False
     return record
 
 
@@ -285,7 +290,7 @@ def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
 
 def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
     """The record's module as it is: looked at once a minibatch, and anew where it changed."""
-    examined = recorder.known.examined.get(id(record))
+    examined = recorder.knowledge.examined.get(id(record))
     if examined is not None and not examined.reads.near():
         recorder.forget_modules()
         examined = None
@@ -299,8 +304,8 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
             reads = examined.reads.again()
             record.changed = examined.reads.differs_from(reads) or record.changed
             examined = record.examined = Examined(record.module, reads)
-        recorder.known.examined[id(record)], recorder.known.places = examined, None
-        if id(record.module) not in recorder.known.modules.seen:  # it may change unseen
+        recorder.knowledge.examined[id(record)], recorder.knowledge.places = examined, None
+        if id(record.module) not in recorder.knowledge.modules.seen:  # it may change unseen
             recorder.lasts = False
     return examined
 
@@ -324,7 +329,7 @@ def _new_entry(
 ) -> Entry | str:
     """The entry of a call that was not met before, or why it is no operation."""
     recorder, module, method = arguments.recorder, record.module, record.method
-    recorder.known.places = None  # what is known of the module may be more then
+    recorder.knowledge.places = None  # what is known of the module may be more then
     arguments.first_shared = len(examined.names)
     rule = _rule(module, method)
     with recorder.table.lock, tracing(None):
@@ -376,7 +381,7 @@ def _why_coupled(module: torch.nn.Module) -> str:
 
 def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
     """How many different arguments a module was recorded with, whatever its code read meanwhile."""
-    alike = record.variants[recorder.known.mode_key, examined.structure].values()
+    alike = record.variants[recorder.knowledge.mode_key, examined.structure].values()
     return len({key for entries in alike for key, entry in entries.items() if type(entry) is Entry})
 
 
@@ -404,7 +409,9 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
         return result
 
     most = MOST_CALLS if rule is PLAIN_MODULE else None
-    outcome = run_on_fakes(body, inputs, [s.resolve() for s in shared], grad=recorder.known.grad, most=most)
+    outcome = run_on_fakes(
+        body, inputs, [s.resolve() for s in shared], grad=recorder.knowledge.grad, most=most
+    )
     if changed := changed_attribute(twins):
         raise BodyError(f"changes {changed}")
     if outcome.written_shared:
@@ -426,7 +433,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
 
 
 def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:
-    for root in recorder.known.roots:
+    for root in recorder.knowledge.roots:
         for name, m in root.named_modules():
             if m is module and name:
                 return name

@@ -88,7 +88,7 @@ class OngoingRecording(Turns):
         self.most = FEWEST
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(patched())
-        quicken(recorder.known.modules.classes)
+        quicken(recorder.knowledge.modules.classes)
         recorder.ask = self._ask
         recorder.heard.begin()
 

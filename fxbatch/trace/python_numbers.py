@@ -120,7 +120,7 @@ _FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner
 def with_lifted_floats(recorder: RecordedCalls, func: object, args: Any, kwargs: Any) -> LiftedForm | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
-    if form is None or recorder.known.autocast is None:
+    if form is None or recorder.knowledge.autocast is None:
         return None
     try:
         lifted_form = form(*args, **kwargs)
@@ -162,11 +162,11 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
     else:
         return None
     t = recorder.type_of(v)
-    dtype = None if recorder.known.autocast is None else lifted_dtype(func, t, number)
+    dtype = None if recorder.knowledge.autocast is None else lifted_dtype(func, t, number)
     if dtype is None:
         return None
     key = ("lifted", func, v._type, recorder.table.number(dtype, t.device).types[0], type(number), position)
-    entry = recorder.known.functions.get(key)
+    entry = recorder.knowledge.functions.get(key)
     if entry is not None and recorder.watches_operands:
         fixed = uniform_entry(recorder.table, entry, number)
         if fixed is not None:
@@ -210,20 +210,20 @@ def _new_entry(
     with recorder.table.lock:
         if sized is not None:
             with tracing(None):
-                entry = sized.entry(recorder.known.functions, pair, of=func)
+                entry = sized.entry(recorder.knowledge.functions, pair, of=func)
             if entry is not None:
-                recorder.known.functions[key] = entry
+                recorder.knowledge.functions[key] = entry
                 return entry
         lifted_entry = _new_lifted(recorder, key, func, func, v, lifted, position)
         if sized is not None:
-            sized.met(recorder.known.functions, pair, (key, lifted_entry), of=func)
+            sized.met(recorder.knowledge.functions, pair, (key, lifted_entry), of=func)
         return lifted_entry
 
 
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
-    row_call = recorder.row_calls.get((recorder.known.mode, v._type, index))
+    row_call = recorder.row_calls.get((recorder.knowledge.mode, v._type, index))
     entry, number, row = _lift_row(recorder, v, index) if row_call is None else row_call
     rows = getattr(v, "_rows", None)
     if rows is not None and row in rows:
@@ -253,11 +253,11 @@ def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int
     row = index + size if index < 0 else index
     lifted = recorder.number(row, torch.int64, t.device)
     key = ("lifted row", v._type, lifted._type)
-    entry = recorder.known.functions.get(key)
+    entry = recorder.knowledge.functions.get(key)
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
     row_call = entry, lifted._value, row
-    recorder.row_calls[recorder.known.mode, v._type, index] = row_call
+    recorder.row_calls[recorder.knowledge.mode, v._type, index] = row_call
     return row_call
 
 
@@ -266,18 +266,18 @@ def _new_lifted(
 ) -> Entry:
     table = recorder.table
     with table.lock, tracing(None):
-        entry = recorder.known.functions.get(key)
+        entry = recorder.knowledge.functions.get(key)
         if entry is not None:
             return entry
         types = [recorder.type_of(v), recorder.type_of(lifted)]
         if position == 0:
             types.reverse()
         slots = (Slot("input", 0), Slot("input", 1))
-        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.known.grad)
+        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad)
         name = function_name(fixed_func)
         made = Operation(name, "function", func, FUNCTION)
         entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)
-        t, functions, s = types[1 - position], recorder.known.functions, entry.signature
+        t, functions, s = types[1 - position], recorder.knowledge.functions, entry.signature
 
         def fixed(number: object) -> Entry:
             fixed_key = ("fixed", *key, static_key(number))
@@ -291,5 +291,5 @@ def _new_lifted(
                 return fixed_entry
 
         table.lifted[entry.sid] = Lifted(position, fixed)
-        recorder.known.functions[key] = entry
+        recorder.knowledge.functions[key] = entry
         return entry

@@ -56,8 +56,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "inputs", "known", "lifted", "payload", "row_calls", "settled", "sigs",
-        "values", "views_met",
+        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "payload", "row_calls", "settled",
+        "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
@@ -66,7 +66,7 @@ class Columns:
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
     count: int  # id of the next value
-    known: Knowledge
+    knowledge: Knowledge
     constants: Any  # the real tensors that were met
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
@@ -180,20 +180,20 @@ class RecordedCalls(Columns):
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
-        self.known = known or Knowledge(roots)
+        self.knowledge = known or Knowledge(roots)
         self.sync_modes()
         if known is not None:
             self.operands = versions_now(known.modules.operands)
             self.heard.parameters = known.modules.bare
         elif recalls:
             self.look_at_modules()
-        self.changes = ModuleChanges(self.known.modules.containers if recalls else ())
+        self.changes = ModuleChanges(self.knowledge.modules.containers if recalls else ())
 
     # Modes
 
     def sync_modes(self) -> None:
         """Look at torch's modes again, and use the tables of these modes."""
-        knowledge = self.known
+        knowledge = self.knowledge
         knowledge.grad = grad = torch.is_grad_enabled()
         self.graded = self.graded or grad
         usual = knowledge.autocast is False and not any_autocast()
@@ -211,7 +211,7 @@ class RecordedCalls(Columns):
 
     def modes(self, training: bool = False, *, detaches: bool = False) -> Modes:
         """The modes of a signature made now. detaches: it hands no gradient on, as under no_grad."""
-        now: Modes = self.known.mode_key
+        now: Modes = self.knowledge.mode_key
         return replace(now, training=training, grad=now.grad and not detaches)
 
     def signed(
@@ -239,12 +239,12 @@ class RecordedCalls(Columns):
 
     def attribute_changes(self, module: torch.nn.Module, name: str, *value: object) -> None:
         """The instance that runs is about to give an attribute of a module this value, or to delete it."""
-        if id(module) in self.known.modules.seen:  # others are the instance's own
+        if id(module) in self.knowledge.modules.seen:  # others are the instance's own
             self.changes.note(module, name, *value)
 
     def module_changes(self, module: torch.nn.Module, method: str) -> None:
         """The instance that runs is about to call a method that changes hooks, or all tensors, of a module."""
-        if id(module) in self.known.modules.seen:
+        if id(module) in self.knowledge.modules.seen:
             self.changes.note_lasting(module, method)
 
     def take_back_changes(self, error: TraceError) -> None:
@@ -254,7 +254,7 @@ class RecordedCalls(Columns):
 
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
-        knowledge = self.known
+        knowledge = self.knowledge
         self.copies = knowledge.places = knowledge.owners = None
         knowledge.call_table.clear()
         knowledge.examined.clear()
@@ -263,7 +263,7 @@ class RecordedCalls(Columns):
 
     def is_read(self, name: str) -> bool:
         """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
-        return any(name in x.attributes for x in self.known.examined.values() if not x.reason)
+        return any(name in x.attributes for x in self.knowledge.examined.values() if not x.reason)
 
     # Calls
 
@@ -331,7 +331,7 @@ class RecordedCalls(Columns):
 
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
-        knowledge = self.known
+        knowledge = self.knowledge
         changed = first_changed(
             knowledge.read_by_operations() if knowledge.places is None else knowledge.read, far=False
         )
@@ -442,7 +442,7 @@ class RecordedCalls(Columns):
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
-        knowledge = self.known
+        knowledge = self.knowledge
         if not self.lasts or knowledge.owners is None or not (_fast is None or knowledge.call_table.lasts()):
             return
         if knowledge.places is None:
@@ -452,7 +452,7 @@ class RecordedCalls(Columns):
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""
-        knowledge = self.known
+        knowledge = self.knowledge
         knowledge.places = None
         versions = {id(t): version for _, t, version in self.operands}
         modules = ModulesMet.of((*knowledge.roots, *self.table.owners.values()), versions)
@@ -472,7 +472,7 @@ class RecordedCalls(Columns):
         hit: Value | None = self.constants.get(t)
         if hit is not None:
             return hit
-        owners = self.known.owners
+        owners = self.knowledge.owners
         if owners is None:
             owners = self.look_at_modules()
         if id(t) in owners:
@@ -493,12 +493,12 @@ class RecordedCalls(Columns):
 
     def constant_of_own(self, t: torch.Tensor) -> Value:
         """The value of a real tensor that is met now."""
-        entry = self.known.constant_entries.get((t.shape, t.dtype, t.device))
+        entry = self.knowledge.constant_entries.get((t.shape, t.dtype, t.device))
         if entry is None or t.layout is not _STRIDED:
             entry = self._constant_entry(t)
         kind = _fast.kind_of(t) if _fast is not None and t.dim() <= 5 else None
         if kind is not None:  # C finds the next one
-            self.known.constant_entries[kind] = entry
+            self.knowledge.constant_entries[kind] = entry
         v: Value = self.emit(entry, ())
         v._flags = CONSTANT | REQUIRES_GRAD if t.requires_grad else CONSTANT
         payload = self.payload.setdefault(entry.sid, [])
@@ -510,7 +510,7 @@ class RecordedCalls(Columns):
         if t.layout is not torch.strided:
             raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
         entry = self.table.constant(TensorSpec.of(t))
-        self.known.constant_entries[(t.shape, t.dtype, t.device)] = entry
+        self.knowledge.constant_entries[(t.shape, t.dtype, t.device)] = entry
         return entry
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
@@ -527,7 +527,7 @@ class RecordedCalls(Columns):
 
     def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module and name of a parameter or buffer of the modules met; None for other tensors."""
-        owners = self.known.owners
+        owners = self.knowledge.owners
         if owners is None:
             owners = self.look_at_modules()
         return owners.get(id(t))
@@ -544,7 +544,7 @@ class RecordedCalls(Columns):
     def forget_fixed(self, entry: Entry) -> None:
         """A lifted call has a number that `uniform_entry` knows not: calls with that one in them are lifted again."""
         if varies_now(self.table, entry):
-            self.known.call_table.clear()
+            self.knowledge.call_table.clear()
 
     def type_of(self, v: Value) -> TensorSpec:
         """The tensor type of a value."""

@@ -224,7 +224,7 @@ def _with_gradient_of(recorder: RecordedCalls, old: Value, new: Value) -> Value:
 
 def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
     """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
-    return new if recorder.known.grad or not recorder.graded else _with_gradient_of(recorder, old, new)
+    return new if recorder.knowledge.grad or not recorder.graded else _with_gradient_of(recorder, old, new)
 
 
 def _assign(v: Value, new: Value) -> None:
@@ -285,7 +285,9 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
     if label in _DETACHING:
         return _with_gradient_of(recorder, source, new)
     written: Value = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
-    return written if view.grad or not recorder.known.grad else _with_gradient_of(recorder, source, written)
+    return (
+        written if view.grad or not recorder.knowledge.grad else _with_gradient_of(recorder, source, written)
+    )
 
 
 def write_through(
@@ -300,7 +302,7 @@ def write_through(
 
 def _counts_for_gradients(recorder: RecordedCalls) -> bool:
     """Whether what is written now counts for gradients as what is computed does."""
-    return bool(recorder.known.grad) or not recorder.graded
+    return bool(recorder.knowledge.grad) or not recorder.graded
 
 
 def _row_shown(v: Value) -> int | None:
@@ -482,7 +484,7 @@ def _exchange(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) ->
     if met is None:
         return
     v, place = met
-    entry = recorder.known.constant_entries[before.shape, before.dtype, before.device]
+    entry = recorder.knowledge.constant_entries[before.shape, before.dtype, before.device]
     ran = v._value - recorder.base < recorder.phases.known
     for payload in recorder.phases.constants if ran else (recorder.payload,):
         rows = payload.get(entry.sid, ())

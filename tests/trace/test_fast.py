@@ -248,7 +248,7 @@ def test_the_table_of_calls(recorded_by: str) -> None:
             recorder.remember(*call, entry)
         for call, entry in zip(calls, entries, strict=True):
             recorder.remember(*call, entry)  # what a call's code reads has changed
-        assert len(recorder.known.call_table) == len(calls)
+        assert len(recorder.knowledge.call_table) == len(calls)
         before = [state._fast.recorded_before(recorder, *call).shape for call in calls]
         assert before == [(n,) for n in range(len(calls))]
         equal = [(torch.add, (v, "".join(["b"] * 50)), {}), (torch.add, (v, torch.device("cpu", None)), {})]
@@ -258,7 +258,7 @@ def test_the_table_of_calls(recorded_by: str) -> None:
             assert state._fast.recorded_before(recorder, torch.add, (v, x), {}) is None
         with torch.no_grad():
             assert state._fast.recorded_before(recorder, *calls[0]) is None
-        recorder.known.call_table.clear()
+        recorder.knowledge.call_table.clear()
         assert state._fast.recorded_before(recorder, *calls[0]) is None
 
 
