@@ -153,7 +153,7 @@ def _record_joint(
     gradients = [fake_rows(mode, kind, n) for kind in signature.outputs]
     present: list[bool] = []
 
-    def joint(*_: torch.Tensor) -> list[Any]:
+    def joint(*_: torch.Tensor) -> list[object]:
         with entered_modes(signature.modes, devices_of(signature)):
             outputs = _run_batched(body, groups, weights, dummy)
         slots = gradients_of(outputs, gradients, [*groups, *weights])
@@ -204,7 +204,7 @@ def _needs_elementwise(body: fx.GraphModule) -> bool:
 class _ElementwiseInterpreter(fx.Interpreter):
     """Runs a body in vmap; elementwise calls that vmap has no rule for are made on the whole batch."""
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> object:
         if _is_elementwise_without_rule(target):
             return elementwise_under_vmap(target, *args, **kwargs)
         return super().call_function(target, args, kwargs)
@@ -275,7 +275,7 @@ class _Unifier:
         self.root.register_buffer(name, a)
         return self.graph.get_attr(name)
 
-    def argument(self, a: Any, *others: Any) -> Any:
+    def argument(self, a: object, *others: Any) -> Any:
         if isinstance(a, Result):
             if any(x != a for x in others):
                 raise NotBatchable(f"different graphs at {self.sizes[0]} and {self.sizes[1]} rows")
@@ -307,7 +307,7 @@ class _Unifier:
         return node
 
 
-def _form(value: object) -> Any:
+def _form(value: object) -> object:
     """A value without what autograd knows of it."""
     if isinstance(value, torch.Tensor):
         return without_autograd(value) if value.requires_grad else value

@@ -59,8 +59,8 @@ class Call:
     """One call: `target` is an OpOverload, `operator.getitem`, or "placeholder" and "constant", which call nothing."""
 
     target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     value: Any  # fake tensors; of a constant, the tensor itself
 
 
@@ -69,10 +69,10 @@ class Tape:
     """Calls, placeholders first, and which values the function gave."""
 
     calls: list[Call]
-    results: list[Any]  # a Result, or what the function gave that is no tensor
+    results: list[object]  # a Result, or what the function gave that is no tensor
 
     @property
-    def writes(self) -> list[Any]:
+    def writes(self) -> list[object]:
         """The calls' targets that write to memory."""
         return [call.target for call in self.calls if writes(call.target)]
 
@@ -93,7 +93,7 @@ def writes(target: object) -> bool:
 def record(
     function: Callable[..., Sequence[object]],
     tensors: Sequence[torch.Tensor],
-    rules: Mapping[Any, Callable[..., object]] = MappingProxyType({}),
+    rules: Mapping[object, Callable[..., object]] = MappingProxyType({}),
 ) -> Tape:
     """Run a function on fake tensors. Under FakeTensorMode; what autocast casts is cast anew at each use. rules: what
     is recorded in a call's place, NotImplemented where it is the call after all."""
@@ -110,9 +110,9 @@ def record(
     return Tape(recorder.calls, [recorder.told(x) for x in found])
 
 
-def run(tape: Tape, tensors: Sequence[torch.Tensor]) -> list[Any]:
+def run(tape: Tape, tensors: Sequence[torch.Tensor]) -> list[object]:
     """Make the calls of a tape on other tensors."""
-    values: dict[int, Any] = dict(enumerate(tensors))
+    values: dict[int, object] = dict(enumerate(tensors))
     for i, call in enumerate(tape.calls[len(tensors) :], len(tensors)):
         if call.target == "constant":
             values[i] = call.value
@@ -140,7 +140,7 @@ def as_graph(tape: Tape) -> fx.GraphModule:
     return LazyGraphModule(root, graph)
 
 
-def _map(values: dict[int, Any], tree: object) -> Any:
+def _map(values: dict[int, object], tree: object) -> Any:
     """Arguments with the values of the calls that they name."""
     if isinstance(tree, Result):
         return values[tree.index]
@@ -150,14 +150,16 @@ def _map(values: dict[int, Any], tree: object) -> Any:
 
 
 class _Recorder(QuietDispatchMode):
-    def __init__(self, rules: Mapping[Any, Callable[..., object]]) -> None:
+    def __init__(self, rules: Mapping[object, Callable[..., object]]) -> None:
         super().__init__()
         self.rules = rules
         self.calls: list[Call] = []
         self.known: dict[int, Result] = {}  # by id, of tensors that `kept` keeps
         self.kept: list[torch.Tensor] = []
 
-    def add(self, target: object, args: tuple[object, ...], kwargs: dict[str, Any], value: object) -> Result:
+    def add(
+        self, target: object, args: tuple[object, ...], kwargs: dict[str, object], value: object
+    ) -> Result:
         result = Result(len(self.calls))
         self.calls.append(Call(target, args, kwargs, value))
         if isinstance(value, torch.Tensor):
@@ -173,7 +175,7 @@ class _Recorder(QuietDispatchMode):
             return type(x)([self.told(y) for y in x])
         return {k: self.told(v) for k, v in x.items()} if type(x) is dict else x
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is _device:
             (x,) = args
             return x.fake_device if type(x) is FakeTensor else func(x)
@@ -240,7 +242,9 @@ def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[to
 class _DetachUnderNoGrad(QuietDispatchMode):
     """Marks what the body computes under `torch.no_grad()` with a detach, which the graph keeps."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         out = self.call(func, args, kwargs)
         if torch.is_grad_enabled() or func.is_view or func._schema.is_mutable:
             return out
@@ -252,7 +256,7 @@ class _DetachUnderNoGrad(QuietDispatchMode):
 class IndexByTensor(TorchFunctionMode):
     """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_position(x) for x in indices) and all(

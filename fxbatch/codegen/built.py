@@ -117,7 +117,7 @@ def _constants(module: fx.GraphModule | None) -> bool:
 # Graphs as text: a list of [op, target, args, kwargs, values, kept]; nodes are told by their number.
 
 
-def _nodes(graph: fx.Graph, *, values: bool = True) -> list[Any]:
+def _nodes(graph: fx.Graph, *, values: bool = True) -> list[object]:
     number = {node: i for i, node in enumerate(graph.nodes)}
     return [
         [
@@ -132,14 +132,14 @@ def _nodes(graph: fx.Graph, *, values: bool = True) -> list[Any]:
     ]
 
 
-def _value(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> object:
     """The type of a placeholder of a body."""
     value = node.meta.get("val") if node.op == "placeholder" else None
     return _form(value) if isinstance(value, torch.Tensor) else None
 
 
 # What graphs call besides ATen.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., object]] = {
     **{f"operator.{f.__name__}": f for f in (operator.mul, operator.add, operator.sub, operator.getitem)},
     "embedding_sparse_gradient": _body.embedding_sparse_gradient,
 }
@@ -169,7 +169,7 @@ _WORDS = {
 }
 
 
-def _text(x: Any, number: dict[fx.Node, int]) -> Any:
+def _text(x: Any, number: dict[fx.Node, int]) -> object:
     """JSON that tells all of an argument."""
     if x is None or type(x) in (bool, int, str):
         return x
@@ -194,14 +194,14 @@ def _text(x: Any, number: dict[fx.Node, int]) -> Any:
     raise _NoText(x)
 
 
-def _form(x: torch.Tensor) -> list[Any]:
+def _form(x: torch.Tensor) -> list[object]:
     """What graphs know of a tensor: shape, strides, dtype, device."""
     if x.layout is not torch.strided:
         return [list(x.shape), None, str(x.dtype), str(x.device), str(x.layout)]
     return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
 
 
-def _type(t: TensorSpec) -> list[Any]:
+def _type(t: TensorSpec) -> list[object]:
     return [list(t.shape), str(t.dtype), str(t.device)]
 
 

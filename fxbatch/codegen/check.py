@@ -45,7 +45,7 @@ class _SparseTables(QuietDispatchMode):
         super().__init__()
         self.shapes = shapes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is aten.embedding_dense_backward.default and not args[4]:
             grad, indices, rows, padding, _ = args
@@ -79,7 +79,9 @@ def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tenso
     return x + _rows_of_table(x.shape, index, rows)
 
 
-def _index_put(x: torch.Tensor, indices: Any, rows: torch.Tensor, accumulate: bool, *_: Any) -> torch.Tensor:
+def _index_put(
+    x: torch.Tensor, indices: Any, rows: torch.Tensor, accumulate: bool, *_: object
+) -> torch.Tensor:
     (index,) = indices
     if not accumulate or index.dtype is torch.bool:
         raise NotImplementedError("rows of a table")
@@ -87,7 +89,7 @@ def _index_put(x: torch.Tensor, indices: Any, rows: torch.Tensor, accumulate: bo
     return x.add_(_rows_of_table(x.shape, index.reshape(-1) % x.shape[0], flat))
 
 
-_ADDITIONS: dict[Any, Callable[..., torch.Tensor]] = {
+_ADDITIONS: dict[object, Callable[..., torch.Tensor]] = {
     aten.index_add.default: _index_add,
     aten.index_put.default: _index_put,
     aten._index_put_impl_.default: _index_put,

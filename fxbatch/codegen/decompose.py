@@ -68,7 +68,9 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return found
 
 
-def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+def index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> object:
     """`x[:, mask] = value` chooses, where each chosen place gets the same; any other index is left to vmap."""
     masks = [(dim, mask) for dim, mask in enumerate(indices) if mask is not None]
     if len(masks) != 1 or masks[0][1].dtype is not torch.bool:

@@ -60,7 +60,7 @@ class CompileOptions:
         rest = isinstance(compile, str) and compile == "auto"
         return CompileOptions("inductor" if compile is True or rest else compile, tuple(given), rest)
 
-    def patches(self) -> dict[str, Any]:
+    def patches(self) -> dict[str, object]:
         """Inductor's configuration: of the mode, of `options`, and of what is no word of torch.compile."""
         options = self.backend_options()
         mode = inductor_mode_options(options.pop("mode", None))
@@ -186,7 +186,7 @@ def compile_graph(
     return compiled
 
 
-def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: Any, name: str, random: bool) -> Any:
+def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: Any, name: str, random: bool) -> object:
     """`compile_graph`, or the reason why there is nothing compiled, which is warned of."""
     try:
         return compile_graph(module, kernel, *args, name=name, random=random)

@@ -62,10 +62,10 @@ class Instruction:
     """`output = call(*arguments)`: arguments are registers, lists of these, and what is known beforehand."""
 
     operation: str
-    call: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    call: Callable[..., object]
+    arguments: tuple[object, ...]
     output: Register
-    keywords: tuple[tuple[str, Any], ...] = ()  # of what is known beforehand
+    keywords: tuple[tuple[str, object], ...] = ()  # of what is known beforehand
     out: Register | None = None  # the tensor that the call writes its result to
 
     def reads(self) -> list[Register]:
@@ -86,7 +86,7 @@ class InstructionList:
     inputs: tuple[Register, ...]
     results: tuple[Register, ...]
 
-    def bind(self) -> Callable[[Sequence[Any]], list[Any]]:
+    def bind(self) -> Callable[[Sequence[object]], list[Any]]:
         """The function of what is in the inputs. It is compiled: a loop over the list took 1.1 to 1.3 of its time."""
         scope: dict[str, Any] = {}
         lines = [f"{''.join(f'{x}, ' for x in self.inputs)}= given"] if self.inputs else []
@@ -116,7 +116,7 @@ class InstructionList:
         )
 
 
-def _code(value: object, scope: dict[str, Any]) -> str:
+def _code(value: object, scope: dict[str, object]) -> str:
     """A register, a number, a list of these as code; all else by a name in `scope`."""
     if isinstance(value, (list, tuple)) and any(isinstance(x, Register) for x in flattened(value)):
         inner = ", ".join(_code(x, scope) for x in value)
@@ -128,7 +128,7 @@ def _code(value: object, scope: dict[str, Any]) -> str:
     return name
 
 
-def flattened(value: object) -> Iterator[Any]:
+def flattened(value: object) -> Iterator[object]:
     """What is in lists and tuples in one another."""
     if isinstance(value, (list, tuple)):
         for x in value:
@@ -158,7 +158,7 @@ class Kernel:
     given: tuple[int, ...]
     forms: tuple[Form, ...]  # of the results for no rows
     launches: int
-    run: Callable[[Sequence[Any]], list[torch.Tensor]]
+    run: Callable[[Sequence[object]], list[torch.Tensor]]
     prepare: Callable[..., Sequence[torch.Tensor]] | None
 
     @property
@@ -239,7 +239,7 @@ class Workspace:
         view = memory[2][n] = memory[1][:n]
         return view
 
-    def native_room(self) -> Any:
+    def native_room(self) -> object:
         """Where native programs of this thread write their intermediates, and on how many threads they run: torch's."""
         if self._room is None:
             self._room = extension.Room()
@@ -392,8 +392,8 @@ class _KernelEmitter:
                 output = self.registers[node] = Register(node.name)
                 to.append(Instruction("detach", torch.Tensor.detach, (self._argument(node.args[0]),), output))
             return
-        keywords: dict[str, Any] = {}
-        target: Any = node.target
+        keywords: dict[str, object] = {}
+        target: object = node.target
         if _is_getitem(node):
             operation, call, arguments = "getitem", operator.getitem, tuple(map(self._argument, node.args))
         elif is_view(node):
@@ -409,7 +409,7 @@ class _KernelEmitter:
             arguments, keywords = (tuple(arguments), *keywords.values()), {}
         to.append(Instruction(operation, call, tuple(arguments), output, tuple(keywords.items()), out))
 
-    def _aten(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def _aten(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, object]]:
         """The function of a call, its arguments and keywords."""
         target: Any = node.target
         function = _torch_function(node)
@@ -418,7 +418,7 @@ class _KernelEmitter:
         keywords = {k: self._argument(x) for k, x in node.kwargs.items()}
         return function, tuple(map(self._argument, node.args)), keywords
 
-    def _view(self, node: fx.Node) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
+    def _view(self, node: fx.Node) -> tuple[str, Callable[..., Any], tuple[object, ...]]:
         source: Any = node.args[0]
         read, args = self._argument(source), list(node.args[1:])
         if node.target is aten.slice.Tensor:
@@ -430,11 +430,11 @@ class _KernelEmitter:
                 return "slice", functools.partial(_sliced, dim), (read, *bounds)
             return "getitem", operator.getitem, (read, (*[slice(None)] * dim, slice(*bounds)))
         word = str(node.target).split(".")[1]
-        sizes: Sequence[Any] = args[0] if args and isinstance(args[0], (list, tuple)) else args
+        sizes: Sequence[object] = args[0] if args and isinstance(args[0], (list, tuple)) else args
         given = tuple(map(self._argument, sizes)) or ((),)  # 0.5 us cheaper than a tuple
         return word, getattr(torch.Tensor, word), (read, *given)
 
-    def _argument(self, value: object) -> Any:
+    def _argument(self, value: object) -> object:
         if isinstance(value, fx.Node):
             return self.registers[value]
         if isinstance(value, (list, tuple)):
@@ -459,10 +459,10 @@ def _with_keywords(
 def _cast_into(
     call: Callable[..., object],
     rest: Sequence[object],
-    keywords: dict[str, Any],
+    keywords: dict[str, object],
     x: torch.Tensor,
     out: torch.Tensor | None,
-) -> Any:
+) -> object:
     return call(x, *rest, **keywords) if out is None else out.copy_(x)
 
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 CODES = {x.name: code for code, x in enumerate(LOOPS)} | {x.name: FIRST_ROWS + i for i, x in enumerate(ROWS)}
 _TYPES = {"f": torch.float32, "i": torch.int64, "b": torch.bool}
 _DTYPES = {x.name: tuple(_TYPES[t] for t in x.types.replace(" ", "")) for x in LOOPS}
-_LOOPS: dict[Any, list[str]] = {}  # that a call may be, by types
+_LOOPS: dict[object, list[str]] = {}  # that a call may be, by types
 for _loop in LOOPS:
     for _call in _loop.aten:
         _LOOPS.setdefault(operator.attrgetter(_call)(aten), []).append(_loop.name)
@@ -45,7 +45,7 @@ class Pointwise:
     """One pointwise instruction: its operands are nodes or numbers."""
 
     name: str
-    operands: tuple[Any, ...]
+    operands: tuple[object, ...]
     number: float = 0.0
 
     def dtypes(self) -> tuple[torch.dtype, ...]:

@@ -575,7 +575,7 @@ def extreme(lowering: Lowering, node: fx.Node) -> None:
 
 def log_sum_exp(lowering: Lowering, node: fx.Node) -> None:
     """logsumexp over one dimension."""
-    over: Any = node.args[1]
+    over: object = node.args[1]
     dims = over if isinstance(over, (list, tuple)) else [over]
     source = lowering.floats(node.args[0])
     need(len(dims) == 1 and bool(source.shape), "several dimensions")
@@ -629,7 +629,7 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     lowering.add("TABLE_GRADIENT", rows, grad.shape[-1][1], out, place, at, depth=(0, size), padding=padding)
 
 
-ROW_CALLS: dict[Any, Callable[[Lowering, fx.Node], None]] = {
+ROW_CALLS: dict[object, Callable[[Lowering, fx.Node], None]] = {
     aten.mm.default: product,
     aten.addmm.default: product,
     aten.bmm.default: batched_product,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -31,10 +30,10 @@ class NativeStep:
     """A kernel as a program."""
 
     name: str  # of the operation
-    program: Any
+    program: object
     forms: tuple[tuple[Shape, torch.dtype], ...]
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
-    adding: Any = None  # the program that adds to its results, where there is one
+    adding: object = None  # the program that adds to its results, where there is one
 
     def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each result for n rows."""
