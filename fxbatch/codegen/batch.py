@@ -75,8 +75,8 @@ class Joint:
     @property
     def gradients(self) -> list[fx.Node | None]:
         """A gradient or None for each group, then for each shared operand."""
-        found = iter(self.results[len(self.output_gradients) :])
-        return [next(found) if p else None for p in self.present]
+        left = iter(self.results[len(self.output_gradients) :])
+        return [next(left) if p else None for p in self.present]
 
     @property
     def group_gradients(self) -> list[fx.Node | None]:

@@ -104,10 +104,10 @@ def record(
     torch.set_autocast_cache_enabled(False)
     try:
         with recorder:
-            found = list(function(*tensors))
+            outputs = list(function(*tensors))
     finally:
         torch.set_autocast_cache_enabled(cached)
-    return Tape(recorder.calls, [recorder.told(x) for x in found])
+    return Tape(recorder.calls, [recorder.told(x) for x in outputs])
 
 
 def run(tape: Tape, tensors: Sequence[torch.Tensor]) -> list[object]:
@@ -194,11 +194,11 @@ class _Recorder(QuietDispatchMode):
         value = func(*args, **kwargs)
         if func in _NORMS:
             value = _with_statistics(value, args)
-        made = self.add(func, told, named, value)
+        result_of_call = self.add(func, told, named, value)
         if isinstance(value, (list, tuple)):
             for i, x in enumerate(value):
                 if isinstance(x, torch.Tensor):
-                    self.add(operator.getitem, (made, i), {}, x)
+                    self.add(operator.getitem, (result_of_call, i), {}, x)
         return value
 
     def _keep_form(self, x: torch.Tensor) -> None:
@@ -466,5 +466,5 @@ def gradients_of(
     if not wanted or not pairs:
         return [None] * len(operands)
     ends, given = zip(*pairs, strict=True)
-    found = iter(run_backward(ends, given, False, False, tuple(wanted), True, accumulate_grad=False))
-    return [next(found) if x.requires_grad else None for x in operands]
+    gradients = iter(run_backward(ends, given, False, False, tuple(wanted), True, accumulate_grad=False))
+    return [next(gradients) if x.requires_grad else None for x in operands]

@@ -166,14 +166,14 @@ class UnbatchedKernel:
                 needed = [(x, grad) for x, grad in rows if x.requires_grad]
                 ends += [x for x, _ in needed]
                 # memory of its own for code of others': as_strided counts from its start
-                own = self.signature.only_reads is None
-                starts += [grad.clone() if own else grad for _, grad in needed]
+                may_write = self.signature.only_reads is None
+                starts += [grad.clone() if may_write else grad for _, grad in needed]
         wanted = [x for column in (*tape.inputs, tape.shared) for x in column if x.requires_grad]
         gradients = iter(())
         if ends and wanted:
-            leaves, given = tuple(wanted), tuple(starts)
+            leaves, starting = tuple(wanted), tuple(starts)
             gradients = iter(
-                run_backward(tuple(ends), given, keep, False, leaves, True, accumulate_grad=False)
+                run_backward(tuple(ends), starting, keep, False, leaves, True, accumulate_grad=False)
             )
         columns = [
             _column([next(gradients, None) if x.requires_grad else None for x in rows], rows)

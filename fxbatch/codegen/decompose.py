@@ -64,8 +64,8 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    found: Tensor = aten.index.Tensor(x.reshape(-1), [index])
-    return found
+    taken: Tensor = aten.index.Tensor(x.reshape(-1), [index])
+    return taken
 
 
 def index_put(
@@ -142,8 +142,8 @@ def trilinear(
         "".join(x for i, x in enumerate(letters) if i not in expanded)
         for expanded in (expand1, expand2, expand3)
     ]
-    kept = "".join(x for i, x in enumerate(letters) if i not in sumdim)
-    return torch.einsum(f"{','.join(terms)}->{kept}", a, b, c)
+    letters_left = "".join(x for i, x in enumerate(letters) if i not in sumdim)
+    return torch.einsum(f"{','.join(terms)}->{letters_left}", a, b, c)
 
 
 def is_all_true(x: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ def embedding_bag(
     bags = (at[:, None] >= offsets).sum(-1) - 1  # -1: before the first offset
     if padding_idx >= 0:
         bags = torch.where(indices.reshape(-1) == padding_idx, count, bags)
-    kept = torch.ones_like(rows[:, :1])
-    sizes = _reduce_bags(kept, bags, count, "sum", 0.0)
+    ones = torch.ones_like(rows[:, :1])
+    sizes = _reduce_bags(ones, bags, count, "sum", 0.0)
     if mode == 2:
         tops = _reduce_bags(rows, bags, count, "amax", -float("inf"))
         out = torch.where(sizes > 0, tops, 0.0)

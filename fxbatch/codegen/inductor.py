@@ -132,9 +132,9 @@ class CompiledGraph:
         if n == 0 or not self._fits(n):
             return self.kernel(n, ins, outs, workspace)
         rows = len(self.ins)
-        own = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
+        contiguous = [x if x.is_contiguous() else x.contiguous() for x in ins[:rows]]
         results = [form.empty(n) if x is None else x for form, x in zip(self.outs, outs, strict=True)]
-        self.run([n, *results, *own, *ins[rows:]])
+        self.run([n, *results, *contiguous, *ins[rows:]])
         return results
 
     @guard("sizes")

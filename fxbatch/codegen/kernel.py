@@ -70,8 +70,8 @@ class Instruction:
 
     def reads(self) -> list[Register]:
         """All registers that it reads."""
-        given = (*self.arguments, self.out)
-        return [x for x in flattened(given) if isinstance(x, Register)]
+        operands = (*self.arguments, self.out)
+        return [x for x in flattened(operands) if isinstance(x, Register)]
 
     def __str__(self) -> str:
         named = [f"{k}={_text(x)}" for k, x in self.keywords] + ([f"out={self.out}"] if self.out else [])
@@ -91,7 +91,7 @@ class InstructionList:
         scope: dict[str, Any] = {}
         lines = [f"{''.join(f'{x}, ' for x in self.inputs)}= given"] if self.inputs else []
         last = {x: k for k, item in enumerate(self.instructions) for x in item.reads()}
-        kept = {*self.inputs, *self.results}
+        names_left = {*self.inputs, *self.results}
         for k, x in enumerate(self.instructions):
             named = [f"{name}={_code(value, scope)}" for name, value in x.keywords]
             named += [] if x.out is None else [f"out={x.out}"]
@@ -103,7 +103,7 @@ class InstructionList:
             else:
                 call = f"{_code(x.call, scope)}({', '.join(arguments)})"
             lines.append(f"{x.output} = {call}")
-            dead = [str(r) for r in dict.fromkeys(x.reads()) if last[r] == k and r not in kept]
+            dead = [str(r) for r in dict.fromkeys(x.reads()) if last[r] == k and r not in names_left]
             lines += [f"del {', '.join(dead)}"] if dead else []
         lines.append(f"return [{', '.join(_code(x, scope) for x in self.results)}]")
         exec("\n    ".join(["def run(given):", *lines]) + "\n", scope)
@@ -180,8 +180,10 @@ class Kernel:
     ) -> list[torch.Tensor]:
         if n == 0:
             return no_rows(outs, self.forms)
-        made = () if self.prepare is None else workspace.prepared(self, tuple([ins[i] for i in self.given]))
-        return self.run((n, *ins, *outs, *made))
+        prepared_rows = (
+            () if self.prepare is None else workspace.prepared(self, tuple([ins[i] for i in self.given]))
+        )
+        return self.run((n, *ins, *outs, *prepared_rows))
 
     def __str__(self) -> str:
         return self.source
@@ -234,8 +236,8 @@ class Workspace:
             if len(self._rows) > 512:
                 self._rows.clear()
             with torch.inference_mode(False):
-                made = torch.empty((n + n // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
-            memory = self._rows[group, id(kind)] = kind, made, {}
+                block = torch.empty((n + n // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
+            memory = self._rows[group, id(kind)] = kind, block, {}
         view = memory[2][n] = memory[1][:n]
         return view
 
@@ -306,7 +308,7 @@ class _KernelEmitter:
         graph = self.module.graph
         places = [x for x in graph.nodes if x.op == "placeholder"]
         self.results: list[fx.Node] = list(graph.output_node().args[0])
-        hoisted, kept = find_prepared(graph)
+        hoisted, hoisted_nodes = find_prepared(graph)
         positions = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
         self.registers = {x: Register(x.name) for x in places}
         self.outs = [Register(f"o{i}") for i in range(len(self.results))]
@@ -318,13 +320,13 @@ class _KernelEmitter:
             elif node.op == "get_attr":
                 self.registers[node] = operator.attrgetter(str(node.target))(self.module)
         results = [self._result(i, node) for i, node in enumerate(self.results)]
-        read = tuple(self.registers[x] for x in kept)
+        read = tuple(self.registers[x] for x in hoisted_nodes)
         inputs = (*(self.registers[x] for x in places), *self.outs, *read)
         body = InstructionList(tuple(self.body), inputs, tuple(results))
         preparation = None
         if hoisted:
-            own = tuple(self.registers[places[1 + i]] for i in positions)
-            preparation = InstructionList(tuple(self.prepared), own, read)
+            prepared_inputs = tuple(self.registers[places[1 + i]] for i in positions)
+            preparation = InstructionList(tuple(self.prepared), prepared_inputs, read)
         bound = None if preparation is None else preparation.bind()
         prepare = None if bound is None else lambda *shared: bound(shared)
         forms = tuple(map(_form, self.results))
@@ -431,8 +433,8 @@ class _KernelEmitter:
             return "getitem", operator.getitem, (read, (*[slice(None)] * dim, slice(*bounds)))
         word = str(node.target).split(".")[1]
         sizes: Sequence[object] = args[0] if args and isinstance(args[0], (list, tuple)) else args
-        given = tuple(map(self._argument, sizes)) or ((),)  # 0.5 us cheaper than a tuple
-        return word, getattr(torch.Tensor, word), (read, *given)
+        sizes_and_more = tuple(map(self._argument, sizes)) or ((),)  # 0.5 us cheaper than a tuple
+        return word, getattr(torch.Tensor, word), (read, *sizes_and_more)
 
     def _argument(self, value: object) -> object:
         if isinstance(value, fx.Node):
@@ -505,8 +507,8 @@ def _is_new(node: fx.Node) -> bool:
     """Whether a value is its call's own new tensor."""
     target = node.target
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-    own = bool(returns) and all(r.alias_info is None for r in returns)
-    return own and node.op == "call_function" and target is not aten.reshape.default
+    is_fresh = bool(returns) and all(r.alias_info is None for r in returns)
+    return is_fresh and node.op == "call_function" and target is not aten.reshape.default
 
 
 def _form(node: fx.Node) -> Form:
@@ -518,6 +520,6 @@ def no_rows(outs: Sequence[torch.Tensor | None], forms: Sequence[Form]) -> list[
     """The results for no rows: nothing in each, and sums of nothing are zero."""
     results = []
     for out, (sizes, dtype, device, layout) in zip(outs, forms, strict=True):
-        made = torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
-        results.append(made if out is None else out.zero_())
+        empty_rows = torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
+        results.append(empty_rows if out is None else out.zero_())
     return results

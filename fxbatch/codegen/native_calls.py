@@ -60,12 +60,12 @@ def pointwise(node: fx.Node) -> Pointwise | None:
         return cast(dtype(args[0]), dtype(node), args[0])
     if target in _SCALED:
         name, position, factor = _SCALED[target]
-        given: Any = args[position] if len(args) > position else kwargs.get(name, 1)
-        args, kwargs, number = args[:position], {}, factor * float(given) + 0.0  # not -0.0
+        scale: Any = args[position] if len(args) > position else kwargs.get(name, 1)
+        args, kwargs, number = args[:position], {}, factor * float(scale) + 0.0  # not -0.0
         if target in (aten.rsub.Tensor, aten.rsub.Scalar):
             args = (args[1], args[0])
-    found = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, args))
-    return next((Pointwise(name, args, number) for name in found), None)
+    fitting = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, args))
+    return next((Pointwise(name, args, number) for name in fitting), None)
 
 
 def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[object, ...]) -> bool:

@@ -302,10 +302,10 @@ class Lowering:
 
     def loops(self, out: Span, operands: list[Span], name: str, number: float) -> None:
         """Pointwise instructions that write `out`."""
-        for rows, width, found in walk(out.shape, [out, *operands]):
+        for rows, width, loop in walk(out.shape, [out, *operands]):
             read = [
                 Operand(offset=_bits(span.number, span.dtype)) if span.base < 0 else place
-                for span, place in zip((out, *operands), found, strict=True)
+                for span, place in zip((out, *operands), loop, strict=True)
             ]
             bits = struct.unpack("<q", struct.pack("<d", number))[0]
             self.add(name, rows, width, *read, number=bits, group=0)
@@ -418,8 +418,10 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     source, out = lowering.span(node.args[0]), lowering.target(node)
     need(not node.kwargs.get("dtype"), "a sum in another type")
     dims = source.shape
-    given = list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
-    over = [d for d in sorted({_position(d, dims) for d in given}) if dims[d] != ONE]
+    dims_given = (
+        list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
+    )
+    over = [d for d in sorted({_position(d, dims) for d in dims_given}) if dims[d] != ONE]
     left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
     squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), dense(out, len(left)), out.dtype)
     reduced = Span(
@@ -459,8 +461,8 @@ def _sum_short(lowering: Lowering, out: Span, first: Span, step: int, size: int)
 def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     """mean over dimensions that don't depend on the rows: the sum over how many there are."""
     dims = shape(node.args[0])
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    over = {_position(d, dims) for d in (given or range(len(dims)))}
+    dims_given: Any = node.args[1] if len(node.args) > 1 else None
+    over = {_position(d, dims) for d in (dims_given or range(len(dims)))}
     need(all(dims[d][0] == 0 for d in over), "a mean over rows")
     sum_dimensions(lowering, node)
     out = lowering.target(node)

@@ -75,18 +75,18 @@ def partition(joint: Joint) -> Partition:
     starts = dict.fromkeys(x for x in joint.output_gradients if x is not None)
     backward = {x: None for x in ancestors(inputs) if x not in forward}
     later = {x: None for x in ancestors([*inputs, *shared]) if x not in forward}
-    kept = {**dict.fromkeys(joint.groups), **dict.fromkeys(outputs)}
+    at_no_cost = {**dict.fromkeys(joint.groups), **dict.fromkeys(outputs)}
 
     sinks = [x for node in later for x in node.all_input_nodes if x in forward]
     sinks += [x for x in (*inputs, *shared) if x in forward]
-    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, kept, _again)
+    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, at_no_cost, _again)
 
     crossing = [x for node in later if node not in backward for x in node.all_input_nodes]
     crossing = [x for x in [*crossing, *shared] if x in backward or x in starts]
     region = {**ancestors(saved), **backward, **starts}
     at_hand = dict.fromkeys(saved)
-    found = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again)
-    extra = [x for x in found if x not in at_hand]
+    cut_nodes = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again)
+    extra = [x for x in cut_nodes if x not in at_hand]
     return _assemble(joint, saved, extra, inputs, shared)
 
 

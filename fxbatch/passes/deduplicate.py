@@ -81,11 +81,11 @@ def deduplicate(program: Program, *, least: float = 0.0) -> Program:
     held = np.concatenate([np.empty(0, dtype=np.int64), *contents.values()])
     inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
     keep, c = np.empty(len(program), dtype=bool), program.columns
-    kept = _find_equal(
+    distinct = _find_equal(
         program.sig, c.width, c.arity, c.random, program.inputs, program.outputs, begin, held, inputs, outputs,
         keep, program.known,
     )  # fmt: skip
-    if kept >= len(program) * (1 - least):
+    if distinct >= len(program) * (1 - least):
         return program
     return select_calls(
         dataclasses.replace(program, inputs=inputs, outputs=outputs, constants=payloads), keep

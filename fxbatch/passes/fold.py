@@ -82,7 +82,7 @@ def insert_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
     Results are read at the depth after the last.
     """
     program = batched.program
-    made, last = _lifetimes(batched)
+    birth, last = _lifetimes(batched)
     build = GraphBuilder(program, "pass-throughs inserted")
     by_depth: dict[int, list[tuple[str, Node]]] = {}
     for name, node in batched.nodes():
@@ -90,7 +90,7 @@ def insert_pass_throughs(batched: BatchedGraph) -> BatchedGraph:
     for depth in sorted(by_depth):
         for name, node in by_depth[depth]:
             build.add(name, node, give=node.kind != "result")
-        carried = np.flatnonzero((made < depth) & (depth < last))
+        carried = np.flatnonzero((birth < depth) & (depth < last))
         for t in np.unique(program.type_of_value[carried]).tolist():
             values = carried[program.type_of_value[carried] == t]
             build.add(f"p{depth}.{t}", Node("pass", depth, (program.types[t],), (values,), (values,)))

@@ -123,8 +123,8 @@ class _RunMerger:
     def run(self) -> list[tuple[int, ...]]:
         while (pair := self._best()) is not None:
             self._merge(*pair)
-        found = dict.fromkeys(self.token.tolist())
-        return [self.kinds[t] for t in found if len(self.kinds[t]) > 1]
+        tokens = dict.fromkeys(self.token.tolist())
+        return [self.kinds[t] for t in tokens if len(self.kinds[t]) > 1]
 
     def _best(self) -> tuple[int, int] | None:
         """The pair of the best rank, then the most frequent; ties: the first by number."""
@@ -540,8 +540,11 @@ class Fuser:
             alone = tuple(block.signatures[k] for k in group.members)
             if len(alone) == 1 or alone in self.refused:
                 for k in group.members:
-                    slots, given = range(*block.first_in[k : k + 2]), range(*block.first_out[k : k + 2])
-                    yield members[k], list(slots), list(given)
+                    slots, flat_outputs = (
+                        range(*block.first_in[k : k + 2]),
+                        range(*block.first_out[k : k + 2]),
+                    )
+                    yield members[k], list(slots), list(flat_outputs)
                 continue
             mine = {o for o, k in enumerate(block.owner_out) if k in group.members}
             read_by_others = {

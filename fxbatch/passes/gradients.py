@@ -251,8 +251,8 @@ class _GradientPlanner:
         self.types, self.values, self.uses, self.read_rows, self.indices, self.bags = types, 0, 0, 0, 0, 0
         phase: _PhaseColumns
         self.phases, self.request_start = [], []
-        for given in phases:
-            phase = _PhaseColumns(given)
+        for phase_columns in phases:
+            phase = _PhaseColumns(phase_columns)
             phase.find_made()
             self.phases.append(phase)
             self.values = max(self.values, phase.values)

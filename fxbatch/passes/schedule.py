@@ -166,8 +166,8 @@ def batch_by_agenda(program: Program) -> Schedule:
     step = np.zeros(len(program), dtype=np.int64)
     depth = depths(program)
     counts = survey(program).counts
-    known = zip(program.signatures, counts.tolist(), strict=True)  # what is not called may read what is gone
-    cost = np.array([cost_of(s) if called else 0 for s, called in known], dtype=np.int64)
+    pairs = zip(program.signatures, counts.tolist(), strict=True)  # what is not called may read what is gone
+    cost = np.array([cost_of(s) if called else 0 for s, called in pairs], dtype=np.int64)
     readers = Readers(program.sig, c.arity, c.constant, source_calls(program))
     steps = _run_agenda(program.sig, c.constant, depth, cost, counts, readers, step)
     return schedule_from_steps(step, steps, "agenda")
@@ -255,8 +255,8 @@ def _run_agenda(
 
 def cost_of(signature: Signature) -> int:
     """A rank of a call's work, for ties: elements of its shared operands and outputs."""
-    known = [o for o in signature.shared if o.owner is not None or o.tensor is not None]
-    return sum(math.prod(o.resolve().shape) for o in known) + sum(t.numel for t in signature.outputs)
+    lasting = [o for o in signature.shared if o.owner is not None or o.tensor is not None]
+    return sum(math.prod(o.resolve().shape) for o in lasting) + sum(t.numel for t in signature.outputs)
 
 
 # -- by lookahead -----------------------------------------------------------------------------------

@@ -62,9 +62,11 @@ class SignatureGraph:
         numbers = np.arange(len(c.arity))
         reader, source = numbers.repeat(c.arity)[self.slots], numbers.repeat(c.width)[self.outs]
         edges = ~c.constant[source]
-        found = components(len(numbers), zip(source[edges].tolist(), reader[edges].tolist(), strict=True))
+        components_of_edges = components(
+            len(numbers), zip(source[edges].tolist(), reader[edges].tolist(), strict=True)
+        )
         constants = c.constant.tolist()
-        return sorted(found, key=lambda part: not constants[part[0]])
+        return sorted(components_of_edges, key=lambda part: not constants[part[0]])
 
     @functools.cached_property
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
@@ -275,8 +277,8 @@ class Needs:
             wanted[s] = True
             for i, need in enumerate(self.inputs[s]):
                 if need:
-                    found = feeders.get(int(columns.first_slot[s]) + i, ())
-                    waiting.extend(owner_of_out[o] for o in found if self.outputs[o])
+                    feeding = feeders.get(int(columns.first_slot[s]) + i, ())
+                    waiting.extend(owner_of_out[o] for o in feeding if self.outputs[o])
         wanted.setflags(write=False)
         through = np.array([need for needs in self.inputs for need in needs], dtype=np.uint8)
         through *= np.repeat(wanted, columns.arity)
@@ -305,8 +307,8 @@ def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
         return b""
     first_slot = program.columns.first_slot
     slots = np.zeros(first_slot[len(first_slot) - 1], dtype=np.uint8)
-    found = _mark_early(program.sig, first_slot, program.inputs, known_needs, program.known, slots)
-    return slots.tobytes() if found else b""
+    any_early = _mark_early(program.sig, first_slot, program.inputs, known_needs, program.known, slots)
+    return slots.tobytes() if any_early else b""
 
 
 def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int, slots: Marks) -> bool:
@@ -349,8 +351,8 @@ def _spread_needs(
     readers: dict[int, list[int]] = {}
     for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
         readers.setdefault(out, []).append(slot)
-    own = set(begin)
-    waiting = [s for s in present if s in own or slot_needs[first_slot[s] : first_slot[s + 1]].any()]
+    beginning = set(begin)
+    waiting = [s for s in present if s in beginning or slot_needs[first_slot[s] : first_slot[s + 1]].any()]
     done = set()
     while waiting:
         s = waiting.pop()

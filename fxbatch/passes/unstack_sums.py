@@ -127,9 +127,9 @@ class _Unstacking:
 
     def run(self) -> Program:
         program = self.program
-        found = self._divide(self._add())
+        divided = self._divide(self._add())
         value_of = np.arange(self.values)
-        value_of[program.first_value[self.calls]] = found
+        value_of[program.first_value[self.calls]] = divided
         while ((further := value_of[value_of]) != value_of).any():  # a stack of one is what it stacks
             value_of = further
         wide = dataclasses.replace(

@@ -57,10 +57,10 @@ def batch_norm_as_nodes() -> Iterator[None]:
         ) -> torch.Tensor:
             if not training or not isinstance(input, FakeTensor):
                 return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-            found: torch.Tensor = torch.ops.fxbatch_rows.batch_norm(
+            normalised: torch.Tensor = torch.ops.fxbatch_rows.batch_norm(
                 input, running_mean, running_var, weight, bias, momentum, eps
             )
-            return found
+            return normalised
 
         F.batch_norm = call
         try:
@@ -78,13 +78,13 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
     if x.rank < 2 or 1 in x.axes:
         raise NoPackedForm("batch normalisation whose channels are not the second dimension")
     place = x.place(1)
-    given = ", ".join(p.name if isinstance(p, Packed) else "None" for p in parts)
+    operands = ", ".join(p.name if isinstance(p, Packed) else "None" for p in parts)
     moved = e.line(f"{x.name}.movedim({place}, -1)")
     rows = e.line(f"{moved}.reshape(-1, {x.shape[1]})")
-    made = e.line(
-        f"torch.nn.functional.batch_norm({rows}, {given}, True, {e.source(a['momentum'])}, {e.source(a['eps'])})"
+    line = e.line(
+        f"torch.nn.functional.batch_norm({rows}, {operands}, True, {e.source(a['momentum'])}, {e.source(a['eps'])})"
     )
-    return e.packed(f"{made}.reshape({moved}.shape).movedim(-1, {place})", node.meta["val"])
+    return e.packed(f"{line}.reshape({moved}.shape).movedim(-1, {place})", node.meta["val"])
 
 
 RULES["fxbatch_rows::batch_norm"] = _batch_norm

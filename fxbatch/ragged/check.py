@@ -79,8 +79,8 @@ def packed_differences(
         return with_gradients(run_loop(rows, tensors[starts[-1] :]), tensors)
 
     ours, theirs = with_gradients(packed, flat), with_gradients(loop, flat)
-    found = differences(ours, theirs, draws(loop_of, flat), kinds=kinds)
-    return [f"{kinds[i]}: {judged.message}" for i, judged in found.items()]
+    messages = differences(ours, theirs, draws(loop_of, flat), kinds=kinds)
+    return [f"{kinds[i]}: {judged.message}" for i, judged in messages.items()]
 
 
 def _weight(t: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class Lengths:
 
     @functools.cached_property
     def list(self) -> list[int]:
-        found: list[int] = self.sizes.tolist()
-        return found
+        numbers: list[int] = self.sizes.tolist()
+        return numbers
 
     @functools.cached_property
     def column(self) -> torch.Tensor:
@@ -207,21 +207,21 @@ class Lengths:
     def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The sum of `weights * rows` over the rows of each instance: [total, 1], [total, d] => [n, d]."""
         if looped(rows) and looped(weights):
-            found: torch.Tensor = _applied(_Weighted, self, weights, rows)
-            return found
+            sums: torch.Tensor = _applied(_Weighted, self, weights, rows)
+            return sums
         return self.sum(weights * rows)
 
     def softmax(self, rows: torch.Tensor) -> torch.Tensor:
         """The softmax over the rows of each instance."""
         if looped(rows) and rows.numel() <= NARROW * self.total:
-            found: torch.Tensor = _applied(_Softmax, self, rows)
-            return found
+            shares: torch.Tensor = _applied(_Softmax, self, rows)
+            return shares
         return self.unpad(self.pad(rows, float("-inf")).softmax(1))
 
     def extreme(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "amax" or "amin", where equal rows share the gradient; fill: what never is one."""
-        found: torch.Tensor = _Extreme.apply(rows, self, fill, how)
-        return found
+        extremes: torch.Tensor = _Extreme.apply(rows, self, fill, how)
+        return extremes
 
     def extreme_of_all(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n]: "max" or "min" of all elements, where equal ones share the gradient."""
@@ -312,8 +312,8 @@ class Lengths:
         parts = Lengths((end - begin).reshape(-1), self.device)
         first = (self.starts[:, None] + begin).reshape(-1)
         given = rows.index_select(0, self._to(first[parts.segments] + parts.positions))
-        made = parts.divided(parts.sum(given), 1) if how == "mean" else parts.pad(given, fill).max(1)[0]
-        return made.reshape(self.n, bins, *rows.shape[1:])
+        pooled = parts.divided(parts.sum(given), 1) if how == "mean" else parts.pad(given, fill).max(1)[0]
+        return pooled.reshape(self.n, bins, *rows.shape[1:])
 
     @functools.cached_property
     def reversed(self) -> torch.Tensor:

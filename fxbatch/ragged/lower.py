@@ -183,8 +183,8 @@ class Emitter:
         if type(value) in (list, tuple):
             inner = ", ".join(map(self.const, value))
             return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
-        for name, known in self.constants.items():
-            if known is value:
+        for name, constant in self.constants.items():
+            if constant is value:
                 return name
         name = f"k{len(self.constants)}"
         self.constants[name] = value
@@ -219,11 +219,11 @@ class Emitter:
 
     def rows_where(self, mask: Packed, size: object) -> str:
         """The rows of all instances that a mask [T] picks; `size` is how many they are of an instance."""
-        own = self.lengths(mask.shape[0])
+        sizes = self.lengths(mask.shape[0])
         flags = mask.name if mask.layout == PACKED else self.line(f"{self.to_dense(mask).name}.reshape(-1)")
         if not getattr(size, "is_Symbol", False):
             raise NoRule("a mask")
-        self.counted[size] = self.line(f"z.counted({own}, {flags})")
+        self.counted[size] = self.line(f"z.counted({sizes}, {flags})")
         return self.line(f"{flags}.nonzero().squeeze(1)")
 
     def packed(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:

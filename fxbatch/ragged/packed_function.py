@@ -68,8 +68,8 @@ class PackedMinibatch:
         """int64 [n]: how many rows of each instance a mask picks."""
         before = np.zeros(size.total + 1, dtype=np.int64)
         np.cumsum(flags.detach().cpu().numpy(), out=before[1:])
-        found: np.ndarray = before[size.starts + size.sizes] - before[size.starts]
-        return found
+        counts: np.ndarray = before[size.starts + size.sizes] - before[size.starts]
+        return counts
 
     def sized(self, column: object) -> Lengths:
         """A size that depends on values."""
@@ -109,10 +109,10 @@ class PackedMinibatch:
         self, rows: torch.Tensor, size: Lengths, out: Lengths, before: Any, value: float
     ) -> torch.Tensor:
         """Rows with `before` (one number, or one an instance) and more rows of a value at both ends."""
-        made = rows.new_full((out.total, *rows.shape[1:]), value)
+        padded = rows.new_full((out.total, *rows.shape[1:]), value)
         first = out.starts + before
         places = torch.from_numpy(first[size.segments] + size.positions).to(self.device)
-        return made.index_copy(0, places, rows)
+        return padded.index_copy(0, places, rows)
 
     def part(
         self, padded: torch.Tensor, dim: int, start: object, size: Lengths, step: int, have: int
@@ -131,9 +131,9 @@ class PackedMinibatch:
         inside = (places >= 0) & (places < size.sizes[:, None])
         if not size.longest:
             return padded.new_full((*padded.shape[:dim], out.longest, *padded.shape[dim + 1 :]), value)
-        found = self._picked(padded, dim, places.clip(0, size.longest - 1))
+        picked = self._picked(padded, dim, places.clip(0, size.longest - 1))
         shape = (self.n, *[1] * (dim - 1), out.longest, *[1] * (padded.dim() - dim - 1))
-        return found.masked_fill(torch.from_numpy(~inside).to(self.device).view(shape), value)
+        return picked.masked_fill(torch.from_numpy(~inside).to(self.device).view(shape), value)
 
     def joined(
         self, parts: Sequence[torch.Tensor], sizes: Sequence[Lengths], out: Lengths, dim: int
@@ -171,8 +171,8 @@ class PackedMinibatch:
     def _picked(self, padded: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
         front = padded.transpose(1, dim)
         rows = torch.from_numpy(places + np.arange(self.n)[:, None] * front.shape[1]).to(self.device)
-        found = front.flatten(0, 1).index_select(0, rows.view(-1))
-        return found.view(*places.shape, *front.shape[2:]).transpose(1, dim)
+        picked = front.flatten(0, 1).index_select(0, rows.view(-1))
+        return picked.view(*places.shape, *front.shape[2:]).transpose(1, dim)
 
     def attention(
         self,
@@ -399,9 +399,9 @@ class PackedFunction:
                 zip(self.graph.inputs, columns, self.dynamic, strict=False)
             )
         ]
-        given, grad = [*inputs, *shared], torch.is_grad_enabled()
+        arguments, grad = [*inputs, *shared], torch.is_grad_enabled()
         try:
-            return self.function(z, given), z
+            return self.function(z, arguments), z
         finally:  # where something was raised
             set_grad_enabled(grad)
             while z.casts:
@@ -422,6 +422,8 @@ class PackedFunction:
 
     def apart(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> list[torch.Tensor]:
         """An output as the tensors of the instances."""
-        own = [output.shape[a] for a in output.axes]
-        lengths = [z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in own]
+        sizes_of_output = [output.shape[a] for a in output.axes]
+        lengths = [
+            z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in sizes_of_output
+        ]
         return apart(tensor, output.layout, output.axes, lengths, z.n)

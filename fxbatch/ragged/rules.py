@@ -422,8 +422,8 @@ def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
     if rows.layout != PACKED or rows.axes != x.axes or weight.layout != WHOLE or rows.dtype != x.dtype:
         return ""
     how = node.target._schema.name.removeprefix("aten::")
-    given = f"{rows.name}, {weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
-    return f"{e.lengths(x.shape[x.axes[0]])}.of_products({given}, {how!r})"
+    operands = f"{rows.name}, {weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
+    return f"{e.lengths(x.shape[x.axes[0]])}.of_products({operands}, {how!r})"
 
 
 @over("mean")
@@ -665,11 +665,9 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
     if any(isinstance(v, Packed) and v.layout != WHOLE for v in operands):
         raise NoRule("weights of each instance")
     moved = e.line(f"{x.name}.movedim({x.place(1)}, -1)")
-    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in operands)
-    made = (
-        f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {given}, False, 0.0, {a['eps']})"
-    )
-    return e.packed(f"{made}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
+    operand_code = ", ".join(v.name if isinstance(v, Packed) else "None" for v in operands)
+    code = f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {operand_code}, False, 0.0, {a['eps']})"
+    return e.packed(f"{code}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
 
 
 @rule("group_norm", "instance_norm")
@@ -689,8 +687,8 @@ def _group_norm(e: Emitter, node: fx.Node) -> Any:
         e.lengths(x.shape[x.axes[0]]),
         a.get("num_groups", x.shape[1]),
     )  # an instance's: a channel each
-    given = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
-    return e.packed(f"{size}.group_norm({x.name}, {groups}, {given}, {a['eps']})", node.meta["val"])
+    operands = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
+    return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", node.meta["val"])
 
 
 @rule("layer_norm", "rms_norm")

@@ -47,8 +47,8 @@ def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> st
         raise NoRule("indices with two sizes of their own")
     if index.dtype == torch.bool:
         raise NoRule("a mask")
-    own = e.lengths(index.shape[index.axes[0]]) if index.layout == PACKED else None
-    return e.line(f"z.rows({size}, {index.name}, {own}, {from_end})")
+    sizes = e.lengths(index.shape[index.axes[0]]) if index.layout == PACKED else None
+    return e.line(f"z.rows({size}, {index.name}, {sizes}, {from_end})")
 
 
 def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
@@ -239,8 +239,8 @@ def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> 
     flat, where = _elements(e, x, given, common)
     wanted = (*common, *x.shape[2:])
     values = e.aligned(e.to_dense(a["values"]), wanted)
-    made = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
-    return e.packed(f"{made}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
+    put = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
+    return e.packed(f"{put}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
 
 
 @rule("gather")
@@ -271,8 +271,8 @@ def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
 def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:
     """torch.gather may be given fewer indices than x has elsewhere; rows of all instances must be as many."""
     for i in range(x.rank):
-        own = depends(x.shape[i]) or depends(index.shape[i])
-        if i != d and own and not e.graph.equal(x.shape[i], index.shape[i]):
+        differs = depends(x.shape[i]) or depends(index.shape[i])
+        if i != d and differs and not e.graph.equal(x.shape[i], index.shape[i]):
             raise NoRule("fewer indices than rows")
 
 

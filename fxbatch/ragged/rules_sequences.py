@@ -99,9 +99,9 @@ def _conv1d(e: Emitter, node: fx.Node) -> Any:
     val = node.meta["val"]
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
     rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
-    given = f"{weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
+    operands = f"{weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
     name = e.line(
-        f"z.conv1d({size}, {out}, {rows}, {given}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
+        f"z.conv1d({size}, {out}, {rows}, {operands}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
     )
     return e.packed(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
 
@@ -135,8 +135,8 @@ def _max_pool(e: Emitter, node: fx.Node) -> Any:
         raise NoRule("the places of what is pooled")
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val[0])[time])
     fill = e.line(f"z.fill({e.const(x.dtype)}, 'max')")
-    given = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}, {fill}"
-    return (e.packed(f"z.windows({given}).max(1)[0]", val[0]), None)
+    operands = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}, {fill}"
+    return (e.packed(f"z.windows({operands}).max(1)[0]", val[0]), None)
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")

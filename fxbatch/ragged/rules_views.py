@@ -357,9 +357,11 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
         shape = shape_of(val)
         if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
             raise NoRule("other sizes of their own")
-        given = ", ".join(_as_padded(e, p, val) for p in parts)
+        operands = ", ".join(_as_padded(e, p, val) for p in parts)
         sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
-        return e.packed(f"z.joined(({given},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val)
+        return e.packed(
+            f"z.joined(({operands},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val
+        )
     names, lengths = [], []
     for p in parts:
         lengths.append(e.lengths(p.shape[d]))
@@ -385,8 +387,8 @@ def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
         if depends(start) or depends(a["end"]):
             raise NoRule("a slice of its own")
         source = e.aligned(y, _with(x.shape, d, y.shape[d]))
-        given = f"{x.name}, {source}, {x.place(d)}, {start}, {a['end']}, {a['step']}"
-        return e.packed(f"torch.slice_scatter({given})", val)
+        operands = f"{x.name}, {source}, {x.place(d)}, {start}, {a['end']}, {a['step']}"
+        return e.packed(f"torch.slice_scatter({operands})", val)
     if x.layout != PACKED:
         raise NoRule("a slice of one of two sizes of its own")
     size, out = e.lengths(x.shape[d]), e.lengths(y.shape[d])
@@ -551,8 +553,8 @@ def _eye(e: Emitter, node: fx.Node) -> Any:
     if len(own_dimensions(shape)) != 2:
         raise NoRule("a unit matrix with one size of its own")
     sizes = [f"{e.lengths(d)}.longest" for d in shape]
-    made = f"torch.eye({', '.join(sizes)}, dtype={e.const(val.dtype)}, device=z.device)"
-    return e.packed(f"{made}.expand(n, -1, -1)", val)
+    code = f"torch.eye({', '.join(sizes)}, dtype={e.const(val.dtype)}, device=z.device)"
+    return e.packed(f"{code}.expand(n, -1, -1)", val)
 
 
 @rule("diagonal")

@@ -114,7 +114,7 @@ class SizedGraph:
     def _refuse_questions_about_values(self, env: Any) -> None:
         """What torch takes for granted of a size that depends on values, which nothing would compare: that it is not 1
         where a dimension of 1 is left out, that it equals another."""
-        asked = [str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found]
+        asked = [str(a.expr) for asserts in env.deferred_runtime_asserts.values() for a in asserts]
         for node in self.module.graph.nodes:
             if str(node.target).startswith("aten.squeeze"):
                 shape = node.args[0].meta["val"].shape
@@ -149,8 +149,8 @@ class SizedGraph:
 
     @functools.cached_property
     def _assumed(self) -> Callable[..., list[Any]]:
-        found: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
-        return found
+        function: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
+        return function
 
     def equal(self, a: object, b: object) -> bool:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
@@ -180,8 +180,8 @@ class SizedGraph:
         tensors, taken = [], iter(sizes)
         for tensor, dims in zip(self.tensors, self.dynamic, strict=True):
             shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
-            made = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
-            tensors.append(made)
+            example = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
+            tensors.append(example)
         log = logging.getLogger("torch._subclasses.fake_tensor")
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
@@ -221,10 +221,10 @@ def _trace(
             functions_refused(NoPackedForm),
             _sizes_of_fakes((body, *code)),
         ):
-            made = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
+            traced = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    module, env = made
+    module, env = traced
     know_numbers(env, (g.expr for g in env.guards))
     _without_whole_slices(module.graph)
     _without_writes(module.graph)
@@ -349,8 +349,8 @@ def _counts(index: object) -> bool:
     """Whether an index is a number of sizes, or has one among numbers and whole dimensions: `x[len(x) // 2]`."""
     parts = index if type(index) is tuple else (index,)
     kinds = [torch.SymInt, int, slice]
-    known = all(type(i) in kinds and (type(i) is not slice or i == slice(None)) for i in parts)
-    return known and any(type(i) is torch.SymInt for i in parts)
+    are_plain = all(type(i) in kinds and (type(i) is not slice or i == slice(None)) for i in parts)
+    return are_plain and any(type(i) is torch.SymInt for i in parts)
 
 
 def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
@@ -397,8 +397,8 @@ def _max_pool1d(
     """max_pool1d, which asks for sizes as plain numbers, by max_pool2d, which does not."""
     if return_indices:
         return plain(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    given = (kernel_size, stride or kernel_size, padding, dilation)
-    one = [n[0] if isinstance(n, (list, tuple)) else n for n in given]
+    numbers = (kernel_size, stride or kernel_size, padding, dilation)
+    one = [n[0] if isinstance(n, (list, tuple)) else n for n in numbers]
     size, step, pad, far = ((first, n) for first, n in zip((1, 1, 0, 1), one, strict=True))
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
@@ -505,8 +505,8 @@ def _without_write(schema: Any) -> Any:
 def _promotes(write: fx.Node) -> bool:
     """Whether the operator that does not write may give another type than the tensor that is written to has."""
     indices = write.args[1] if write.target is torch.ops.aten.index_put_.default else []
-    given = [x for x in write.all_input_nodes if x not in indices]
-    tensors = [x.meta["val"] for x in given if isinstance(x.meta.get("val"), torch.Tensor)]
+    sources = [x for x in write.all_input_nodes if x not in indices]
+    tensors = [x.meta["val"] for x in sources if isinstance(x.meta.get("val"), torch.Tensor)]
     return any(torch.promote_types(tensors[0].dtype, t.dtype) != tensors[0].dtype for t in tensors[1:])
 
 
@@ -601,8 +601,8 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> boo
 
 
 def _constant(node: fx.Node) -> torch.Tensor:
-    found: torch.Tensor = getattr(node.graph.owning_module, str(node.target))
-    return found
+    constant: torch.Tensor = getattr(node.graph.owning_module, str(node.target))
+    return constant
 
 
 def _same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:

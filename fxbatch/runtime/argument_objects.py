@@ -79,8 +79,8 @@ def data_class(kind: type) -> DataClass | None:
     if described is _NOT_MET:
         converters = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
         of_dictionary = bool(converters) and converters[-1].__module__.partition(".")[0] == "torch_geometric"
-        known = kind is types.SimpleNamespace or of_dictionary or _holds_all(kind)
-        described = _DATA_CLASSES[kind] = DataClass(_slots(kind), of_dictionary) if known else None
+        is_data = kind is types.SimpleNamespace or of_dictionary or _holds_all(kind)
+        described = _DATA_CLASSES[kind] = DataClass(_slots(kind), of_dictionary) if is_data else None
     return described
 
 
@@ -119,8 +119,8 @@ def _is_transparent(kind: type) -> bool:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    found = [(n, x) for c in kind.__mro__ for n, x in vars(c).items()]
-    return tuple(n for n, x in found if isinstance(x, types.MemberDescriptorType) and n != "__dict__")
+    members = [(n, x) for c in kind.__mro__ for n, x in vars(c).items()]
+    return tuple(n for n, x in members if isinstance(x, types.MemberDescriptorType) and n != "__dict__")
 
 
 def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:

@@ -68,8 +68,10 @@ class MinibatchFunction(torch.autograd.Function):
         outputs = tuple([run.rows(values) for values in requests])
         plain = [o for o, needed in zip(outputs, needs, strict=True) if not needed]
         ctx.mark_non_differentiable(*plain)
-        kept = [] if saved_tensors_are_packed() else _read_back(run, run.phases)  # a checkpoint counts them
-        ctx.save_for_backward(*inputs, *kept)
+        tensors = (
+            [] if saved_tensors_are_packed() else _read_back(run, run.phases)
+        )  # a checkpoint counts them
+        ctx.save_for_backward(*inputs, *tensors)
         return outputs
 
     @staticmethod
@@ -83,10 +85,10 @@ class MinibatchFunction(torch.autograd.Function):
             run.planner.refuse(reason)
             raise GradientError(reason)
         _ = ctx.saved_tensors  # raises torch's own error when the graph was freed or a tensor changed
-        found = run_backward(run, ctx.requests, grads)
+        gradients = run_backward(run, ctx.requests, grads)
         if not backward_keeps_graph() and not run.lasting:
             run.release()
-        return (None, None, None, None, *map(found.get, ctx.ids))
+        return (None, None, None, None, *map(gradients.get, ctx.ids))
 
 
 class LazyRun(Run):
@@ -378,8 +380,8 @@ class DifferentiableRun:
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(values), *shape] of values of one type."""
-        found: torch.Tensor = self.blocks[int(self.value_type[values[0]])].read(self.value_row[values])
-        return found
+        block: torch.Tensor = self.blocks[int(self.value_type[values[0]])].read(self.value_row[values])
+        return block
 
     def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real tensors that carry gradients."""
@@ -458,8 +460,8 @@ class Unrolled:
         return [*stacked, *known, *(operand.resolve() for operand in self.shared)]
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = self.graph_module(*arguments)
-        return found
+        results: tuple[torch.Tensor, ...] = self.graph_module(*arguments)
+        return results
 
     @property
     def code(self) -> str:
@@ -481,8 +483,8 @@ class UnrolledRun(DifferentiableRun):
         key = PlanKey(program)
         size = key.bytes + 2000 * len(program)
         unrolled = self.planner.structures.get("unrolled", key, lambda: self.emit(program, schedule), size)
-        known = [self.rows(values) for values in unrolled.known]
-        results = unrolled(unrolled.arguments(known, program.constants))
+        early_rows = [self.rows(values) for values in unrolled.known]
+        results = unrolled(unrolled.arguments(early_rows, program.constants))
         self.launches += len(schedule)
         types = self.types_of(program)
         row = np.full(program.values, -1, dtype=np.int64)

@@ -457,7 +457,7 @@ class Backward:
         views: GradientViews,
     ) -> None:
         shared = self.memory.shared[compiled.signature]
-        sources, outs, (kept, saved) = views.forward[k]
+        sources, outs, (views_of_step, saved) = views.forward[k]
         if compiled.unbatched is not None:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, grads, strict=True):
@@ -484,7 +484,9 @@ class Backward:
         ]
         extra = views.extra(compiled, k, n)
         with named_step(compiled.signature.name, n, "backward"):
-            compiled.backward(n, grads, sources, outs, kept, saved, shared, wide, extra, self.run.workspace())
+            compiled.backward(
+                n, grads, sources, outs, views_of_step, saved, shared, wide, extra, self.run.workspace()
+            )
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
         if grad is None:
@@ -522,8 +524,8 @@ class GradientViews:
         """The blocks that the gradients of what a step read go to."""
         plan, p = self._plan, self._p
         arena, start, rows = plan.write_arena[p], plan.write_start[p], plan.write_rows[p]
-        own = range(plan.first_write[p].item(k), plan.first_write[p].item(k + 1))
-        return [self._rows.tensor(arena.item(j)).narrow(0, start.item(j), rows.item(j)) for j in own]
+        places = range(plan.first_write[p].item(k), plan.first_write[p].item(k + 1))
+        return [self._rows.tensor(arena.item(j)).narrow(0, start.item(j), rows.item(j)) for j in places]
 
     def reads(self, k: int, n: int) -> list[torch.Tensor | None]:
         """The gradients of a step's outputs, of n rows each."""

@@ -272,12 +272,12 @@ def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) 
     phase.views = views
     for k in steps:
         compiled, n = phase.operation(k), phase.plan.step_rows.item(k)
-        sources, outs, (kept, saved) = views[k]
+        sources, outs, (view, saved) = views[k]
         if compiled.forward is not None:
             launches += 1
             shared = memory.shared[compiled.signature]
             with named_step(compiled.signature.name, n, "forward"):
-                compiled.forward(n, sources, outs, kept, saved, shared, workspace)
+                compiled.forward(n, sources, outs, view, saved, shared, workspace)
         elif is_constant(compiled.signature):
             _fill(phase, memory, k, native=False)
         else:

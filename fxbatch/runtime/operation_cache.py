@@ -153,11 +153,11 @@ class CompiledOperation:
         every = frozenset(range(len(self.signature.shared)))
         if graphs is None or graphs.backward is None or graphs.parameters is None:
             return tuple(every for _ in outputs)
-        made = _made_of(graphs.backward, [frozenset([j]) for j in graphs.grad_outputs])[
+        sources = _made_of(graphs.backward, [frozenset([j]) for j in graphs.grad_outputs])[
             len(graphs.grad_groups) :
         ]
         none: frozenset[int] = frozenset()
-        read = [made[ref.index] if ref.kind == "extra" else none for ref in graphs.parameter_inputs]
+        read = [sources[ref.index] if ref.kind == "extra" else none for ref in graphs.parameter_inputs]
         of = dict(zip(graphs.grad_shared, _made_of(graphs.parameters, read), strict=True))
         return tuple(
             frozenset(i for i, outputs_of in of.items() if j in outputs_of or not outputs_of) for j in outputs

@@ -115,8 +115,8 @@ class Options:
     def chooses(self) -> bool:
         """Whether the plain loop is one of the strategies: not where options say how batching is to be done."""
         usual = self.mode == "looped" and self.backward == "compiled" and self.schedule == "lookahead"
-        own = self.compile is False and not self.verify and self.batch_norm == "refuse"
-        return self.adaptive is True and usual and own
+        plain = self.compile is False and not self.verify and self.batch_norm == "refuse"
+        return self.adaptive is True and usual and plain
 
     @staticmethod
     def of(**given: Any) -> Options:

@@ -333,11 +333,11 @@ class _Resolution:
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """What a call reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
-        given = [self.held[v] if v in self.held else self.constant[v] for v in values]
+        tensors = [self.held[v] if v in self.held else self.constant[v] for v in values]
         types = self.program.signatures[self.program.sig[c]].inputs
         return [
             x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
-            for x, t in zip(given, types, strict=True)
+            for x, t in zip(tensors, types, strict=True)
         ]
 
     def give(self, calls: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -390,10 +390,10 @@ class _Resolution:
             grad = p.signatures[s].modes.grad
             for k, kind in enumerate(p.signatures[s].outputs):
                 sig[first[calls] + k] = table.constant(kind, grad=grad).sid
-        kept = ~self.resolved[p.reader]
+        left = ~self.resolved[p.reader]
         signatures = table.snapshot()
         made = Program(
-            signatures=signatures, sig=sig, inputs=p.inputs[kept], instance=instance, outputs=p.outputs,
+            signatures=signatures, sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
             known=p.known, early_types=p.early_types, instances=p.instances,
         )  # fmt: skip
         constants = {}
@@ -427,8 +427,8 @@ def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
     """The calls that read one of these values, in order."""
     if not held:
         return np.zeros(0, dtype=np.int64)
-    given = np.fromiter(held, dtype=np.int64, count=len(held))
-    return np.unique(program.reader[np.isin(program.inputs, given)])
+    numbers = np.fromiter(held, dtype=np.int64, count=len(held))
+    return np.unique(program.reader[np.isin(program.inputs, numbers)])
 
 
 def _stack_key(arguments: Any) -> object:
@@ -559,8 +559,8 @@ def _with_constants(
     number[old] = len(values) + np.arange(len(old))
     constants: dict[int, Sequence[object]] = dict(program.constants)
     for sid in dict.fromkeys(sids):
-        made = [t for t, s in zip(tensors, sids, strict=True) if s == sid]
-        constants[sid] = [*made, *constants.get(sid, ())]
+        payload = [t for t, s in zip(tensors, sids, strict=True) if s == sid]
+        constants[sid] = [*payload, *constants.get(sid, ())]
     return dataclasses.replace(
         program,
         signatures=table.snapshot(),

@@ -426,11 +426,11 @@ class _Body:
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> object:
         """The forward's own result."""
         tensors_left = iter(tensors)
-        own = [
+        filled = [
             next(tensors_left) if x is _TENSOR else next(tensors_left).shape[0] if x is _NUMBER else x
             for x in self.plain
         ]
-        leaves = [next(tensors_left) if x is _TENSOR_OF_ALL else x for x in own]
+        leaves = [next(tensors_left) if x is _TENSOR_OF_ALL else x for x in filled]
         args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
         for name in self.again:
@@ -522,10 +522,10 @@ def _of_containers(
         return None
     rows = []
     for args, kwargs in instances:
-        found, other = tree_flatten(opened((args[1:], kwargs)))
+        flat, other = tree_flatten(opened((args[1:], kwargs)))
         if other != spec:
             return None
-        rows.append(found)
+        rows.append(flat)
     columns: list[list[torch.Tensor]] = []
     whole: list[torch.Tensor] = []
     for i, column in enumerate(zip(*rows, strict=True)):

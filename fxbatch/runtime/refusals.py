@@ -36,9 +36,9 @@ class Refusals:
 
     def is_new(self, reason: str) -> bool:
         """Whether this was not said before; it is said now."""
-        known = reason in self._said
+        was_said = reason in self._said
         self._said.add(reason)
-        return not known
+        return not was_said
 
 
 def unheard_mode() -> str:

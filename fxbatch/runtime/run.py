@@ -294,12 +294,12 @@ class Run:
                 return []
             host = self.memory.host_arena(kinds.item(0))
             self._asked[kinds.item(0)] = None
-            found: list[object] = (
+            payload: list[object] = (
                 self.rows(wanted).tolist()
                 if host is None
                 else host.take(self.value_row.take(wanted), axis=0).tolist()
             )
-            return found
+            return payload
         return self.by_type(values, lambda requests: [self.rows(ids).tolist() for ids in requests])
 
     def settled(self, base: int) -> object:

@@ -148,8 +148,10 @@ class OperationSet:
             for graph in graphs:
                 if c is not None and graph is not None and c.signature.shared:
                     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-                    own = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
-                    operands += [(c.signature, i) for i, (x, need) in enumerate(own) if x.users and not need]
+                    operand_places = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
+                    operands += [
+                        (c.signature, i) for i, (x, need) in enumerate(operand_places) if x.users and not need
+                    ]
         return list(dict.fromkeys(operands))
 
 
@@ -195,8 +197,8 @@ class Family:
     def resolve(self, known: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
         if known:
-            found = zip([known.get(key) for key in self.keys], self.operands, strict=True)
-            tensors = [operand.resolve() if t is None else t for t, operand in found]
+            pairs = zip([known.get(key) for key in self.keys], self.operands, strict=True)
+            tensors = [operand.resolve() if t is None else t for t, operand in pairs]
         else:
             tensors = resolve_all(self.operands)
         known.update(zip(self.keys, tensors, strict=True))

@@ -156,8 +156,8 @@ def without_arrays(
             f"{name} met a value and a numpy array of another type ({', '.join(str(x.dtype) for x in types)}), for "
             "which numpy and torch have different rules: write torch.from_numpy(array)"
         )
-    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves_as_tensors, spec)
-    return given
+    as_tensors: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves_as_tensors, spec)
+    return as_tensors
 
 
 def without_derived(given: object) -> Any:
@@ -281,8 +281,8 @@ class Arguments:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 slot = next(slots)
-                own = slot.kind == "input"
-                filled.append(slot if own else Slot("shared", slot.index + self.first_shared))
+                is_input = slot.kind == "input"
+                filled.append(slot if is_input else Slot("shared", slot.index + self.first_shared))
             else:
                 filled.append(leaf)
         assert next(slots, None) is None, "arguments flatten in another order than their key"

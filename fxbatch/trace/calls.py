@@ -111,8 +111,8 @@ def call_function(
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
     asked = func
-    if _fast is not None and (known := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
-        return known
+    if _fast is not None and (recorded := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
+        return recorded
     recorder.long_calls += 1
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])

@@ -337,11 +337,11 @@ class Turns:
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
         self.execution.run(self.recorder.pending_program([]))
-        found = {
+        answers = {
             False: self._read(False, self.execution.read), True: self._read(True, self.execution.numbers)
         }  # fmt: skip
         for p in self.resuming:
-            p.answer = [found[p.plain][v._value] for v in p.values]
+            p.answer = [answers[p.plain][v._value] for v in p.values]
 
     def _go_on(self) -> None:
         """Let those go on that were answered, in order."""
@@ -498,11 +498,11 @@ class Turns:
     def _unseen_change(self) -> str:
         """After the last instance: what was changed besides attributes that are seen as they are set, if some instance
         has waited; "" where nothing was."""
-        changes, known = self.changes, self.recorder.knowledge.modules
+        changes, modules = self.changes, self.recorder.knowledge.modules
         if not changes.waited:
             return ""
         changed = changes.changed_container()
-        if not changed and not changes.first_set() and first_changed(known.places or []):
+        if not changed and not changes.first_set() and first_changed(modules.places or []):
             changed, changes.lasts = "what a module holds is changed, not by setting an attribute", True
         return changed
 

@@ -397,11 +397,11 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
 
     def body(tensors: object, operands: Any) -> object:
         tensors_now = dict(zip(names, operands, strict=False))
-        given = dict(tensors_now)
+        by_name = dict(tensors_now)
         a, k = template.fill(input=tensors, shared=operands)
         with reparametrized(twin, tensors_now):
             result = module_call(twin, *a, **k) if method is None else getattr(twin, method)(*a, **k)
-        changed = [n for n in names if tensors_now[n] is not given[n]]
+        changed = [n for n in names if tensors_now[n] is not by_name[n]]
         if any(map(is_buffer.__getitem__, changed)):
             raise BatchCoupledError(f"{type(module).__name__}: assigns its buffer {changed[0]!r}{at_line()}")
         if changed:  # a tensor that an earlier call left there
@@ -425,10 +425,10 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     if not outcome.outputs:
         raise BodyError("returns no tensor")
     name = _name(recorder, module) + (f".{method}" if method else "")
-    made = Operation(name, "module", module, rule, method=method)
+    operation = Operation(name, "module", module, rule, method=method)
     frozen = Frozen(structural_twin(module, {}), examined.reads)
     return recorder.signed(
-        made, inputs, shared, template, outcome, training=module.training, names=names, frozen=frozen
+        operation, inputs, shared, template, outcome, training=module.training, names=names, frozen=frozen
     )
 
 

@@ -59,12 +59,12 @@ def _parts(x: object) -> Sequence[object]:
 
 def _names(x: object) -> tuple[str, ...]:
     """The attributes that an object has now, in its dictionary or its slots."""
-    own = list(getattr(x, "__dict__", ()))
+    attributes = list(getattr(x, "__dict__", ()))
     slots: list[str] = []
     for kind in type(x).__mro__:
         given = kind.__dict__.get("__slots__", ())
         slots += [given] if isinstance(given, str) else given
-    return (*own, *[s for s in slots if s not in ("__dict__", "__weakref__") and hasattr(x, s)])
+    return (*attributes, *[s for s in slots if s not in ("__dict__", "__weakref__") and hasattr(x, s)])
 
 
 def fill(x: Any, tensors: Mapping[int, torch.Tensor], seen: dict[int, Any] | None = None) -> object:

@@ -397,8 +397,8 @@ def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:
 
 def _fake_shared(mode: FakeTensorMode, s: torch.Tensor) -> torch.Tensor:
     if not is_wrapped(s):
-        found: torch.Tensor = mode.from_tensor(s)
-        return found
+        fake: torch.Tensor = mode.from_tensor(s)
+        return fake
     return torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)
 
 

@@ -633,8 +633,8 @@ class Walk:
             case ast.FunctionDef():
                 if s.decorator_list:
                     self.refuse(f"defines {s.name}() with a decorator")
-                known = scope.variables.get(s.name, NOTHING)
-                scope.variables[s.name] = known | self._local(s, s.name, scope)
+                things = scope.variables.get(s.name, NOTHING)
+                scope.variables[s.name] = things | self._local(s, s.name, scope)
             case ast.Delete():
                 for target in s.targets:
                     if not isinstance(target, ast.Name):

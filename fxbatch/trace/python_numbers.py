@@ -34,8 +34,8 @@ LiftedForm = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values 
 
 def dropout_at(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """`F.dropout(x, p)` in training for a probability that is a tensor."""
-    kept = torch.rand_like(x) >= p
-    return torch.where(kept, x / torch.where(p < 1, 1 - p, 1), 0)
+    mask = torch.rand_like(x) >= p
+    return torch.where(mask, x / torch.where(p < 1, 1 - p, 1), 0)
 
 
 def leaky_relu_at(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:

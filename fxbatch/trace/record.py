@@ -142,8 +142,8 @@ def _whole(recorder: RecordedCalls) -> Program:
 
 
 def _inputs(program: Program, call: int) -> list[int]:
-    found: list[int] = program.inputs[slice(*program.input_offsets[call : call + 2])].tolist()
-    return found
+    numbers: list[int] = program.inputs[slice(*program.input_offsets[call : call + 2])].tolist()
+    return numbers
 
 
 def _before(program: Program, value: int) -> list[int]:

@@ -170,9 +170,9 @@ def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 
 def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> None:
-    known = {kind: (enabled, dtype) for kind, enabled, dtype in wanted or ()}
+    by_kind = {kind: (enabled, dtype) for kind, enabled, dtype in wanted or ()}
     for kind in _AUTOCAST_KINDS:
-        enabled, dtype = known.get(kind, (False, None))
+        enabled, dtype = by_kind.get(kind, (False, None))
         torch.set_autocast_enabled(kind, enabled)
         if dtype is not None:
             torch.set_autocast_dtype(kind, dtype)

@@ -496,8 +496,8 @@ _plain_data: Any = torch.Tensor.data
 def _lend_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor) -> torch.Tensor:
     """`t.data` shares memory whose writes torch does not count: what calls have read of t stays as it is."""
     recorder.keep_content(self)
-    found: torch.Tensor = plain(self)
-    return found
+    data: torch.Tensor = plain(self)
+    return data
 
 
 _PATCHES.append(

@@ -593,8 +593,8 @@ new_values: Callable[[], object] = WeakValues if _fast is None else _fast.Values
 def new_value(recorder: Any, number: int, type_id: int, flags: int) -> Value:
     """A Value object of this number, in the recorder's list."""
     if _fast is not None:
-        made: Value = _fast.value(recorder, number, type_id, flags)
-        return made
+        value: Value = _fast.value(recorder, number, type_id, flags)
+        return value
     v = plain_new(Value)
     v._value, v._type, v._flags, v._recorder, v._writes = number, type_id, flags, recorder, 0
     recorder.values.add(v)
@@ -769,10 +769,10 @@ def with_values(
     if not kwargs and _is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
-    given: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(
+    arguments: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(
         [value_of(x) if type(x) is WrittenTensor else x for x in leaves], spec
     )
-    return given
+    return arguments
 
 
 def result_with_values(result: object) -> object:

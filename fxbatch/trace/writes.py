@@ -218,8 +218,8 @@ def _with_gradient_of(recorder: RecordedCalls, old: Value, new: Value) -> Value:
         return new
     with recorded_with(recorder, grad=True):
         before = new_value(recorder, old._value, old._type, old._flags & REQUIRES_GRAD)
-        kept: Value = recorder.call(with_content, (before, new), {})
-    return kept
+        content: Value = recorder.call(with_content, (before, new), {})
+    return content
 
 
 def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
