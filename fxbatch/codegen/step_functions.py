@@ -36,13 +36,13 @@ class _GroupReader:
             graphs.group_type(group),
             len(graphs.layout.groups[group]),
         )
-        self.kept = kept.index(group) if group in kept else None
+        self.place = kept.index(group) if group in kept else None
         self.together = graphs.in_parameters(group)
 
     def read(self, n: int, source: Source, kept: Sequence[Kept], workspace: Workspace) -> torch.Tensor:
         """[n, *shape], or [n, members, *shape]; rows that are kept are put where backward finds them."""
         kind, a, b = source
-        flat, rows = (None, None) if self.kept is None else kept[self.kept]
+        flat, rows = (None, None) if self.place is None else kept[self.place]
         if rows is not None and self.together:  # the rows of all steps lie together
             if kind == INDEX:
                 torch.index_select(a, 0, b, out=flat)
@@ -58,9 +58,9 @@ class _GroupReader:
 
     def read_again(self, n: int, source: Source, kept: Sequence[Kept]) -> torch.Tensor:
         """The same in backward, of a kept group."""
-        assert self.kept is not None
+        assert self.place is not None
         kind, a, _ = source
-        return kept[self.kept][1] if self.together or kind == INDEX else self._in_place(n, kind, a)
+        return kept[self.place][1] if self.together or kind == INDEX else self._in_place(n, kind, a)
 
     def _in_place(self, n: int, kind: int, a: torch.Tensor) -> torch.Tensor:
         return self._wide(n, a) if kind == VIEW else a.expand(n, *a.shape[1:])

@@ -40,7 +40,7 @@ class PackedMinibatch:
     ) -> None:
         self.n = n
         self.sizes = sizes  # one column a symbol
-        self.kept: dict[Any, Lengths] = {}  # sizes of results that depend on values
+        self.sizes_by_values: dict[Any, Lengths] = {}  # sizes of results that depend on values
         self.lengths = lengths
         self.columns = columns
         self.device = device
@@ -77,7 +77,7 @@ class PackedMinibatch:
 
     def keep(self, expression: object, size: Lengths) -> None:
         """The size of a result."""
-        self.kept[expression] = size
+        self.sizes_by_values[expression] = size
 
     def fill(self, dtype: torch.dtype, how: str) -> Any:
         """What no element is beyond: padding that an extreme never is, unless all are."""
@@ -424,6 +424,7 @@ class PackedFunction:
         """An output as the tensors of the instances."""
         sizes_of_output = [output.shape[a] for a in output.axes]
         lengths = [
-            z.kept[e] if e in z.kept else z.lengths[self.lowered.lengths.index(e)] for e in sizes_of_output
+            z.sizes_by_values[e] if e in z.sizes_by_values else z.lengths[self.lowered.lengths.index(e)]
+            for e in sizes_of_output
         ]
         return apart(tensor, output.layout, output.axes, lengths, z.n)

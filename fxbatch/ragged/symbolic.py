@@ -81,7 +81,7 @@ class SizedGraph:
         self.flags_known = flags_known
         self.tensors = tensors
         self.dynamic = dynamic
-        self.kept = kept
+        self.whole = kept
         self.module, env = _trace(body, tensors, dynamic, kept, flags_known, code)
         places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.inputs = places
@@ -186,7 +186,7 @@ class SizedGraph:
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
             module, _ = _trace(
-                self.body, tensors, [()] * len(tensors), self.kept, self.flags_known, self.code
+                self.body, tensors, [()] * len(tensors), self.whole, self.flags_known, self.code
             )
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False

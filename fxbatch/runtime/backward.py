@@ -298,7 +298,7 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
         backward.write(gradients_given)
         backward.walk()
         backward.release()
-    return backward.found
+    return backward.gradients
 
 
 def _is_wrapped(given: Given) -> bool:
@@ -370,7 +370,7 @@ class Backward:
         )
         self.rows = self.template.take(memory, self.plan.capacity)
         self._views: dict[int, GradientViews] = {}
-        self.found: Gradients = {}
+        self.gradients: Gradients = {}
 
     def write(self, given: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
@@ -392,12 +392,12 @@ class Backward:
         for p in reversed(phases):
             self._walk(p, passed[p], native[p])
         selective = any(needs.selective for needs in self.needs)
-        before = set(self.found) if selective else set()
-        add_parameter_gradients(self.running, kernels, left, run.workspace(), self.found)
+        before = set(self.gradients) if selective else set()
+        add_parameter_gradients(self.running, kernels, left, run.workspace(), self.gradients)
         if selective:  # zeros of what only results without a gradient are computed from: None, as in the loop
             leading = operands_behind(self.phases, self.memory, self.reached, self.reaching)
-            for key in self.found.keys() - before - leading:
-                del self.found[key]
+            for key in self.gradients.keys() - before - leading:
+                del self.gradients[key]
 
     def release(self) -> None:
         """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
@@ -472,7 +472,7 @@ class Backward:
             for position in compiled.grad_shared:
                 gradient_of_operand = shared_grads[position]
                 if gradient_of_operand is not None:
-                    add_gradient(self.found, shared[position], gradient_of_operand)
+                    add_gradient(self.gradients, shared[position], gradient_of_operand)
             return
         if compiled.backward is None:
             return
@@ -502,7 +502,7 @@ class Backward:
             i = first + row if order is None else int(order[first + row])
             tensor = payload[i]
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
-                add_gradient(self.found, tensor, grad[row])
+                add_gradient(self.gradients, tensor, grad[row])
 
 
 class GradientViews:

@@ -235,7 +235,7 @@ class ReadyMinibatch:
     engine: Engine
     run: Run | DifferentiableRun
     instances: list[TracedInstance]
-    found: Results
+    results: Results
     renumber: Renumber
     phase: Phase | None  # planned, for a Run
     program: Program | None  # for the other kinds of run
@@ -282,9 +282,9 @@ class ReadyMinibatch:
             with kernel_modes():
                 run.launch(self.phase)
         elif self.program is not None:
-            self.renumber = run.finish(self.program, self.found.values)
+            self.renumber = run.finish(self.program, self.results.values)
         self.used = True
-        return self.engine.assemble(run, self.found, self.renumber, out)
+        return self.engine.assemble(run, self.results, self.renumber, out)
 
     @guard("model")
     def stale(self) -> bool:

@@ -45,7 +45,7 @@ class Phase:
     plan: Plan
     needs: Needs
     operations: OperationSet
-    found: WholePlan | None = (
+    whole_plan: WholePlan | None = (
         None  # with all that is known of values and arrays; None where other phases share them
     )
     tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
@@ -57,7 +57,7 @@ class Phase:
     @property
     def whole(self) -> bool:
         """Whether it is the only phase of its minibatch."""
-        return self.found is not None
+        return self.whole_plan is not None
 
     @property
     def compiled(self) -> tuple[CompiledOperation | None, ...]:
@@ -223,8 +223,8 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     kernels were launched."""
     workspace.enter_run(memory.shared)
     phase.views = None
-    if phase.found is not None:
-        memory.take(phase.operations.arrays, phase.found)
+    if phase.whole_plan is not None:
+        memory.take(phase.operations.arrays, phase.whole_plan)
     launches, k, steps = 0, 0, len(phase.plan)
     native_steps = forward_steps(phase, memory, workspace) if native else None
     if native_steps is None:

@@ -167,7 +167,7 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        found = phase.found
+        found = phase.whole_plan
         self.value_row, self.value_type, self.value_needs = (
             self.memory.phases.ran()
             if found is None

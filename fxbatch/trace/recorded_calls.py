@@ -436,8 +436,8 @@ class RecordedCalls(Columns):
         table while in use: another thread begins anew."""
         table, self.recalls = self.table, True
         with table.lock:
-            knowledge: Knowledge | None = table.kept
-            table.kept = None
+            knowledge: Knowledge | None = table.knowledge
+            table.knowledge = None
         return knowledge if knowledge is not None and knowledge.is_true(roots) else None
 
     def _leave_known(self) -> None:
@@ -448,7 +448,7 @@ class RecordedCalls(Columns):
         if knowledge.places is None:
             knowledge.note_places()
         with self.table.lock:
-            self.table.kept = knowledge
+            self.table.knowledge = knowledge
 
     def look_at_modules(self) -> Owners:
         """Look at all modules: whose each parameter and buffer is, and how the modules are now."""

@@ -247,7 +247,7 @@ class SignatureTable:
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
         self.sized: SizedCalls | None = None
-        self.kept: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
+        self.knowledge: Any = None  # what the last minibatch leaves to the next (trace/recorded_calls.py)
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         # Several threads record with one table: what belongs together is set at once, and given as it was found.
         self._snapshot: tuple[tuple[Signature, ...], SignatureColumns] = (), signature_columns(())

@@ -35,8 +35,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, WholePlan]]:
     launch = Run.launch
 
     def noting(run: Run, phase: Any) -> None:
-        if phase.found is not None:
-            found.append((phase.operations.arrays, phase.found))
+        if phase.whole_plan is not None:
+            found.append((phase.operations.arrays, phase.whole_plan))
         launch(run, phase)
 
     monkeypatch.setattr(Run, "launch", noting)
