@@ -8,6 +8,7 @@ minibatch, all ways in turns on the same trees; losses and gradients are compare
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import statistics
@@ -46,10 +47,11 @@ def beside_the_first(settings: Settings, *, grad: bool) -> dict[str, float]:
     for number in range(untimed + rounds):
         trees = minibatch(rng, settings, sizes)
         first = number % len(models)
-        for name in [*models, *models][first : first + len(models)]:
-            took = timed(models[name], trees, grad=grad)
-            if number >= untimed:
-                seconds[name].append(took)
+        with uncollected():
+            for name in [*models, *models][first : first + len(models)]:
+                took = timed(models[name], trees, grad=grad)
+                if number >= untimed:
+                    seconds[name].append(took)
     ratios = {
         name: statistics.median(a / b for a, b in zip(times, seconds[FIRST], strict=True))
         for name, times in seconds.items()
@@ -70,22 +72,28 @@ def minibatch(rng: random.Random, settings: Settings, sizes: Sizes) -> list[Any]
     return [random_tree(rng, rng.randint(*LEAVES), sizes.words) for _ in range(count)]
 
 
-def timed(model: Way, trees: list[Any], *, grad: bool) -> float:
-    """CPU seconds of a minibatch, its backward included."""
-    model.zero_grad(set_to_none=True)
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No collection within: what one finds is of all that ran before it."""
     collects = gc.isenabled()
     gc.collect()
-    gc.disable()  # what a collection finds is of all that ran before
+    gc.disable()
     try:
-        started = time.process_time()
-        with torch.set_grad_enabled(grad):
-            losses = model(trees)
-            if grad:
-                losses.sum().backward()
-        return time.process_time() - started
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def timed(model: Way, trees: list[Any], *, grad: bool) -> float:
+    """CPU seconds of a minibatch, its backward included."""
+    model.zero_grad(set_to_none=True)
+    started = time.process_time()
+    with torch.set_grad_enabled(grad):
+        losses = model(trees)
+        if grad:
+            losses.sum().backward()
+    return time.process_time() - started
 
 
 def compare(models: dict[str, Way], trees: list[Any]) -> None:
