@@ -175,6 +175,8 @@ def call_function(
         if lifted is not None:
             return call_function(recorder, *lifted, {})
         reason = "an argument of it keeps changing" if keeps_changing else ""
+        if type(func) is CustomFunction and not func.has_context_apart and recorder.modes().grad:
+            reason = "its forward takes ctx, and torch differentiates it alone: write setup_context()"
         entry = _new_function(key, func, arguments, reason)
     if type(entry) is Known:
         return entry.result
@@ -313,7 +315,7 @@ def function_entry(
         return written_entry(made, arguments, outcome, reason)
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
-    reason = reason if examined is None else examined.reason
+    reason = examined.reason or reason if examined is not None else reason
     frozen = None if examined is None else Frozen(None, examined.reads)
     entry = arguments.recorder.signed(
         made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen

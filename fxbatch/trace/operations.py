@@ -91,6 +91,11 @@ class CustomFunction:
         self.examined = examined
         self.__name__ = cls.__name__
 
+    @property
+    def has_context_apart(self) -> bool:
+        """Whether its forward takes no ctx (it has setup_context), as torch's function transforms ask for."""
+        return self.cls.setup_context is not torch.autograd.Function.setup_context
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.cls.apply(*args, **kwargs)
 

@@ -106,10 +106,20 @@ class Counting(First):
         return x * 2 + y * 0
 
 
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(First.apply(self.linear(x), y))
+
+
 class Pair(nn.Module):
     def __init__(self, code: Callable[..., Any]) -> None:
         super().__init__()
         self.code, self.used, self.other = code, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.within = Within()
 
     def forward(self, x: Any, y: Any) -> Any:
         return self.code(self, x, y)
@@ -127,10 +137,11 @@ class Pair(nn.Module):
         lambda m, x, y: First.apply(First.apply(m.used(x), y), m.other(x)) + First.apply(m.other(y), x),
         lambda m, x, y: Counting.apply(m.used(x), m.other(y)),
         lambda m, x, y: Counting.apply(y, m.used(x)),
+        lambda m, x, y: m.within(m.used(x), m.other(y)),
     ],
     ids=[
         "both computed", "one given", "the other computed", "a product", "a parameter", "fused", "twice",
-        "call by call", "call by call, one given",
+        "call by call", "call by call, one given", "in a module",
     ],
 )  # fmt: skip
 def test_a_backward_that_returns_none(code: Callable[..., Any]) -> None:
