@@ -440,7 +440,9 @@ def _constant_pad(e: Emitter, node: fx.Node) -> Any:
     x, pad = a["self"], a["pad"]
     if a.get("mode", "constant") != "constant" or x.layout == WHOLE:
         raise NoRule("padding of this kind")
-    value = a.get("value", 0) or 0
+    if depends(a.get("value")):
+        raise NoRule("padding with a size")
+    value = e.const(a.get("value") or 0)
     ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     val = node.meta["val"]
     for d, both in ends.items():

@@ -99,7 +99,7 @@ def lowered(body: Body) -> PackedFunction:
 
 
 def difference_at_the_edge(body: Body, make: Callable[[int], torch.Tensor]) -> str:
-    """How the packed form differs from the loop, in values, gradients and what requires them; empty where it does not."""
+    """How the packed form differs from the loop, in values, gradients and what requires them; empty: it does not."""
     function = lowered(body)
     torch.manual_seed(7)
     instances = [[make(t).requires_grad_()] for t in (3, 5, 1, 8)]

@@ -26,7 +26,7 @@ def wh(x: torch.Tensor) -> torch.Tensor:
 
 def places(x: torch.Tensor) -> torch.Tensor:
     """Two rows a place."""
-    return torch.arange(len(x)) // 2
+    return torch.arange(x.shape[0]) // 2
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ BODIES: dict[str, Body] = {
     "baddbmm": lambda x: torch.baddbmm(
         x[:, :, None],
         x[:, :, None] * torch.ones(1, 1, 2, dtype=x.dtype),
-        torch.ones(1, 2, 3, dtype=x.dtype).expand(len(x), 2, 3),
+        torch.ones(1, 2, 3, dtype=x.dtype).expand(x.shape[0], 2, 3),
     ),
     "aminmax": lambda x: x.aminmax(dim=0)[0],
     "avg_pool1d": lambda x: F.avg_pool1d(x.t()[None], 3, 1, 1)[0].t(),
@@ -61,12 +61,12 @@ BODIES: dict[str, Body] = {
     "dot": lambda x: torch.dot(x[:, 0], x[:, 1]),
     "vdot": lambda x: torch.vdot(x[:, 0], x[:, 1]),
     "embedding": lambda x: F.embedding((x[:, 0] > 0).long(), w(x)),
-    "embedding of rows": lambda x: F.embedding(torch.arange(len(x)).flip(0), x),
-    "eye": lambda x: x + torch.eye(len(x), 5, dtype=x.dtype),
-    "eye product": lambda x: torch.eye(len(x), dtype=x.dtype) @ x,
+    "embedding of rows": lambda x: F.embedding(torch.arange(x.shape[0]).flip(0), x),
+    "eye": lambda x: x + torch.eye(x.shape[0], 5, dtype=x.dtype),
+    "eye product": lambda x: torch.eye(x.shape[0], dtype=x.dtype) @ x,
     "flatten": lambda x: x.flatten().sum(0),
-    "full": lambda x: x * torch.full((len(x), 5), 2.0, dtype=x.dtype),
-    "gather": lambda x: x.gather(0, torch.zeros(len(x), 5, dtype=torch.long)),
+    "full": lambda x: x * torch.full((x.shape[0], 5), 2.0, dtype=x.dtype),
+    "gather": lambda x: x.gather(0, torch.zeros(x.shape[0], 5, dtype=torch.long)),
     "glu": lambda x: F.glu(x[:, :4], 1),
     "gru_cell": lambda x: torch.gru_cell(x, x[:, :3], w(x)[:9], wh(x)[:9]),
     "lstm_cell": lambda x: torch.lstm_cell(x, (x[:, :3], x[:, :3]), w(x), wh(x))[0],
@@ -79,11 +79,13 @@ BODIES: dict[str, Body] = {
     "poisson_nll_loss": lambda x: F.poisson_nll_loss(x, torch.ones_like(x)),
     "kl_div": lambda x: F.kl_div(x, torch.ones_like(x) / 5, reduction="sum"),
     "margin": lambda x: F.margin_ranking_loss(x, x * 2, torch.ones_like(x)),
-    "cosine_embedding": lambda x: F.cosine_embedding_loss(x, x.flip(0), torch.ones(len(x), dtype=x.dtype)),
+    "cosine_embedding": lambda x: F.cosine_embedding_loss(
+        x, x.flip(0), torch.ones(x.shape[0], dtype=x.dtype)
+    ),
     "triplet": lambda x: F.triplet_margin_loss(x, x * 2, x.flip(0)),
     "multilabel": lambda x: F.multilabel_soft_margin_loss(x, torch.ones_like(x)),
     "hinge": lambda x: F.hinge_embedding_loss(x, torch.ones_like(x)),
-    "index_copy": lambda x: torch.zeros_like(x).index_copy(0, torch.arange(len(x)).flip(0), x),
+    "index_copy": lambda x: torch.zeros_like(x).index_copy(0, torch.arange(x.shape[0]).flip(0), x),
     "index_fill": lambda x: x.index_fill(0, torch.arange(1), 2.0),
     "index_put": lambda x: torch.zeros_like(x).index_put((places(x),), x, accumulate=True),
     "index_reduce": lambda x: torch.zeros_like(x).index_reduce(0, places(x), x, "amax"),
@@ -105,28 +107,28 @@ BODIES: dict[str, Body] = {
     "mv": lambda x: x.mv(w(x)[0]),
     "mv rows": lambda x: x.t().mv(x[:, 1]),
     "bmm": lambda x: torch.bmm(x[:, :, None], x[:, None, :]).sum(0),
-    "new_full": lambda x: x * x.new_full((len(x), 1), 3.0),
-    "new_ones": lambda x: x * x.new_ones((len(x), 1)),
-    "new_zeros": lambda x: x + x.new_zeros((len(x), 1)),
-    "ones": lambda x: x * torch.ones(len(x), 1, dtype=x.dtype),
-    "zeros": lambda x: x + torch.zeros(len(x), 1, dtype=x.dtype),
-    "new_empty": lambda x: x.new_empty((len(x), 5)).fill_(1.0) * x,
-    "empty": lambda x: torch.empty(len(x), 5, dtype=x.dtype).fill_(1.0) * x,
-    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(len(x), dtype=torch.long)),
+    "new_full": lambda x: x * x.new_full((x.shape[0], 1), 3.0),
+    "new_ones": lambda x: x * x.new_ones((x.shape[0], 1)),
+    "new_zeros": lambda x: x + x.new_zeros((x.shape[0], 1)),
+    "ones": lambda x: x * torch.ones(x.shape[0], 1, dtype=x.dtype),
+    "zeros": lambda x: x + torch.zeros(x.shape[0], 1, dtype=x.dtype),
+    "new_empty": lambda x: x.new_empty((x.shape[0], 5)).fill_(1.0) * x,
+    "empty": lambda x: torch.empty(x.shape[0], 5, dtype=x.dtype).fill_(1.0) * x,
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(x.shape[0], dtype=torch.long)),
     "nll weights": lambda x: F.cross_entropy(
         x,
-        torch.zeros(len(x), dtype=torch.long),
+        torch.zeros(x.shape[0], dtype=torch.long),
         weight=torch.arange(1.0, 6.0, dtype=x.dtype),
         reduction="sum",
     ),
-    "nll smooth": lambda x: F.cross_entropy(x, torch.ones(len(x), dtype=torch.long), label_smoothing=0.1),
+    "nll smooth": lambda x: F.cross_entropy(x, torch.ones(x.shape[0], dtype=torch.long), label_smoothing=0.1),
     "repeat": lambda x: x.repeat(2, 1).sum(0),
     "repeat columns": lambda x: x.repeat(1, 2),
     "reshape_as": lambda x: x.reshape_as(x * 1),
     "rms_norm": lambda x: F.rms_norm(x, (5,)),
     "roll": lambda x: x.roll(1, 0),
     "scatter": lambda x: torch.zeros_like(x).scatter(
-        0, torch.arange(len(x))[:, None].expand(-1, 5).contiguous(), x
+        0, torch.arange(x.shape[0])[:, None].expand(-1, 5).contiguous(), x
     ),
     "scatter_add": lambda x: torch.zeros_like(x).scatter_add(0, spread(x), x),
     "scatter_reduce": lambda x: torch.zeros_like(x).scatter_reduce(0, spread(x), x, "amax"),
@@ -190,7 +192,6 @@ BODIES: dict[str, Body] = {
     "argsort": lambda x: x.argsort(stable=True, dim=0),
     "gather sorted": lambda x: x.gather(0, x.argsort(stable=True, dim=0)),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.nan_to_num().sigmoid(), torch.ones_like(x)),
-    "view_as_complex": lambda x: torch.view_as_complex(torch.stack([x, x * 2], 2)).abs(),
     "cdist": lambda x: torch.cdist(x, x.flip(0)),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x[None], (2, 5))[0],
     "rfft of columns": lambda x: torch.fft.rfft(x, dim=1).abs(),
@@ -233,21 +234,26 @@ NOT_MET = {
     "_log_softmax",
     "nll_loss",
     "nll_loss_forward",
+    "constant_pad_nd",
 }
-# Layers and sizes of their own tests.
-ELSEWHERE = {"nonzero"}
+# Layers and sizes of their own tests, and what docs/promises.md lets differ.
+ELSEWHERE = {"nonzero", "_fft_c2c", "view_as_complex", "scaled_dot_product_attention"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "ties", "of -inf", "larger"])
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0", "ignore:index_reduce", "ignore:.*x.T")
-def test_rules_at_the_edge(name: str) -> None:
-    for kind in ("all", "ties", "of -inf", "larger"):
-        wrong = difference_at_the_edge(BODIES[name], NUMBERS[kind])
-        assert not wrong, f"{kind}: {wrong}"
+def test_rules_at_the_edge(name: str, kind: str) -> None:
+    assert not difference_at_the_edge(BODIES[name], NUMBERS[kind])
+
+
+def test_padding_with_an_infinity() -> None:
+    assert not difference_at_the_edge(BODIES["constant_pad_nd rows"], NUMBERS["all"])
 
 
 def test_every_rule_is_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is registered from now on needs a body here."""
+    """A rule that is registered from now on needs a body here."""
     met: set[str] = set()
     for name, own in RULES.items():
 
