@@ -70,7 +70,7 @@ CACHES = {
     "operations that were met": Kind("signature", 4096, "engine"),
     "idle passes": Kind("columns, which signatures are called", 256, "engine"),
     "sums of values": Kind("operation, types, modes", 256, "engine"),
-    "blocks": Kind("signatures that are called", 256, "engine"),
+    "signatures in blocks": Kind("signature", 4096, "engine"),
     "fused signatures": Kind("wiring", 1024, "engine"),
     "refused blocks": Kind("signatures", 1024, "engine"),
     "equal calls": Kind("checksum of columns", 256, "engine"),

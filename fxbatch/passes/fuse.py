@@ -7,9 +7,9 @@
     fuser = Fuser()                # one a decorated callable: it keeps what it has learned
     program = fuser(program)
 
-Runs of calls are learned once for a family of programs (the set of signatures that occur) and are then
-recognised in every program of the family. A run is cut where a recurrence enters and leaves it: work that
-does not wait for the recurrence, and work that nothing of the recurrence waits for, are operations of
+Runs of calls are learned once, and are then recognised in every program; they are looked for again where many calls
+of a program have signatures that were not looked at before. A run is cut where a recurrence enters and leaves it:
+work that does not wait for the recurrence, and work that nothing of the recurrence waits for, are operations of
 their own, so that they are still batched over all time steps. Unconnected work stays apart.
 
 First runs of calls are found in the recorded order (`find_blocks`), then what they are wired like, how they are cut
@@ -43,7 +43,8 @@ CHEAP = 8
 LONGEST = 128
 SAMPLE = 30000
 RELEARNED = 4  # times as many calls as runs were learned from: they are looked for anew
-EVER_NEW = 8  # families one after another, from which on most take the runs of another one
+EVER_NEW = 8  # times that runs were looked for, from which on they are more rarely
+MOST_BLOCKS = 512  # the longest, of all that were learned
 # The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py).
 LEAST_SHARE = 0.125
 
@@ -453,18 +454,23 @@ class Wiring:
 
 @dataclass(eq=False)
 class _Learned:
+    """The blocks that a program may have: its signatures, which of them it calls, and in how many calls."""
+
+    signatures: tuple[Signature, ...]
+    called: bytes
     calls: int
     blocks: list[CallBlock]
 
 
 class Fuser:
-    """Fuses programs; learns blocks once a family and keeps the fused Signatures for good (bounded)."""
+    """Fuses programs; keeps the blocks and the fused Signatures that it has learned (bounded)."""
 
     def __init__(self) -> None:
-        self.families: Cache[tuple[Signature, ...], _Learned] = Cache("blocks")  # by what is called
         self.signatures: Cache[Wiring, Signature] = Cache("fused signatures")
-        self.new = 0  # families one after another that were not met before
-        self.last: list[CallBlock] = []  # blocks that were learned last
+        self.blocks: list[CallBlock] = []  # all that were learned, the longest first
+        self.looked_at: Cache[Signature, int] = Cache("signatures in blocks")  # in how many calls
+        self.learned = 0  # how often was cause to learn some
+        self.last = _Learned((), b"", 0, [])
         self.refused: Cache[tuple[Signature, ...], bool] = Cache("refused blocks")  # which stay calls
 
     def __call__(self, program: Program) -> Program:
@@ -576,27 +582,52 @@ class Fuser:
         return self.signatures.get(wiring) or self.signatures.put(wiring, wiring.signature())
 
     def _learned(self, program: Program) -> _Learned:
-        key = tuple(
-            [s for s, n in zip(program.signatures, called(program), strict=True)
-             if n and s.operation.kind not in CONSTANT_KINDS]
-        )  # fmt: skip
-        family = self.families.get(key)
-        if family is not None and len(program.sig) < RELEARNED * family.calls:
-            self.new = 0
-            return family
-        self.new += 1
-        blocks = self._learn(program, key)
-        return self.families.put(key, _Learned(len(program), blocks))
-
-    def _learn(self, program: Program, called: tuple[Signature, ...]) -> list[CallBlock]:
-        """The blocks of a new family. Where families are ever new, as sizes of instances are part of signatures, those
-        that another one has taught are taken, as far as their calls are in this one."""
-        if self.new > EVER_NEW and not _is_power_of_two(self.new):
-            here = set(called)
-            return [block for block in self.last if here.issuperset(block.signatures)]
-        stream = Stream(program)
-        self.last = learn_blocks(program, stream) if stream.ordered else []
+        marks = called(program)
+        last = self.last
+        if (
+            last.signatures is program.signatures
+            and last.called == marks
+            and len(program.sig) < RELEARNED * last.calls
+        ):
+            return last
+        counts = np.bincount(program.sig, minlength=len(program.signatures)).tolist()
+        here = {
+            s: n
+            for s, n in zip(program.signatures, counts, strict=True)
+            if n and s.operation.kind not in CONSTANT_KINDS
+        }
+        if self._is_new(here):
+            self._learn(program, here)
+        blocks = [block for block in self.blocks if here.keys() >= set(block.signatures)]
+        self.last = _Learned(program.signatures, marks, len(program), _told_apart(blocks))
         return self.last
+
+    def _is_new(self, counts: dict[Signature, int]) -> bool:
+        """Whether a good part of the calls has signatures that were looked at in fewer calls by far, or never. Where
+        sizes of instances are part of signatures that is so again and again: then only ever more rarely."""
+        new = sum(n for s, n in counts.items() if n >= RELEARNED * (self.looked_at.get(s) or 0))
+        if new < LEAST_SHARE * sum(counts.values()):
+            return False
+        self.learned += 1
+        return self.learned <= EVER_NEW or _is_power_of_two(self.learned)
+
+    def _learn(self, program: Program, counts: dict[Signature, int]) -> None:
+        """Look for blocks, which take the place of those of the same signatures."""
+        stream = Stream(program)
+        if stream.ordered:
+            others = [b for b in self.blocks if not counts.keys() >= set(b.signatures)]
+            blocks = sorted([*others, *learn_blocks(program, stream)], key=lambda b: -len(b.signatures))
+            self.blocks = blocks[:MOST_BLOCKS]
+        for signature, n in counts.items():
+            self.looked_at.put(signature, max(n, self.looked_at.get(signature) or 0))
+
+
+def _told_apart(blocks: list[CallBlock]) -> list[CallBlock]:
+    """Of blocks that begin with one signature the first, which is the longest: one walk finds where each begins."""
+    first: dict[Signature, CallBlock] = {}
+    for block in blocks:
+        first.setdefault(block.signatures[0], block)
+    return [block for block in blocks if first[block.signatures[0]] is block]
 
 
 def _is_power_of_two(n: int) -> bool:

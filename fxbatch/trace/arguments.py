@@ -31,7 +31,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
-from fxbatch.trace.operations import BodyRun, named_functions, run_on_fakes
+from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
@@ -296,7 +296,8 @@ class Arguments:
             return target(*args, **kwargs)
 
         operands = [s.resolve() for s in self.shared]
-        return run_on_fakes(body, self.types(), operands, grad=self.recorder.knowledge.grad)
+        plain = is_torchs_own(target) and all(map(is_torchs_own, filter(callable, self.args[:1])))
+        return run_on_fakes(body, self.types(), operands, grad=self.recorder.knowledge.grad, plain=plain)
 
     def types(self) -> tuple[TensorSpec, ...]:
         """The types of the inputs."""

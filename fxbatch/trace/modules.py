@@ -409,8 +409,9 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
         return result
 
     most = MOST_CALLS if rule is PLAIN_MODULE else None
+    plain = rule is TORCH_MODULE and _runs_torchs_code_alone(module)
     outcome = run_on_fakes(
-        body, inputs, [s.resolve() for s in shared], grad=recorder.knowledge.grad, most=most
+        body, inputs, [s.resolve() for s in shared], grad=recorder.knowledge.grad, most=most, plain=plain
     )
     if changed := changed_attribute(twins):
         raise BodyError(f"changes {changed}")
@@ -430,6 +431,14 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     return recorder.signed(
         operation, inputs, shared, template, outcome, training=module.training, names=names, frozen=frozen
     )
+
+
+def _runs_torchs_code_alone(module: torch.nn.Module) -> bool:
+    """Whether a module of torch's has no parts, no code of users in it, and is no loop over steps."""
+    others = (
+        bool(module._modules) or "forward" in vars(module) or has_hooks(module) or is_parametrized(module)
+    )
+    return not (others or isinstance(module, torch.nn.RNNBase))
 
 
 def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:

@@ -273,7 +273,9 @@ def _new_lifted(
         if position == 0:
             types.reverse()
         slots = (Slot("input", 0), Slot("input", 1))
-        outcome = run_on_fakes(lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad)
+        outcome = run_on_fakes(
+            lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad, plain=True
+        )
         name = function_name(fixed_func)
         made = Operation(name, "function", func, FUNCTION)
         entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)

@@ -53,7 +53,7 @@ class Functions:
         i, f, o, g = u("chunk", torch.chunk, z, chunks=4)
         return u("sigmoid", torch.sigmoid, i), f, o, u("tanh", torch.tanh, g)
 
-    def tree_lstm(self, trees: list[Any], classify_all: bool) -> Program:
+    def tree_lstm(self, trees: list[Any], classify_all: bool, readout: str = "out") -> Program:
         build, outputs = ProgramBuilder(len(trees)), []
 
         def encode(tree: Any, instance: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Functions:
                 c = u("add", torch.add, u("mul", torch.mul, i, g), old)
             h = u("mul", torch.mul, u("sigmoid", torch.sigmoid, o), u("tanh", torch.tanh, c))
             if classify_all:
-                outputs.append(u("out", F.linear, h, weight="O"))
+                outputs.append(u(readout, F.linear, h, weight="O"))
             return h, c
 
         for instance, tree in enumerate(trees):

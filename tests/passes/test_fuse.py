@@ -72,7 +72,7 @@ def test_where_few_calls_would_go_nothing_is_looked_for(monkeypatch: pytest.Monk
         monkeypatch.setattr(find_blocks, "LEAST_SHARE", share)
         fuser = Fuser()
         assert (fuser(program) is not program) is pays
-        assert all(bool(family.blocks) is pays for family in fuser.families.values())
+        assert bool(fuser.blocks) is pays
 
 
 def test_the_first_instances_of_a_large_program_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_decisions_are_kept_from_minibatch_to_minibatch() -> None:
     used = [second.signatures[s] for s in sorted(set(second.sig.tolist()))]
     fused = [s for s in used if s.operation.kind == "graph"]
     assert len(fused) == 2 and all(s in first.signatures for s in fused)
-    assert len(fuser.families) == 1
+    assert fuser.learned == 1
 
 
 def test_a_value_that_turns_out_to_be_needed_becomes_an_output() -> None:
@@ -168,3 +168,16 @@ def test_the_stream_is_in_order_of_instances() -> None:
     program = Functions().tagger([2, 3])
     stream = Stream(program)
     assert stream.ordered and stream.instance.tolist() == sorted(stream.instance.tolist())
+
+
+def test_blocks_are_recognised_where_other_signatures_stand_beside_them() -> None:
+    """Sizes of instances are part of signatures: programs of ever new ones have the same cells."""
+    functions, fuser = Functions(), Fuser()
+    first = fuser(functions.tree_lstm(trees(16), True))
+    for size in range(1, 6):
+        with_size = functions.tree_lstm(trees(8, seed=size), True, readout=f"out{size}")
+        again = fuser(with_size)
+        assert len(again) < len(with_size)
+        fused = [s for s in again.signatures if s.operation.kind == "graph"]
+        assert fused and all(s in first.signatures for s in fused)
+    assert fuser.learned == 1
