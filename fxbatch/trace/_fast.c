@@ -88,10 +88,14 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
 static PyObject *call_in_place(PyObject *recorder, PyObject *pure, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     PyObject *v = n ? value_at(recorder, args[0]) : NULL;
-    if (!v || !may_be_rewritten(recorder, v))
+    int plain = v && may_be_rewritten(recorder, v);
+    if (!plain && (!v || row_shown(v) < 0 || WHOLE(SLOT(SLOT(v, at.view), at.root), at.flags) & CONSTANT))
         return NULL;
     PyObject *content = call_function(recorder, pure, args, n, names, 1), *result = NULL;
-    if (content && Py_IS_TYPE(content, Value) && WHOLE(content, at.type) == WHOLE(v, at.type) && !SLOT(content, at.view)) {
+    if (!plain) {
+        int done = content && Py_IS_TYPE(content, Value) ? rewrite_row(recorder, v, content) : 0;
+        result = done > 0 ? Py_NewRef(args[0]) : NULL;
+    } else if (content && Py_IS_TYPE(content, Value) && WHOLE(content, at.type) == WHOLE(v, at.type) && !SLOT(content, at.view)) {
         WHOLE(v, at.value) = WHOLE(content, at.value);
         WHOLE(v, at.flags) = WHOLE(content, at.flags) & REQUIRES_GRAD;
         WHOLE(v, at.writes)++;
@@ -261,6 +265,10 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
         PyObject *result = current && PyLong_CheckExact(args[1]) ? row_of_value(current, args) : NULL;
         if (result || PyErr_Occurred())
             return result;
+    } else if (m->owner == setitem && m->owner && n == 3 && !kwnames && current && PyLong_CheckExact(args[1])) {
+        int done = set_row(current, value_at(current, args[0]), args[1], args[2]);
+        if (done)
+            return done < 0 ? NULL : Py_NewRef(Py_None);
     } else if (current && (m->owner || n >= (kwnames ? 1 : 2))) {
         PyObject *result = m->owner ? call_function(current, m->owner, args, n, kwnames, 1)
                                     : call_function(current, args[0], args + 1, n - 1, kwnames, 0);
@@ -362,6 +370,7 @@ static struct {
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row},
     {"link_views", &slow_link}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
+    {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
     {"handle_torch_function", &slow_handle}, {"has_torch_function", &slow_question},

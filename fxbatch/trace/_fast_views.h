@@ -64,12 +64,84 @@ static int link_views(PyObject *recorder, PyObject *entry, PyObject *result, Arg
     return done;
 }
 
+/* --- Rows that were written to, apart from their whole until it is used -------------------------------------- */
+
+/* Whether what is written now counts for gradients as what is computed does. */
+static int counts_for_gradients(PyObject *recorder)
+{
+    return SLOT(KNOWN(recorder), at.grad) == Py_True || SLOT(recorder, at.graded) != Py_True;
+}
+
+/* The number of the row that v is of its root, as `root[number]` gives it; -1 for other values. */
+static Py_ssize_t row_shown(PyObject *v)
+{
+    PyObject *view = SLOT(v, at.view), *call = view ? SLOT(view, at.call) : NULL;
+    if (!call || SLOT(view, at.root) != SLOT(view, at.source) || !PyTuple_CheckExact(call) ||
+        PyTuple_GET_ITEM(call, 0) != getitem)
+        return -1;
+    PyObject *index = PyTuple_GET_ITEM(PyTuple_GET_ITEM(call, 1), 1);
+    return PyLong_CheckExact(index) ? PyLong_AsSsize_t(index) : -1; /* below 0 is for Python */
+}
+
+/* Give row `index` of a value the content of another; -1 on error. */
+static int write_row(PyObject *recorder, PyObject *v, PyObject *index, PyObject *content)
+{
+    if (!SLOT(v, at.rows) && !(SLOT(v, at.rows) = PyDict_New()))
+        return -1;
+    PyObject *row = value_of_number(recorder, WHOLE(content, at.value), WHOLE(content, at.type),
+                                    WHOLE(content, at.flags) & REQUIRES_GRAD);
+    int done = row ? PyDict_SetItem(SLOT(v, at.rows), index, row) : -1;
+    Py_XDECREF(row);
+    WHOLE(v, at.flags) |= WHOLE(content, at.flags) & REQUIRES_GRAD; /* and so it does when the row is written to again */
+    WHOLE(v, at.writes)++;
+    return done;
+}
+
+/* x[i] = y for a number i; 1 where it is done, 0 where it is for Python, -1 on error. `target` is the value that x is or
+   stands for; a row of this type and number was written to before (writes.set_row), and is found by both types. */
+static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObject *content)
+{
+    PyObject *rows = SLOT(recorder, at.row_calls);
+    if (!target || !Py_IS_TYPE(content, Value) || SLOT(content, at.recorder) != recorder || is_stale(content) || !rows ||
+        !PyDict_Check(rows) || !modes_as_recorded(recorder))
+        return 0;
+    PyObject *key = Py_BuildValue("(LLOL)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(target, at.type),
+                                  index, (long long)WHOLE(content, at.type));
+    PyObject *row = key ? PyDict_GetItemWithError(rows, key) : NULL, *view = SLOT(content, at.view);
+    Py_XDECREF(key);
+    if (!row)
+        return PyErr_Occurred() ? -1 : 0;
+    if (view && SLOT(view, at.source) == target && row_shown(content) == PyLong_AsSsize_t(row))
+        return 1; /* what `x[i] += y` stores last */
+    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || !counts_for_gradients(recorder))
+        return 0;
+    return write_row(recorder, target, row, content) < 0 ? -1 : 1;
+}
+
+/* Record the new content of a value that is a row of another; 1 where it is done, 0 where it is for Python, -1 on error. */
+static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
+{
+    Py_ssize_t number = row_shown(v);
+    PyObject *view = SLOT(v, at.view), *root = number < 0 ? NULL : SLOT(view, at.root);
+    if (!root || WHOLE(root, at.flags) & CONSTANT || !counts_for_gradients(recorder) || SLOT(content, at.view) ||
+        WHOLE(content, at.type) != WHOLE(v, at.type))
+        return 0;
+    PyObject *index = PyTuple_GET_ITEM(PyTuple_GET_ITEM(SLOT(view, at.call), 1), 1);
+    if (write_row(recorder, root, index, content) < 0)
+        return -1;
+    WHOLE(v, at.value) = WHOLE(content, at.value);
+    WHOLE(v, at.flags) = WHOLE(content, at.flags) & REQUIRES_GRAD;
+    WHOLE(view, at.seen) = WHOLE(root, at.writes);
+    return 1;
+}
+
 /* v[index] for an int that was met before (python_numbers.call_row); NULL without an error for others. */
 static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
 {
-    PyObject *v = args[0], *rows = SLOT(recorder, at.row_calls), *lifted = SLOT(recorder, at.lifted);
-    if (!Py_IS_TYPE(v, Value) || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted ||
-        !PyDict_Check(lifted) || !has_columns(recorder) || is_stale(v) || !modes_as_recorded(recorder))
+    PyObject *v = Py_IS_TYPE(args[0], Value) ? args[0] : value_behind(recorder, args[0]);
+    PyObject *rows = SLOT(recorder, at.row_calls), *lifted = SLOT(recorder, at.lifted);
+    if (!v || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted || !PyDict_Check(lifted) ||
+        !has_columns(recorder) || (is_stale(v) && SLOT(v, at.view)) || !modes_as_recorded(recorder))
         return NULL;
     PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(v, at.type), args[1]);
     PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */
@@ -78,10 +150,16 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
         return NULL;
     Py_INCREF(known);
     PyObject *entry = PyTuple_GET_ITEM(known, 0), *given[] = {v, PyTuple_GET_ITEM(known, 2)}, *result = NULL;
-    Input read[] = {{v, WHOLE(v, at.value)}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
+    PyObject *written = SLOT(v, at.rows) ? PyDict_GetItemWithError(SLOT(v, at.rows), given[1]) : NULL;
     PyObject *call = call_of_view(getitem, given, 2, NULL), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
-    if (call && sid && PyDict_SetItem(lifted, sid, Py_True) == 0 &&
-        (result = record(recorder, entry, read, 2)) && link_view(recorder, result, v, call, 0) < 0)
+    if (written && call)
+        result = value_of_number(recorder, WHOLE(written, at.value), WHOLE(written, at.type),
+                                 WHOLE(v, at.flags) & REQUIRES_GRAD); /* as a view of the whole */
+    else if (call && sid && !PyErr_Occurred() && PyDict_SetItem(lifted, sid, Py_True) == 0) {
+        Input read[] = {{v, WHOLE(v, at.value)}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
+        result = record(recorder, entry, read, 2);
+    }
+    if (result && link_view(recorder, result, v, call, 0) < 0)
         Py_CLEAR(result);
     Py_XDECREF(call);
     Py_XDECREF(sid);

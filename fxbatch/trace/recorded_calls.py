@@ -71,8 +71,9 @@ class Columns:
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
     lifted: dict[int, bool]  # lifted signatures recorded since the last phase
-    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
-    row_calls: dict[tuple[int, int, int], tuple[Entry, int, int]]
+    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that. With
+    # the type of a row besides: which row `v[index] = row` writes to.
+    row_calls: dict[tuple[int, ...], Any]
 
 
 class Knowledge:
@@ -397,9 +398,7 @@ class RecordedCalls(Columns):
         real = self.tensor(v)
         if real is not None:
             return real.requires_grad
-        if hasattr(v, "_rows"):
-            return any(x._flags & REQUIRES_GRAD for x in (v, *v._rows.values()))
-        if state.recorder is self:
+        if state.recorder is self and not hasattr(v, "_rows"):
             refresh(v)
         return bool(v._flags & REQUIRES_GRAD)
 

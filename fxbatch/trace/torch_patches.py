@@ -106,6 +106,7 @@ if _fast is not None:
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
+            "setitem": SETITEM,
             "operands_require": operands_require, "pure_forms": PURE_FORMS,
             "written_function": WrittenTensor.__torch_function__,
             "torch_function": Value.__torch_function__, "handle_torch_function": handle_torch_function,

@@ -320,6 +320,7 @@ def _write_row(v: Value, index: int, row: Value) -> None:
         v._rows = {}
     at = index + v.shape[0] if index < 0 else index
     v._rows[at] = new_value(v._recorder, row._value, row._type, row._flags & REQUIRES_GRAD)
+    v._flags |= row._flags & REQUIRES_GRAD  # and so it does when the row is written to again
     v._writes += 1
 
 
@@ -341,19 +342,30 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
     _write_row(v, index, row)
+    _note_row(recorder, v, index, row)
     return True
+
+
+def _note_row(recorder: RecordedCalls, v: Value, index: int, row: Value) -> None:
+    """Rows of this type and number may be written to such values: C does it the next time."""
+    at = index + v.shape[0] if index < 0 else index
+    recorder.row_calls[recorder.knowledge.mode, v._type, index, row._type] = at
 
 
 def stores_what_is_there(args: tuple[object, ...]) -> bool:
     """Whether `x[i] = v` has for v the view `x[i]`, as it is: what follows `x[i] += h`."""
     if len(args) != 3 or type(args[2]) is not Value or is_stale(args[2]):
         return False
-    view = view_of(args[2])
-    if view is None or view.call is None or view.call[0] is not GETITEM or view.source is not args[0]:
+    target, index, row = args
+    view = view_of(row)
+    if view is None or view.call is None or view.call[0] is not GETITEM or view.source is not target:
         return False
-    index, at = args[1], view.call[1][1]
+    at = view.call[1][1]
     if type(index) is int and type(at) is int:
-        return index == at or index + args[0].shape[0] == at
+        if index != at and index + target.shape[0] != at:
+            return False
+        _note_row(target._recorder, target, index, row)
+        return True
     return index is at
 
 

@@ -194,3 +194,17 @@ def test_a_write_or_wait_costs_the_same_after_many_as_after_few(form: Callable[[
     early = steps_between(form, (2, 16), (2, 32))
     late = steps_between(form, (2, 240), (2, 256))
     assert abs(late - early) <= 0.05 * early + FEW, (early, late)
+
+
+@pytest.mark.parametrize("form", [adds_to_a_total, fills_rows, adds_to_rows, scales])
+def test_writes_that_were_met_take_the_short_way(
+    form: Callable[[Any, Tensor], Any], recorded_by: str
+) -> None:
+    """One long call an instance, the first write to a real tensor, and one a minibatch for each number of a row."""
+    model, table, counts = Sequences(form), SignatureTable(), []
+    for _ in range(4):
+        batch = [((model, torch.randn(6, 4)), {}) for _ in range(8)]
+        recording = record_minibatch(form, batch, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
+        recording.pending_program(recording.output_ids())
+        counts.append(recording.recorder.long_calls)
+    assert recorded_by == "python" or max(counts[2:]) <= 8 + 6, counts

@@ -129,6 +129,7 @@ def test_other_rows_share_their_steps(kind: type[Model]) -> None:
     forward: Callable[..., Any] = model.forward
     forward(*minibatch())
     few, many = ([[r] * 3 for r in rows] for rows in ([0, 1, 2], list(range(9))))
+    forward(list(torch.randn(len(many), 4)), many)  # more than `MANY_ROWS` rows of each parameter were met
     launches = [
         fxbatch.explain(forward, list(torch.randn(len(rows), 4)), rows).launches_after for rows in (few, many)
     ]

@@ -401,6 +401,104 @@ def ends_at_a_value(m: Any, x: Tensor) -> Any:
     return x[:n], h[:n]
 
 
+# -- rows of buffers, again and again ------------------------------------------------------------------------
+
+
+def adds_and_reads_rows_by_turns(m: Any, x: Tensor) -> Any:
+    buffer, held = torch.zeros(3, 4), []
+    for i, row in enumerate(x):
+        part = buffer[i % 3]
+        part += m.one(row)
+        part.mul_(0.5)
+        held.append(part)
+        buffer[(i + 1) % 3] += part
+        held.append(buffer[i % 3] * 2)
+    return buffer, held
+
+
+def stores_one_row_in_two_places(m: Any, x: Tensor) -> Any:
+    buffer = torch.zeros(3, 4)
+    for row in x:
+        h = m.one(row)
+        buffer[0] = h
+        buffer[1] = buffer[0]
+        buffer[2] = buffer[1] + h
+        buffer[0] += 1
+        buffer[1] = h + buffer[2]
+    return buffer, buffer[1]
+
+
+def stores_a_row_of_itself(m: Any, x: Tensor) -> Any:
+    buffer = m.one(x) * 1
+    for i in range(4):
+        buffer[i] = buffer[i]
+        buffer[i] = buffer[i + 1]
+        buffer[-1] = buffer[i] + m.two(x[i])
+    return buffer
+
+
+def view_that_is_older_than_a_write(m: Any, x: Tensor) -> Any:
+    buffer, results = m.two(x), []
+    for i, row in enumerate(x):
+        older = buffer[i]
+        buffer[i] = m.one(row)
+        results.append(older * 2)
+        older += 1
+        results.append(buffer[i] - older)
+    return results, buffer
+
+
+def rows_with_and_without_gradients(m: Any, x: Tensor) -> Any:
+    buffer, flags = torch.zeros(5, 4), []
+    for i, row in enumerate(x):
+        buffer[i] = m.one(row) if i % 2 else m.one(row).detach()
+        flags.append(buffer[i].requires_grad)
+        buffer[1] = m.one(row).detach()
+        flags.append(buffer.requires_grad)
+    return buffer * 1, flags
+
+
+def rows_within_no_grad(m: Any, x: Tensor) -> Any:
+    buffer = torch.zeros(5, 4)
+    for i, row in enumerate(x):
+        buffer[i] = m.one(row)
+        with torch.no_grad():
+            buffer[i] *= 2
+            buffer[i - 1] += m.two(row)
+    return buffer * 1
+
+
+def rows_of_rows(m: Any, x: Tensor) -> Any:
+    buffer = m.two(x[0]).expand(2, 3, 4).clone()
+    for i, row in enumerate(x):
+        buffer[i % 2][i % 3] += m.one(row)
+        buffer[1] = buffer[0] * 2
+        buffer[0][1] = m.two(row)
+    return buffer
+
+
+def rows_of_other_types(m: Any, x: Tensor) -> Any:
+    buffer, whole = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
+    for i, row in enumerate(x):
+        buffer[i] = m.one(row)[0]  # broadcast
+        buffer[i] = m.one(row).float()
+        whole[i] = m.one(row).argmax()
+        whole[i] += 2
+    return buffer, whole
+
+
+def rows_beyond_the_end(m: Any, x: Tensor) -> Any:
+    buffer = torch.zeros(2, 4)
+    for row in x:
+        buffer[-1] = m.one(row)
+        buffer[-2] += buffer[-1]
+    try:
+        buffer[2] = m.one(x[0])
+    except IndexError:
+        return buffer
+    return None
+
+
 FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     fills_a_buffer, fills_a_buffer_that_is_read, fills_negative_rows, overwrites_a_row, adds_to_rows,
     adds_to_rows_by_turns, adds_to_rows_of_a_value, sets_several_at_once, writes_columns, writes_a_block,
@@ -412,6 +510,9 @@ FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     real_rows_in_order, read_without_gradients_first, stale_view_read_without_gradients, new_tensors_of_a_size,
     new_tensors, variables, last_symbol_in_a_long_tensor, best_by_data,
     by_numpy, hidden_of_zeros, ranges_and_lists, ends_at_a_value,
+    adds_and_reads_rows_by_turns, stores_one_row_in_two_places, stores_a_row_of_itself,
+    view_that_is_older_than_a_write, rows_with_and_without_gradients, rows_within_no_grad, rows_of_rows,
+    rows_of_other_types, rows_beyond_the_end,
 )  # fmt: skip
 UNDEFINED = {new_tensors: 1}  # which result has no defined content, only a type
 
