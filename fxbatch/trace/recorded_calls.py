@@ -71,8 +71,8 @@ class Columns:
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
     lifted: dict[int, bool]  # lifted signatures recorded since the last phase
-    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that. With
-    # the type of a row besides: which row `v[index] = row` writes to.
+    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
+    # With the type of a row besides: which row `v[index] = row` writes to.
     row_calls: dict[tuple[int, ...], Any]
 
 

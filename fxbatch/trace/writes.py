@@ -352,7 +352,7 @@ def _note_row(recorder: RecordedCalls, v: Value, index: int, row: Value) -> None
     recorder.row_calls[recorder.knowledge.mode, v._type, index, row._type] = at
 
 
-def stores_what_is_there(args: tuple[object, ...]) -> bool:
+def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     """Whether `x[i] = v` has for v the view `x[i]`, as it is: what follows `x[i] += h`."""
     if len(args) != 3 or type(args[2]) is not Value or is_stale(args[2]):
         return False
