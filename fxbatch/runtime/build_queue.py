@@ -26,7 +26,7 @@ from fxbatch import stopwatch
 from fxbatch.caches import Cache
 
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
-AHEAD = 12.0  # minibatches whose savings may be spent ahead
+AHEAD = 6.0  # minibatches whose savings may be spent ahead
 SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
 # what building one takes
 SHARE = 0.1  # of the loop's time

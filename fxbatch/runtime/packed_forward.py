@@ -308,7 +308,9 @@ class PackedForward:
         shared = [s.resolve() for s in examined.shared]
         types = [TensorSpec.of(t) for t in tensors]
         with WithoutPlainSizes(), IndexByTensor():
-            outcome = run_on_fakes(body.once, types, shared, grad=torch.is_grad_enabled())
+            outcome = run_on_fakes(
+                body.once, types, shared, grad=torch.is_grad_enabled(), loops=bool(self.options.plain)
+            )
         if (changed := body.changed()) or outcome.written or outcome.written_shared or not outcome.outputs:
             raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)

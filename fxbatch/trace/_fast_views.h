@@ -97,25 +97,47 @@ static int write_row(PyObject *recorder, PyObject *v, PyObject *index, PyObject 
     return done;
 }
 
-/* x[i] = y for a number i; 1 where it is done, 0 where it is for Python, -1 on error. `target` is the value that x is or
-   stands for; a row of this type and number was written to before (writes.set_row), and is found by both types. */
-static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObject *content)
+/* What is known of rows of a type: the entry of (mode, type) or of (mode, type, type of a row); borrowed, NULL for others. */
+static PyObject *known_rows(PyObject *recorder, PyObject *v, PyObject *content)
 {
     PyObject *rows = SLOT(recorder, at.row_calls);
-    if (!target || !Py_IS_TYPE(content, Value) || SLOT(content, at.recorder) != recorder || is_stale(content) || !rows ||
-        !PyDict_Check(rows) || !modes_as_recorded(recorder))
-        return 0;
-    PyObject *key = Py_BuildValue("(LLOL)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(target, at.type),
-                                  index, (long long)WHOLE(content, at.type));
-    PyObject *row = key ? PyDict_GetItemWithError(rows, key) : NULL, *view = SLOT(content, at.view);
+    if (!rows || !PyDict_Check(rows))
+        return NULL;
+    long long mode = WHOLE(KNOWN(recorder), at.mode), type = WHOLE(v, at.type);
+    PyObject *key = content ? Py_BuildValue("(LLL)", mode, type, (long long)WHOLE(content, at.type))
+                            : Py_BuildValue("(LL)", mode, type);
+    PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL;
     Py_XDECREF(key);
-    if (!row)
+    return known;
+}
+
+/* An index counted from the start; -1 where it is out of range, or not known to be in it. */
+static Py_ssize_t from_start(PyObject *index, PyObject *size)
+{
+    int overflow;
+    long i = PyLong_AsLongAndOverflow(index, &overflow), n = size && PyLong_CheckExact(size) ? PyLong_AsLong(size) : 0;
+    return overflow || i < -n || i >= n ? -1 : i < 0 ? i + n : i;
+}
+
+/* x[i] = y for a number i; 1 where it is done, 0 where it is for Python, -1 on error. `target` is the value that x is or
+   stands for; such a row was written to one of its type before (writes.set_row). */
+static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObject *content)
+{
+    if (!target || !Py_IS_TYPE(content, Value) || SLOT(content, at.recorder) != recorder || is_stale(content) ||
+        !modes_as_recorded(recorder))
+        return 0;
+    PyObject *size = known_rows(recorder, target, content), *view = SLOT(content, at.view);
+    Py_ssize_t row = size ? from_start(index, size) : -1;
+    if (row < 0)
         return PyErr_Occurred() ? -1 : 0;
-    if (view && SLOT(view, at.source) == target && row_shown(content) == PyLong_AsSsize_t(row))
+    if (view && SLOT(view, at.source) == target && row_shown(content) == row)
         return 1; /* what `x[i] += y` stores last */
     if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || !counts_for_gradients(recorder))
         return 0;
-    return write_row(recorder, target, row, content) < 0 ? -1 : 1;
+    PyObject *number = PyLong_FromSsize_t(row);
+    int done = number ? write_row(recorder, target, number, content) : -1;
+    Py_XDECREF(number);
+    return done < 0 ? -1 : 1;
 }
 
 /* Record the new content of a value that is a row of another; 1 where it is done, 0 where it is for Python, -1 on error. */
@@ -135,35 +157,38 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
     return 1;
 }
 
-/* v[index] for an int that was met before (python_numbers.call_row); NULL without an error for others. */
+/* v[index] for a row of a type, and a number, that were met before (python_numbers.call_row); NULL without an error for
+   others. */
 static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
 {
     PyObject *v = Py_IS_TYPE(args[0], Value) ? args[0] : value_behind(recorder, args[0]);
-    PyObject *rows = SLOT(recorder, at.row_calls), *lifted = SLOT(recorder, at.lifted);
-    if (!v || SLOT(v, at.recorder) != recorder || !rows || !PyDict_Check(rows) || !lifted || !PyDict_Check(lifted) ||
-        !has_columns(recorder) || (is_stale(v) && SLOT(v, at.view)) || !modes_as_recorded(recorder))
+    PyObject *lifted = SLOT(recorder, at.lifted);
+    if (!v || SLOT(v, at.recorder) != recorder || !lifted || !PyDict_Check(lifted) || !has_columns(recorder) ||
+        (is_stale(v) && SLOT(v, at.view)) || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *key = Py_BuildValue("(LLO)", (long long)WHOLE(KNOWN(recorder), at.mode), (long long)WHOLE(v, at.type), args[1]);
-    PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL; /* (entry, number of the index, row) */
-    Py_XDECREF(key);
-    if (!known || !PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3)
-        return NULL;
-    Py_INCREF(known);
-    PyObject *entry = PyTuple_GET_ITEM(known, 0), *given[] = {v, PyTuple_GET_ITEM(known, 2)}, *result = NULL;
-    PyObject *written = SLOT(v, at.rows) ? PyDict_GetItemWithError(SLOT(v, at.rows), given[1]) : NULL;
-    PyObject *call = call_of_view(getitem, given, 2, NULL), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
-    if (written && call)
-        result = value_of_number(recorder, WHOLE(written, at.value), WHOLE(written, at.type),
-                                 WHOLE(v, at.flags) & REQUIRES_GRAD); /* as a view of the whole */
-    else if (call && sid && !PyErr_Occurred() && PyDict_SetItem(lifted, sid, Py_True) == 0) {
-        Input read[] = {{v, WHOLE(v, at.value)}, {NULL, PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1))}};
-        result = record(recorder, entry, read, 2);
+    PyObject *known = known_rows(recorder, v, NULL); /* (entry, how many rows, number of the value of each row's number) */
+    Py_ssize_t at_row = known ? from_start(args[1], PyTuple_GET_ITEM(known, 1)) : -1;
+    PyObject *row = at_row < 0 ? NULL : PyLong_FromSsize_t(at_row);
+    PyObject *number = row ? PyDict_GetItemWithError(PyTuple_GET_ITEM(known, 2), row) : NULL, *result = NULL;
+    if (number) {
+        Py_INCREF(known);
+        PyObject *entry = PyTuple_GET_ITEM(known, 0), *given[] = {v, row};
+        PyObject *written = SLOT(v, at.rows) ? PyDict_GetItemWithError(SLOT(v, at.rows), row) : NULL;
+        PyObject *call = call_of_view(getitem, given, 2, NULL), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
+        if (written && call)
+            result = value_of_number(recorder, WHOLE(written, at.value), WHOLE(written, at.type),
+                                     WHOLE(v, at.flags) & REQUIRES_GRAD); /* as a view of the whole */
+        else if (call && sid && !PyErr_Occurred() && PyDict_SetItem(lifted, sid, Py_True) == 0) {
+            Input read[] = {{v, WHOLE(v, at.value)}, {NULL, PyLong_AsSsize_t(number)}};
+            result = record(recorder, entry, read, 2);
+        }
+        if (result && link_view(recorder, result, v, call, 0) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(call);
+        Py_XDECREF(sid);
+        Py_DECREF(known);
     }
-    if (result && link_view(recorder, result, v, call, 0) < 0)
-        Py_CLEAR(result);
-    Py_XDECREF(call);
-    Py_XDECREF(sid);
-    Py_DECREF(known);
+    Py_XDECREF(row);
     return result;
 }
 

@@ -320,19 +320,28 @@ def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
     return (first.expand(shape).clone(), *states)
 
 
-class _CallWatch(TorchFunctionMode):
-    """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it), and
-    more than `most` calls of torch."""
+MOST_USES = 16  # of one weight in a forward that is packed
 
-    def __init__(self, most: int | None) -> None:
+
+class _CallWatch(TorchFunctionMode):
+    """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it),
+    more than `most` calls of torch, and more than MOST_USES calls of a function with one of `weights`."""
+
+    def __init__(self, most: int | None, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.left = math.inf if most is None else most
         self.most = most
+        self.weights = {id(w) for w in weights if w.dim() > 1}
+        self.uses: dict[tuple[object, int], int] = {}
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.left -= 1
         if self.left < 0:
             raise BodyError(f"calls torch more than {self.most} times: its parts batch better")
+        for key in [(func, id(x)) for x in args if id(x) in self.weights]:
+            self.uses[key] = self.uses.get(key, 0) + 1
+            if self.uses[key] > MOST_USES:
+                raise BodyError(f"loops over {function_name(func)}: the steps of all instances batch better")
         if func in _RECURRENT and _has_steps(*args):
             return _by_one_step(func, *args)
         if func in _OF_MEMORY:
@@ -355,23 +364,25 @@ def run_on_fakes(
     grad: bool = True,
     most: int | None = None,
     plain: bool = False,
+    loops: bool = True,
 ) -> BodyRun:
     """Run `body(inputs, shared)` on fake tensors under the modes that are on.
 
     plain: it is torch's own code, which asks tensors for nothing but their types: where all are on one device, tensors
     without memory say so much in a tenth of the time. Raises what the body raises; BodyError when it draws Python or
-    numpy random numbers or returns objects, or calls torch more than `most` times.
+    numpy random numbers or returns objects, calls torch more than `most` times, or, without `loops`, one function with
+    the same weight again and again.
     """
     with building(), without_saved_tensor_hooks(), outside_functorch():
         if plain and (outcome := _run_without_memory(body, inputs, shared, grad=grad)) is not None:
             return outcome
         try:
-            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most)
+            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most, loops=loops)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
         # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
-        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False, most=most)
+        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False, most=most, loops=loops)
         return replace(outcome, gradients=tuple(t.differentiable for t in outcome.outputs))
 
 
@@ -439,6 +450,7 @@ def _run_on_fakes(
     grad: bool,
     differentiable: bool,
     most: int | None,
+    loops: bool,
 ) -> BodyRun:
     watch = _RandomWatch()
     with torch.inference_mode(False), fake_mode() as mode, torch.set_grad_enabled(grad):
@@ -449,7 +461,7 @@ def _run_on_fakes(
         states = _python_random_states()
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
-            with watch, _CallWatch(most):
+            with watch, _CallWatch(most, () if loops else fake_shared):
                 result = body(list(fakes), fake_shared)
         finally:
             _LOG.disabled = quiet

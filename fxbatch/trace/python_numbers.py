@@ -223,25 +223,6 @@ def _new_entry(
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     """`v[index]` for a Python int: the index is lifted, negative ones count from the end."""
     recorder.sync_modes()
-    row_call = recorder.row_calls.get((recorder.knowledge.mode, v._type, index))
-    entry, number, row = _lift_row(recorder, v, index) if row_call is None else row_call
-    rows = getattr(v, "_rows", None)
-    if rows is not None and row in rows:
-        flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
-        result = new_value(recorder, rows[row]._value, rows[row]._type, flags)
-    else:
-        if rows is None:
-            refresh(v)
-        recorder.lifted[entry.sid] = True
-        kind = recorder.table.number(torch.int64, recorder.type_of(v).device).types[0]
-        result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
-    link_view(result, v, (GETITEM, (v, row), {}))
-    return result
-
-
-def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int, int]:
-    """The entry of `v[index]`, the number of the value that the index is, and the index counted from the start; the
-    same for all values of a type in a minibatch."""
     t = recorder.type_of(v)
     if not t.shape:
         raise IndexError(
@@ -251,14 +232,37 @@ def _lift_row(recorder: RecordedCalls, v: Value, index: int) -> tuple[Entry, int
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}{at_line()}")
     row = index + size if index < 0 else index
-    lifted = recorder.number(row, torch.int64, t.device)
+    known = recorder.row_calls.get((recorder.knowledge.mode, v._type))
+    entry, _, numbers = _lift_rows(recorder, v) if known is None else known
+    number = numbers.get(row)
+    if number is None:
+        number = numbers[row] = recorder.number(row, torch.int64, t.device)._value
+    rows = getattr(v, "_rows", None)
+    if rows is not None and row in rows:
+        flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
+        result = new_value(recorder, rows[row]._value, rows[row]._type, flags)
+    else:
+        if rows is None:
+            refresh(v)
+        recorder.lifted[entry.sid] = True
+        kind = recorder.table.number(torch.int64, t.device).types[0]
+        result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
+    link_view(result, v, (GETITEM, (v, row), {}))
+    return result
+
+
+def _lift_rows(recorder: RecordedCalls, v: Value) -> tuple[Entry, int, dict[int, int]]:
+    """What all rows of values of this type have in common in a minibatch: the entry of `v[index]`, how many there are,
+    and the numbers of the values that indices are (by the index, for all types of one device)."""
+    t = recorder.type_of(v)
+    lifted = recorder.number(0, torch.int64, t.device)
     key = ("lifted row", v._type, lifted._type)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
-    row_call = entry, lifted._value, row
-    recorder.row_calls[recorder.knowledge.mode, v._type, index] = row_call
-    return row_call
+    numbers = recorder.index_numbers.setdefault(t.device, {})
+    known = recorder.row_calls[recorder.knowledge.mode, v._type] = entry, t.shape[0], numbers
+    return known
 
 
 def _new_lifted(

@@ -71,8 +71,8 @@ class Columns:
     settled: Any  # where C finds numbers that were computed, None where it doesn't
     payload: dict[int, Any]  # of the constants, by signature: a list, in merged traces maybe an IntegerColumn
     lifted: dict[int, bool]  # lifted signatures recorded since the last phase
-    # By mode, type and index: the entry of `v[index]`, the number of the value that stands for the index, and that.
-    # With the type of a row besides: which row `v[index] = row` writes to.
+    # By mode and type: the entry of `v[index]`, how many rows, and the numbers of the values that indices are. By mode,
+    # type and type of a row: how many rows there are of values that such rows were written to.
     row_calls: dict[tuple[int, ...], Any]
 
 
@@ -173,6 +173,7 @@ class RecordedCalls(Columns):
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted = {}, {}
+        self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
@@ -310,7 +311,7 @@ class RecordedCalls(Columns):
 
     def let_go(self) -> list[Value]:
         """No more calls, and nothing here refers to values any more: those that the user refers to."""
-        self.numbers, self.parameter_rows, self.row_calls = {}, {}, {}
+        self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
         self.constants.let_go()
         self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
@@ -605,6 +606,7 @@ class RecordedCalls(Columns):
         """
         assert not self.pending, "calls that are forgotten have run"
         self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
+        self.index_numbers = {}
         self.number_of, self.constants, self.settled = {}, new_constants(), None
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}

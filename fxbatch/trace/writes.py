@@ -342,14 +342,13 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
     _write_row(v, index, row)
-    _note_row(recorder, v, index, row)
+    _note_rows(recorder, v, row)
     return True
 
 
-def _note_row(recorder: RecordedCalls, v: Value, index: int, row: Value) -> None:
-    """Rows of this type and number may be written to such values: C does it the next time."""
-    at = index + v.shape[0] if index < 0 else index
-    recorder.row_calls[recorder.knowledge.mode, v._type, index, row._type] = at
+def _note_rows(recorder: RecordedCalls, v: Value, row: Value) -> None:
+    """Such rows may be written to such values: C does it from now on."""
+    recorder.row_calls[recorder.knowledge.mode, v._type, row._type] = v.shape[0]
 
 
 def stores_what_is_there(args: tuple[Any, ...]) -> bool:
@@ -364,7 +363,7 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     if type(index) is int and type(at) is int:
         if index != at and index + target.shape[0] != at:
             return False
-        _note_row(target._recorder, target, index, row)
+        _note_rows(target._recorder, target, row)
         return True
     return index is at
 
