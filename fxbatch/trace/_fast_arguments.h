@@ -55,8 +55,12 @@ static int token(Arguments *a, PyObject *object, int64_t number)
 
 static int token_value(Arguments *a, PyObject *v)
 {
-    if (is_stale(v))
-        return 0;
+    if (is_stale(v)) { /* what it is now is recorded before the call */
+        PyObject *refreshed = PyObject_CallOneArg(slow_refresh, v);
+        if (!refreshed)
+            return -1;
+        Py_DECREF(refreshed);
+    }
     if (a->n == a->room && arguments_grow(a) < 0)
         return -1;
     a->tokens[a->n++] = (Token){(PyObject *)Value, WHOLE(v, at.type)};

@@ -64,6 +64,7 @@ from fxbatch.trace.values import (
     WrittenTensor,
     link_views,
     plain_new,
+    refresh,
     with_values,
 )
 from fxbatch.trace.writes import PURE_FORMS
@@ -104,7 +105,8 @@ if _fast is not None:
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns,
             "Knowledge": Knowledge, "Entry": Entry,
             "plain_new": plain_new, "build_result": Entry.result,
-            "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter, "link_views": link_views,
+            "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
+            "link_views": link_views, "refresh": refresh,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
             "operands_require": operands_require, "pure_forms": PURE_FORMS,

@@ -84,7 +84,7 @@ def test_what_batching_may_save_is_spent_ahead_and_not_all_at_once(clock: Clock)
     for _ in range(50):
         queue.build()
         counts.append(len(built))
-    assert counts[0] == 4 + 2, "MOST after one"
+    assert counts[0] - 4 in (2, 3), "MOST after one; the last may go beyond"
     assert counts[-1] == pytest.approx(2 * AHEAD * 0.75, abs=4)
 
 
