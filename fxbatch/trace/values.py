@@ -126,9 +126,8 @@ class Value(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        if args and type(args[0]) is Value:
-            recorder = args[0]._recorder
-        else:
+        recorder = next((x._recorder for x in args if type(x) is Value), None)
+        if recorder is None:
             recorder = next((x._recorder for x in tree_leaves((args, kwargs)) if type(x) is Value), None)
         if recorder is None:
             raise TraceError(f"{getattr(func, '__name__', func)} met a value where none can be found")
