@@ -41,7 +41,7 @@ MUTUAL = 4
 CHEAP = 8
 # Longest run, in calls; and how much of a program is looked at.
 LONGEST = 128
-SAMPLE = 30000
+SAMPLE = 8000
 RELEARNED = 4  # times as many calls as runs were learned from: they are looked for anew
 EVER_NEW = 8  # times that runs were looked for, from which on they are more rarely
 MOST_BLOCKS = 512  # the longest, of all that were learned
