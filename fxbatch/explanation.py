@@ -129,7 +129,7 @@ def describe_compiled(compiled: CompiledOperation) -> str:
 
 @dataclass
 class Explanation:
-    """What batching made of a minibatch: what `fxbatch.explain` returns. Prints as a table.
+    """The result of `fxbatch.explain`: the operations of one minibatch, and how they were batched. Prints as a table.
 
     Fields:
         instances: how many instances the minibatch has.

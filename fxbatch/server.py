@@ -96,7 +96,7 @@ class ServerEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What was asked for: a result, or (change) a call between requests."""
+    """One entry of the queue: a request for a result, or (`change`) a function to call between requests."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -585,7 +585,7 @@ class Server:
         return request.args if self.owner is None else (self.owner, *request.args)
 
     def _answer(self, request: _Request, result: Any) -> None:
-        """What the forward has given for a request, or raised."""
+        """Completes a request with the result of its forward, or with the exception that it raised."""
         if isinstance(result, BaseException):
             self._settle(request, error=result)
         elif _settle(request.future, result):

@@ -195,7 +195,7 @@ def _text(x: Any, number: dict[fx.Node, int]) -> object:
 
 
 def _form(x: torch.Tensor) -> list[object]:
-    """What graphs know of a tensor: shape, strides, dtype, device."""
+    """The form of a tensor, as graphs depend on it: shape, strides, dtype, device, layout."""
     if x.layout is not torch.strided:
         return [list(x.shape), None, str(x.dtype), str(x.device), str(x.layout)]
     return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
@@ -269,7 +269,7 @@ class _Reader:
 
 @functools.cache
 def _version() -> str:
-    """What graphs depend on besides their bodies: Python, torch, and the code that builds them."""
+    """A digest of Python's and torch's versions and of the code that builds graphs: another digest, other graphs."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {torch.__version__}".encode())
     folder = Path(__file__).parent
     for path in (*sorted(folder.glob("*.py")), *(folder.parent / name for name in _READ)):

@@ -26,7 +26,7 @@ _TENSOR = {torch.Tensor}
 
 
 class RowTape(NamedTuple):
-    """What one step of an unbatched operation leaves for its backward: of each output and input, a tensor a row."""
+    """The tensors that one step of an unbatched operation keeps for its backward: of each output and input, by row."""
 
     outputs: list[Sequence[torch.Tensor]]
     inputs: list[Sequence[torch.Tensor]]

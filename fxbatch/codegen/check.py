@@ -97,7 +97,7 @@ _ADDITIONS: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
-    """What `run` gives; with sparse gradients of large tables, where all that is done to them can be done so."""
+    """The result of `run()`, with sparse gradients for large tables if everything that is done to them allows it."""
     shapes = {tuple(x.shape) for x in shared if x.numel() >= _LARGE and x.dim() > 1}
     if not shapes:
         return run()
@@ -127,7 +127,7 @@ def _definite(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
 
 
 class ValuesAndGradients(NamedTuple):
-    """What an operation gives, and the gradients of what it takes: None where there is none."""
+    """An operation's outputs, and the gradients of its inputs and shared operands: None if there is none."""
 
     outputs: Rows
     inputs: list[torch.Tensor | None]
@@ -197,7 +197,7 @@ class _Check:
         return self.eager.shared
 
     def batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
-        """The same from the three graphs."""
+        """Values and gradients of n calls, by the operation's three graphs. given: the gradients of the outputs."""
         return _lean(self.shared, lambda: self._batched(inputs, given, n))
 
     @torch.no_grad()
@@ -308,7 +308,7 @@ def check_graphs(
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
 ) -> Checked:
-    """What comparing has shown. Raises NotBatchable where the graphs differ from eager."""
+    """Compares an operation's graphs with eager on random rows. Raises NotBatchable if they differ."""
     if graphs.random:
         return Checked(False)
     check = _Check(graphs, _eager(graphs.signature, input_needs, shared_needs, shared))

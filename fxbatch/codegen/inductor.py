@@ -43,7 +43,7 @@ class NotCompilable(Exception):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What torch.compile is told: the backend and its options (`mode`, `options`, or Inductor's own).
+    """Arguments for torch.compile: the backend and its options (`mode`, `options`, or Inductor's own).
 
     rest: compile only what has no native program.
     """
@@ -67,7 +67,7 @@ class CompileOptions:
         return {key.replace("-", "_"): value for key, value in {**mode, **options}.items()}
 
     def backend_options(self) -> dict[str, Any]:
-        """What is passed through to the backend."""
+        """The options that go to the backend unchanged."""
         options = {k: v for k, v in self.given if k not in _OURS}
         return {**dict(options.pop("options", None) or ()), **options}
 

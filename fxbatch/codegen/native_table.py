@@ -1,4 +1,4 @@
-"""What C and Python share, declared once: native operations, and the records and columns of numbers that C reads.
+"""Declarations for C and Python alike: native operations, and the records and columns of numbers that C reads.
 
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar"))
     Operand(base=2, offset=0, stride=450, inner=1)
@@ -127,7 +127,7 @@ class Arena(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What an operation keeps, saves or shares."""
+    """One array besides arenas: a kept or saved group of an operation, or a shared operand."""
 
     pointer: int
     bytes: int
@@ -187,7 +187,7 @@ class ForwardColumns(NamedTuple):
 
 
 class BackwardColumns(NamedTuple):
-    """What a backward pass reads and writes beside that."""
+    """The columns that only a backward pass has."""
 
     first_read: object  # of each step, and the end
     read_kind: object  # Read

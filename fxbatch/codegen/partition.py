@@ -155,7 +155,7 @@ Flow = dict[Hashable, dict[Hashable, int]]  # what may flow from one to the othe
 
 
 def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] | None:
-    """What lies behind the minimum cut nearest to the sink; None where nothing bounds the flow (Edmonds & Karp)."""
+    """The nodes behind the minimum cut nearest to the sink; None if nothing bounds the flow (Edmonds & Karp)."""
     left = {a: dict(ends) for a, ends in flow.items()}
     for a, ends in flow.items():
         for b in ends:
@@ -175,7 +175,7 @@ def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] |
 
 
 def _reached(left: Flow, start: Hashable) -> dict[Hashable, Hashable]:
-    """What something can still flow to, by a shortest path, and what comes before it there."""
+    """The nodes that flow from `start` can still reach, each with the one before it on a shortest path."""
     before = {start: start}
     reached = [start]
     for a in reached:

@@ -159,7 +159,7 @@ def _times(a: Size, b: Size) -> Size:
 
 
 def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
-    """What each of the n rows of a node is, where all are the same; of the shape of one row."""
+    """A node with the content of one row, if all n rows of the given node are equal; else None."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     dims = shape(node)

@@ -57,7 +57,7 @@ class _GroupReader:
         return self._wide(n, flat) if rows is None else rows
 
     def read_again(self, n: int, source: Source, kept: Sequence[Kept]) -> torch.Tensor:
-        """The same in backward, of a kept group."""
+        """The rows of a kept group, read again in backward."""
         assert self.place is not None
         kind, a, _ = source
         return kept[self.place][1] if self.together or kind == INDEX else self._in_place(n, kind, a)

@@ -169,7 +169,7 @@ def find_runs(
 
 @cython.cfunc
 def _read_by(slot: Int, p: Int, order: Written, begin: Written, inputs: Ints) -> Int:
-    """What a flat input slot of the run that begins at `p` reads."""
+    """The value that a flat input slot of the run that begins at `p` reads."""
     c: Int = order[p]
     while slot >= begin[c + 1] - begin[c]:
         slot -= begin[c + 1] - begin[c]

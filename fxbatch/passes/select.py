@@ -274,7 +274,7 @@ def _kept_of(sig: Shorts, keep: Flags, s: Int, mine: Written) -> int:
 
 
 def reorder(program: Program, order: np.ndarray) -> Program:
-    """The same calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
+    """A program with the calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
 
     Constants of one signature must keep their order among themselves.
     """

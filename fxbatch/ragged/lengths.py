@@ -356,7 +356,7 @@ def looped(rows: torch.Tensor) -> bool:
 
 
 def _applied(function: type[torch.autograd.Function], *given: Any) -> Any:
-    """What a function gives; its forward alone, where no gradients are recorded."""
+    """Applies an autograd function; if no gradients are recorded, its forward alone."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in given[1:]):
         return function.apply(*given)
     return function.forward(None, *given)

@@ -28,7 +28,7 @@ from fxbatch.torch_private import set_grad_enabled
 
 
 class PackedMinibatch:
-    """What the emitted function asks of a minibatch: its number of instances, their sizes and numbers."""
+    """A minibatch as the emitted function reads it: the number of instances, their sizes and their numbers."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class PackedMinibatch:
         self.casts: list[torch.autocast] = []
 
     def set_grad_enabled(self, on: bool) -> None:
-        """What follows is recorded by autograd, or not."""
+        """Switches autograd on or off for the lines that follow in the emitted function."""
         set_grad_enabled(on)
 
     def enter_autocast(self, *how: Any) -> None:
-        """What follows runs in this autocast."""
+        """Enters autocast for the lines that follow in the emitted function."""
         cast = torch.autocast(*how)
         cast.__enter__()
         self.casts.append(cast)
@@ -80,7 +80,7 @@ class PackedMinibatch:
         self.sizes_by_values[expression] = size
 
     def fill(self, dtype: torch.dtype, how: str) -> Any:
-        """What no element is beyond: padding that an extreme never is, unless all are."""
+        """The number to pad with before a maximum (`how="max"`) or a minimum, so that padding isn't the extreme."""
         if dtype == torch.bool:
             return how == "min"
         if dtype.is_floating_point:
@@ -89,7 +89,7 @@ class PackedMinibatch:
         return limits.min if how == "max" else limits.max
 
     def last(self, dtype: torch.dtype, descending: bool) -> Any:
-        """What is sorted behind everything else."""
+        """The number that is sorted behind all others."""
         if dtype == torch.bool:
             return not descending
         if not dtype.is_floating_point:
@@ -316,7 +316,7 @@ class PackedMinibatch:
     def class_weights(
         self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """What each target counts in a mean."""
+        """The weight of each target in a mean: that of its class (1 without weights), 0 for the ignored one."""
         counted = target != ignored
         if weight is None:
             return counted.to(dtype)

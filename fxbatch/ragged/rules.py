@@ -477,7 +477,7 @@ def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
 
 
 def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
-    """What is left of a padded value that was reduced along d: the rows of its other own size."""
+    """The packed rows that are left when a padded value was reduced along d: those of its other dimension."""
     (other,) = [a for a in x.axes if a != d]
     name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
     rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]

@@ -112,8 +112,8 @@ class SizedGraph:
         return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
 
     def _refuse_questions_about_values(self, env: Any) -> None:
-        """What torch takes for granted of a size that depends on values, which nothing would compare: that it is not 1
-        where a dimension of 1 is left out, that it equals another."""
+        """Raises if torch assumed something about a size that depends on values, since nothing would compare it later:
+        that it is not 1 where a dimension of 1 is left out, or that it equals another."""
         asked = [str(a.expr) for asserts in env.deferred_runtime_asserts.values() for a in asserts]
         for node in self.module.graph.nodes:
             if str(node.target).startswith("aten.squeeze"):

@@ -1,4 +1,4 @@
-"""What has no rule: instance by instance inside the function; and rows that torch.vmap batches.
+"""Operators without a rule: run instance by instance inside the function, or on rows that torch.vmap batches.
 
 In: a node. Out: its value, by a loop over the instances of the minibatch (exact whatever the operator does), or by
 torch's own batching rule where nothing in it has a size of its own.

@@ -74,7 +74,7 @@ class DataClass(NamedTuple):
 
 
 def data_class(kind: type) -> DataClass | None:
-    """What is known of a class; None where it is no such class."""
+    """How to read objects of this class by attribute; None if it is no class that only holds data."""
     described = _DATA_CLASSES.get(kind, _NOT_MET)
     if described is _NOT_MET:
         converters = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
@@ -124,7 +124,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
-    """What an object of such a class holds."""
+    """The attributes of an object of such a class, by name."""
     if known.of_dictionary:
         return dict(x.to_dict())
     held: dict[str, object] = getattr(x, "__dict__", {})

@@ -532,7 +532,7 @@ class UnrolledRun(DifferentiableRun):
 
 
 class _ProxySteps:
-    """What `walk` runs on: proxies, and the graph that they add to."""
+    """Steps for `walk` that compute nothing: they take and give proxies, and add nodes to an fx graph."""
 
     def __init__(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> None:
         self.program, self.compiled = program, compiled

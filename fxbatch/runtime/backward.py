@@ -68,7 +68,7 @@ Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
 
 class Left(NamedTuple):
-    """What forward and the steps of backward left for the gradients of parameters."""
+    """Inputs of the parameters' gradients: the phases that ran, their memory, and the rows that backward wrote."""
 
     phases: Sequence[Phase]
     memory: Memory
@@ -199,7 +199,7 @@ class NativeKernels(NamedTuple):
 
     @property
     def steps(self) -> list[NativeStep]:
-        """What each kernel is of."""
+        """The step that each kernel belongs to."""
         return [k.step for k in self.table.kernels]
 
     def run(self, first: int = 0, last: int = -1) -> bool:
@@ -308,7 +308,7 @@ def _is_wrapped(given: Given) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientTemplate:
-    """What all backward passes of some operations have in common."""
+    """Everything in a backward pass that depends on the operations alone, and not on the minibatch."""
 
     kinds: (
         Kinds  # of the arenas of gradients, and of the rows that steps make for the gradients of parameters

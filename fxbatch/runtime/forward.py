@@ -38,7 +38,7 @@ StepView = tuple[list[Source], list[torch.Tensor], tuple[list[Kept], list[torch.
 
 @dataclass(eq=False)
 class Phase:
-    """What one phase ran; backward walks these in reverse."""
+    """One phase that has run, with its plan and operations; backward walks these in reverse."""
 
     program: Program
     schedule: Schedule

@@ -206,7 +206,7 @@ class Memory(Pieces):
 
     @property
     def phases(self) -> RunColumns:
-        """What they leave of values, arrays and operations, where there are several."""
+        """The columns of values, arrays and operations that grow from phase to phase, in runs of several phases."""
         if self._phases is None:
             self._phases = RunColumns()
         return self._phases
@@ -231,7 +231,7 @@ class Memory(Pieces):
         return self.tensor(self._arena[type_id])
 
     def host_arena(self, type_id: int) -> np.ndarray | None:
-        """The same as numpy sees it, for few numbers; None where it can't."""
+        """The values of a type as a numpy array over the same memory; None if numpy has no such type or device."""
         array = self._arena[type_id]
         if array not in self._host:
             arena = self.tensor(array)
@@ -276,7 +276,7 @@ class Memory(Pieces):
         return [calls.item(arrays.place_of[op]) for op in operations]
 
     def calls(self, compiled: CompiledOperation) -> int:
-        """The same of one."""
+        """Calls of one operation over all steps so far."""
         return self.calls_of((compiled,))[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What a call asks anew: which tensors shared operands are, of which types, and where C finds them and all else.
+"""Looked up anew in each call: the tensors that shared operands are, their types, and the pointers that C reads.
 
     tensors = resolve_all(operands)
     types_of(tensors)                    # all that operations depend on, but for what is in them and where they are

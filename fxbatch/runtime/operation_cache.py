@@ -143,7 +143,7 @@ class CompiledOperation:
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling took: the cold start of this operation."""
+        """Seconds that torch.compile took for this operation."""
         return sum(graph.seconds for graph in self.compiled)
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class CompiledOperation:
 
 
 def _made_of(module: fx.GraphModule, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """What each result of a graph is computed from, given what its first inputs after the number of rows are."""
+    """The sources of each result of a graph: those of all inputs that it is computed from. given: of each input."""
     sources: dict[fx.Node, frozenset[int]] = {}
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources.update(zip(places[1:], given, strict=False))

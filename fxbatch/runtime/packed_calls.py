@@ -331,7 +331,7 @@ class _Resolution:
         return np.bincount(p.reader[~self._at_hand[p.inputs]], minlength=len(p)) == 0
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
-        """What a call reads."""
+        """The tensors that call `c` reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
         tensors = [self.held[v] if v in self.held else self.constant[v] for v in values]
         types = self.program.signatures[self.program.sig[c]].inputs
@@ -462,9 +462,9 @@ def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> lis
 
 
 def after_packed_calls(run: Run, program: Program) -> Program:
-    """What is left of the program of a whole minibatch, renumbered, when its packed calls have run.
+    """Runs the packed calls of a whole minibatch's program, and returns the program of the other calls, renumbered.
 
-    The same object where it has none, or where they wait for one another too often.
+    Returns the same object if there are none, or if they would have to wait for one another too often.
     """
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):

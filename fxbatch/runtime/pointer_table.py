@@ -1,4 +1,4 @@
-"""What `_native.c` reads of an operation beside arenas: a template once a set of operations, filled in once a run.
+"""Pointers that `_native.c` reads besides arenas: one template per set of operations, filled in once per run.
 
 In: the operations of a program and their arrays. Out: rows of (pointer, bytes, flag) for a run.
 

@@ -61,7 +61,7 @@ def recording_share(*, recording: float, step: float) -> str:
 
 
 def _difference(signatures: Sequence[Signature]) -> str:
-    """What differs between signatures of one operation on one line, and what to write."""
+    """In words: how the signatures of one operation on one line differ, and what to write instead."""
     half = len(signatures) // 2
     if len({tuple(t.shape for t in s.inputs) for s in signatures}) > half:
         return "meets another shape each time: tensors of sizes of their own batch as docs/sizes.md says"

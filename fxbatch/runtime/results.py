@@ -97,7 +97,7 @@ class Results:
         return self._values
 
     def made_alike(self) -> Results:
-        """The same results as leaves of one structure, or a ResultError.
+        """These results as leaves of one structure that all instances have, or a ResultError.
 
         Objects that hold tensors are taken apart by attribute, and dictionaries get the order of the first one's keys.
         """

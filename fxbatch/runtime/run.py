@@ -43,7 +43,7 @@ Renumber = Callable[[np.ndarray], np.ndarray]
 
 
 class KnownValues:
-    """What is there of a minibatch's values, by number, while its phases run."""
+    """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
