@@ -263,20 +263,25 @@ def _same_structure(found: Results) -> None:
     first = found.specs[0]
     for i, spec in enumerate(found.specs):
         if spec != first:
+            this, other = (_describe(found.results[k])[:LONGEST] for k in (i, 0))
             raise ResultError(
-                f"instance {i} returned a different structure than instance 0: {_describe(found, i)} against "
-                f'{_describe(found, 0)}; use out="list" for results that differ'
+                f"results of different structures can't be stacked: instance 0 gave {other}, instance {i} gave {this}; "
+                'use out="list"'
             )
 
 
-def _describe(found: Results, i: int) -> str:
-    spec, leaves = found.specs[i], found.leaves[i]
-    if spec is None:
+def _describe(result: object) -> str:
+    """A result's structure in words: `(a tensor, {'n': an int})`."""
+    if isinstance(result, torch.Tensor):
         return "a tensor"
-    if len(leaves) == 1 and not isinstance(spec, Structure) and spec.is_leaf():
-        return repr(leaves[0])[:60] if isinstance(leaves[0], (int, float, str)) else type(leaves[0]).__name__
-    text = " ".join(str(spec).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    if type(result) is tuple:
+        return f"({', '.join(map(_describe, result))})"
+    if type(result) is list:
+        return f"[{', '.join(map(_describe, result))}]"
+    if type(result) is dict:
+        return "{" + ", ".join(f"{key!r}: {_describe(value)}" for key, value in result.items()) + "}"
+    plain = result is None or isinstance(result, (int, float, str))
+    return repr(result)[:60] if plain else type(result).__name__
 
 
 def _same_types(column: Sequence[Any]) -> None:
