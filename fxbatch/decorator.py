@@ -401,11 +401,11 @@ class Autobatched:
         """
         codes = set()
         for cls in type(owner).__mro__:
-            found = getattr(cls.__dict__.get(getattr(self.fn, "__name__", "")), "__fxbatch__", None)
-            if found is not None and found.fn is self.fn:
+            method = getattr(cls.__dict__.get(getattr(self.fn, "__name__", "")), "__fxbatch__", None)
+            if method is not None and method.fn is self.fn:
                 break
-            if found is not None:
-                codes.add(found.fn.__code__)
+            if method is not None:
+                codes.add(inspect.unwrap(method.fn).__code__)  # below @beartype and its like
         frame = sys._getframe(2) if codes else None
         while frame is not None:
             code = frame.f_code

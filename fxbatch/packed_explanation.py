@@ -102,12 +102,14 @@ def packed_call_lines(engine: Engine) -> list[str]:
     lines = []
     for family in packed.families:
         assert family.signature is not None
+        if not family.calls:
+            continue
         if family.function is None:
             row = family.signature.inputs[0]
-            lines.append(f"packed: stack of rows {row}: {family.calls} calls until now")
+            lines.append(f"packed: stack of rows {row}: {family.calls} calls so far")
             continue
         text = function_text(family.signature.name, family.function)
-        lines.append(f"packed: {text}: {family.calls} calls in {family.steps} steps until now")
+        lines.append(f"packed: {text}: {family.calls} calls ran as {family.steps} so far")
         lines += [
             f"packed: {text}: {t} runs instance by instance: {why}"
             for t, why in family.function.lowered.alone
