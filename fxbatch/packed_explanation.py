@@ -95,7 +95,7 @@ def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any])
 
 
 def packed_call_lines(engine: Engine) -> list[str]:
-    """A line a family of packed calls of an engine."""
+    """One line per family of packed calls of an engine."""
     packed = engine.packed_calls
     if packed is None:
         return []
