@@ -471,7 +471,7 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
 
 
 def batched_product(lowering: Lowering, node: fx.Node) -> None:
-    """bmm of which one side is a vector a row, or a column times a line: multiplied, then added up."""
+    """bmm of which one side is a vector per row, or a column times a line: multiplied, then added up."""
     a, b = map(lowering.floats, node.args)
     out, (rows, lines, terms), columns = lowering.target(node), a.shape, b.shape[2]
     if terms == ONE:

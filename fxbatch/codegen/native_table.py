@@ -4,7 +4,7 @@
     Operand(base=2, offset=0, stride=450, inner=1)
 
 In: nothing, as it is read before the project is installed. Out: `_native_operations.h`, which `setup.py` writes: a code
-an operation, a struct of int64 a record, a number a column. Types of operations are of the result, then of the
+an operation, a struct of int64 a record, a number per column. Types of operations are of the result, then of the
 operands: f (float32), i (int64), b (bool), - (no such operand).
 """
 
@@ -169,7 +169,7 @@ class Read(IntEnum):
 class ForwardColumns(NamedTuple):
     """A plan's steps, gathers and blocks, and where memory is: buffers of int64."""
 
-    signature: object  # a number a step
+    signature: object  # a number per step
     rows: object
     offset: object  # of a step's rows among those of its operation
     first_gather: object  # of each step, and the end

@@ -1,4 +1,4 @@
-"""OperationGraphs + kernels -> step functions, one forward and one backward a signature.
+"""OperationGraphs + kernels -> step functions, one forward and one backward per signature.
 
 The run walks the plan and calls these; the plan is data, so a new minibatch needs no new code. A step function reads
 its input groups (from a view, a broadcast row or an index), puts what backward will need into the rows of the

@@ -13,7 +13,7 @@ Equal are calls of one signature on the same values; numbers of equal bits; cons
 or small tensors of equal bits that need no gradient. Random calls are never equal to any other.
 Candidates are found by hash and confirmed by comparison.
 
-What it costs is the pass, reads by index where rows stood in order, and a plan a minibatch: which calls are equal
+What it costs is the pass, reads by index where rows stood in order, and a plan per minibatch: which calls are equal
 is a matter of the data, so that two minibatches of one structure no longer have one plan.
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).

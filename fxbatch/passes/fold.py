@@ -1,6 +1,6 @@
 """Program + Schedule -> BatchedGraph, and Fold's algorithm on it, stage by stage (Looks et al. 2017, section 2).
 
-Comes in: a Program and its Schedule. Goes out: a node a step, an edge where a step reads what another made; then
+Comes in: a Program and its Schedule. Goes out: a node per step, an edge where a step reads what another made; then
 what Fold adds: pass-throughs, gathers, cats. They are there for dumps, drawings and fidelity; a run walks a Plan.
 
     graph = batch_calls(program, schedule)

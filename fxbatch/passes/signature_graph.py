@@ -96,7 +96,7 @@ class Survey(NamedTuple):
     before: np.ndarray  # int32 [calls]: calls of its signature before it on a path of such calls alone
     longest: np.ndarray  # int64 [signatures]: calls on the longest such path
     graph: SignatureGraph
-    present: bytes  # a byte a signature: whether it is called
+    present: bytes  # a byte per signature: whether it is called
 
 
 def called(program: Program) -> bytes:

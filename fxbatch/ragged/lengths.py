@@ -246,7 +246,7 @@ class Lengths:
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: str
     ) -> torch.Tensor:
         """The sum or the mean of `linear(rows, weight, bias)` over the rows of each instance: the product of their sum,
-        which is one row an instance. Where an instance has no rows, as it is written: zero times a gradient that is
+        which is one row per instance. Where an instance has no rows, as it is written: zero times a gradient that is
         not finite is not zero."""
         mean = how == "mean"
         if self.shortest == 0:

@@ -201,7 +201,7 @@ class Emitter:
         return self.lengths_of[e]
 
     def column(self, e: object) -> str:
-        """A numpy column of an expression: one number an instance."""
+        """A numpy column of an expression: one number per instance."""
         if source := self._by_values(e):
             return self.line(source)
         if e not in self.columns_of:

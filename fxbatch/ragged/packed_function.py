@@ -3,7 +3,7 @@
 In: a body of one instance, example tensors, and which dimensions are the instance's own. Out: a PackedFunction.
 
     function = PackedFunction.of(body, [words], ((0,),), [weight])
-    packed = function([[words_0, words_1]], [weight])      # one tensor an output, in the layout that it says
+    packed = function([[words_0, words_1]], [weight])      # one tensor per output, in the layout that it says
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A phase of a minibatch (its program, schedule and plan, and where its steps read and write), and its forward.
 
 views = phase.views_in(memory)               # as tensors, for steps that Python runs
-sources, outs, (kept, saved) = views[k]      # a source a gather, a view an output block, the rows kept for backward
+sources, outs, (kept, saved) = views[k]      # a source per gather, a view per output block, the rows kept for backward
 launches = execute_forward(phase, memory, workspace, native=True)       # every step of its plan
 
 Stretches of steps whose operations have native programs run in C, on the plan and pointers of the memory as columns.
@@ -83,7 +83,7 @@ class Phase:
 
 
 class StepViews:
-    """Where the steps of a phase read and write, each made when it is asked for; all indices are one copy a device."""
+    """Where the steps of a phase read and write, each made when it is asked for; indices are one copy per device."""
 
     def __init__(self, phase: Phase, memory: Memory) -> None:
         self.phase, self.memory = phase, memory

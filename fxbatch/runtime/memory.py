@@ -1,12 +1,12 @@
 """The memory of a run: arrays [rows, *shape] in few pieces of their device's memory, taken from a pool and given back.
 
 An array is an arena (the values of one tensor type), or rows that an operation keeps or saves for its backward. A run
-of one phase has all of them in one piece a device, laid out once a plan. A run of several phases begins with as many
+of one phase has all of them in one piece per device, laid out once a plan. A run of several phases begins with as many
 rows as the last one came to have, and moves arrays that outgrow theirs to a new piece, with room for twice as many.
 
     arrays = Arrays.of(program.types, compiled)          # which arrays a set of operations needs
     memory = Memory(pool)
-    memory.take(arrays, plan_whole(...))                 # one piece a device
+    memory.take(arrays, plan_whole(...))                 # one piece per device
     memory.tensor(3)                                     # array 3 as a tensor, made where Python asks
     memory.places                                        # pointers and bytes, for C
     memory.release()

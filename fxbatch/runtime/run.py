@@ -275,11 +275,11 @@ class Run:
         return out
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
-        """The values as real, detached tensors on the CPU side: one transfer a type and call."""
+        """The values as real, detached tensors on the CPU side: one transfer per type and call."""
         return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
 
     def numbers(self, values: Sequence[int]) -> list[object]:
-        """The values as Python numbers in nested lists: one transfer a type and call."""
+        """The values as Python numbers in nested lists: one transfer per type and call."""
         if len(values) == 1:
             at = values[0]
             host = self.memory.host_arena(self.value_type.item(at))

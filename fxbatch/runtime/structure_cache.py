@@ -121,7 +121,7 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class OperationSet:
-    """The compiled operations of a program's signatures, None where it has no call; one object a set."""
+    """The compiled operations of a program's signatures, None where it has no call; one object per set."""
 
     signatures: tuple[Signature, ...]
     compiled: tuple[CompiledOperation | None, ...]
