@@ -453,9 +453,9 @@ def _sliced(dim: int, x: torch.Tensor, *bounds: object) -> torch.Tensor:
 
 
 def _with_keywords(
-    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *given: object
+    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *values: object
 ) -> Any:
-    return call(*arguments, **dict(zip(names, given, strict=True)))
+    return call(*arguments, **dict(zip(names, values, strict=True)))
 
 
 def _cast_into(

@@ -123,12 +123,12 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(n for n, x in members if isinstance(x, types.MemberDescriptorType) and n != "__dict__")
 
 
-def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
+def attributes_of(x: Any, form: DataClass) -> dict[str, Any]:
     """The attributes of an object of such a class, by name."""
-    if known.of_dictionary:
+    if form.of_dictionary:
         return dict(x.to_dict())
     held: dict[str, object] = getattr(x, "__dict__", {})
-    return held if not known.slots else {**held, **{n: getattr(x, n) for n in known.slots if hasattr(x, n)}}
+    return held if not form.slots else {**held, **{n: getattr(x, n) for n in form.slots if hasattr(x, n)}}
 
 
 def named(x: object, names: Container[str] | None) -> tuple[dict[str, object], tuple[str, ...]]:

@@ -374,9 +374,9 @@ class DifferentiableRun:
         return self.planner.operation_set(program, compiled)
 
     def _remember(self, program: Program, types: np.ndarray, rows: np.ndarray) -> None:
-        made = program.type_of_value[program.known :]
+        type_numbers = program.type_of_value[program.known :]
         self.value_row = rows
-        self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
+        self.value_type = np.concatenate([self.value_type[: program.known], types[type_numbers]])
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(values), *shape] of values of one type."""

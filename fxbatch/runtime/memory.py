@@ -143,9 +143,9 @@ class Pieces:
 
     def _take(self, kinds: Kinds, inside: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """New pieces: where arrays lie in them, for C."""
-        own = [self.pool.take(device, ends.item(i) // LINE) for i, device in enumerate(kinds.devices)]
-        self._pieces += own
-        return moved(inside, kinds.device, [piece.pointer for piece in own])
+        pieces = [self.pool.take(device, ends.item(i) // LINE) for i, device in enumerate(kinds.devices)]
+        self._pieces += pieces
+        return moved(inside, kinds.device, [piece.pointer for piece in pieces])
 
     def tensor(self, array: int) -> torch.Tensor:
         """An array as [rows, *shape]."""
@@ -262,11 +262,11 @@ class Memory(Pieces):
 
     # -- room ---------------------------------------------------------------------------------------
 
-    def take(self, arrays: Arrays, found: WholePlan) -> None:
+    def take(self, arrays: Arrays, plan: WholePlan) -> None:
         """Room for a run's only phase."""
         assert not len(self.rows) and len(self.type_ids) == arrays.arenas, "the only phase of its run"
-        self.lay(arrays.columns, found.rows, found.places, found.ends)
-        self._arena, self.first_of, self._only = range(arrays.arenas), arrays.first_of, (arrays, found.calls)
+        self.lay(arrays.columns, plan.rows, plan.places, plan.ends)
+        self._arena, self.first_of, self._only = range(arrays.arenas), arrays.first_of, (arrays, plan.calls)
 
     def calls_of(self, operations: Sequence[CompiledOperation]) -> list[int]:
         """Calls of each operation over all steps so far: how many rows it has kept."""

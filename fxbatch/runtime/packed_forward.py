@@ -236,12 +236,12 @@ class PackedForward:
         self.reason = examined.reason or (examined.coupled if mixes else "")
         return None if self.reason else examined
 
-    def _now(self, found: Examined) -> Examined:
+    def _now(self, examined: Examined) -> Examined:
         """Note how the module is."""
-        number = self.contents.get(found.key)
-        self.content = self.contents.put(found.key, next(self._numbers)) if number is None else number
-        self.examined = found
-        return found
+        number = self.contents.get(examined.key)
+        self.content = self.contents.put(examined.key, next(self._numbers)) if number is None else number
+        self.examined = examined
+        return examined
 
     def _work(
         self, fn: object, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
@@ -583,7 +583,7 @@ def _named(spec: TreeSpec) -> tuple[object, ...] | None:
     None if one of them can't be compared."""
     members: list[object] = []
     classes = [spec.context] if isinstance(spec.context, type) else []
-    for cls in (c for given in classes for c in given.__mro__ if c not in (tuple, object)):
+    for cls in (c for base in classes for c in base.__mro__ if c not in (tuple, object)):
         for name, value in vars(cls).items():
             if name in _OF_ALL_NAMED:
                 continue

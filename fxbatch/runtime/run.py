@@ -167,11 +167,11 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        found = phase.whole_plan
+        whole = phase.whole_plan
         self.value_row, self.value_type, self.value_needs = (
             self.memory.phases.ran()
-            if found is None
-            else (found.plan.row_of_value, found.type_of, found.needed)
+            if whole is None
+            else (whole.plan.row_of_value, whole.type_of, whole.needed)
         )
 
     def _template(self, program: Program) -> FamilyTemplate:

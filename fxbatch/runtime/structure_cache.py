@@ -194,14 +194,14 @@ class Family:
         # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
         self._current: tuple[object, Cache[Hashable, FamilyTemplate]] = (None, Cache("templates"))
 
-    def resolve(self, known: Operands) -> list[torch.Tensor]:
+    def resolve(self, operands: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
-        if known:
-            pairs = zip([known.get(key) for key in self.keys], self.operands, strict=True)
+        if operands:
+            pairs = zip([operands.get(key) for key in self.keys], self.operands, strict=True)
             tensors = [operand.resolve() if t is None else t for t, operand in pairs]
         else:
             tensors = resolve_all(self.operands)
-        known.update(zip(self.keys, tensors, strict=True))
+        operands.update(zip(self.keys, tensors, strict=True))
         return tensors
 
     @guard("types")
