@@ -157,7 +157,10 @@ class Engine(Planner):
             )
         self.changes = recording.changed or recording.recorder.changes.first_set()
         if recording.changed and may_loop:
-            self.refuse(f"{recording.changed}, and an instance {recording.recorder.changes.waited}")
+            where = recording.recorder.changes.waited
+            self.refuse(
+                f"{recording.changed}, and an instance {where}: a local variable or a result would batch"
+            )
         return recording
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
