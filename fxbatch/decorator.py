@@ -427,7 +427,9 @@ class Autobatched:
             ready = batch
         if self._is_checked(engine):
             if any(item.args is None for item in ready.instances):
-                warn_once(engine, self.name, "bare traces know no instances: not compared")
+                warn_once(
+                    engine, self.name, "bare traces don't hold their instances: not compared with the loop"
+                )
                 return ready(self.options.out)
             again = [self._again(owner, item) for item in ready.instances]
             return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
