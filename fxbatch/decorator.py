@@ -696,8 +696,9 @@ def autobatch(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         verify: check every internal form after every rewrite. Slow; for finding a mistake of fxbatch.
         batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, once per
             minibatch. "refuse": that can't be batched exactly, so the plain loop runs.
-        plain: you state that the forward does the same in Python for every instance, sizes apart, and keeps nothing: a
-            model of a library whose source says too much else. It is packed then; `check` finds where it is not so.
+        plain: you state that the forward's Python does the same for every instance, sizes apart, and keeps nothing.
+            It is packed then (docs/sizes.md), though its source doesn't show that it may be, as with models of the
+            transformers library. `check` finds where it is not so.
 
     Errors:
         OptionError: an unknown option, or a value that an option does not take.
