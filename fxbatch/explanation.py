@@ -127,7 +127,7 @@ def describe_compiled(compiled: CompiledOperation) -> str:
     return "; ".join(x for x in (names, *(f"not {reason}" for reason in compiled.uncompiled)) if x)
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
     """The result of `fxbatch.explain`: the operations of one minibatch, and how they were batched. Prints as a table.
 
@@ -320,3 +320,6 @@ class Explanation:
         with console.capture() as capture:
             console.print(self)
         return capture.get()
+
+    def __repr__(self) -> str:  # at a Python prompt
+        return str(self)
