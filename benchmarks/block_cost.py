@@ -1,4 +1,4 @@
-"""What it costs to record a minibatch of a block, against the same model under `@autobatch`; ways to reduce.
+"""The cost of recording a minibatch of a block, against the same model under `@autobatch`; ways to reduce.
 
 In: nothing. Out: a table: recording in microseconds a call and milliseconds a minibatch, whole training steps, and
 sums over sequences of different length as a balanced tree, as wider trees, and as a stack a length.

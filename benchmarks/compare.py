@@ -34,7 +34,7 @@ class Change:
 
 
 def changes(earlier: RunResult, later: RunResult) -> list[Change]:
-    """What both runs measured, in the order of the later one."""
+    """Entries that both runs measured, in the order of the later one."""
     return list(_changes(earlier, later))
 
 

@@ -1,4 +1,4 @@
-"""What compiling a Tree-LSTM cell's graphs gains, way by way: microseconds a launch, seconds to compile.
+"""Ways to compile a Tree-LSTM cell's graphs: microseconds per launch, seconds to compile.
 
     OMP_NUM_THREADS=1 python -m benchmarks.compile_cost --hidden 150 --rows 1 2 8 64 512
 

@@ -156,7 +156,7 @@ def products(model: TreeLSTM, trees: Sequence[Any], mode: str, device: torch.dev
 
 
 def with_options(model: TreeLSTM, **options: Any) -> TreeLSTM:
-    """The same model, its very parameters, decorated with other options."""
+    """A model that shares the given one's parameters, decorated with other options."""
 
     class Decorated(type(model)):  # type: ignore[misc]  # a class that is known when it runs
         forward = fxbatch.autobatch(**options)(undecorated(model, "forward"))
@@ -211,7 +211,7 @@ def rows_of(
 
 
 def show_targets(rows: Sequence[Row]) -> str:
-    """What is wanted at the largest batch of each task, and what was got."""
+    """Print the target and the outcome at the largest batch of each task."""
     lines = []
     for task in dict.fromkeys(r.task for r in rows):
         batch = max(r.batch for r in rows if r.task == task)
@@ -249,7 +249,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """What is measured: the full size where nothing else is given."""
+    """The sizes to measure, from the command line; the full ones by default."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

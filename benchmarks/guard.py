@@ -64,7 +64,7 @@ WORKLOADS = [Workload(m, n, t) for m in MODELS for n in (1, 64) for t in (True, 
 
 
 class Worker:
-    """What runs in the process of a checkout: one minibatch a request."""
+    """The process of a checkout: runs one minibatch per request."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -85,7 +85,7 @@ class Worker:
         return {"seconds": time.process_time() - start, "loss": float(total.detach())}
 
     def counts(self, workload: Workload) -> dict[str, float]:
-        """What the first minibatch launches, copies and holds; plans: one a phase."""
+        """Launches, copies and memory of the first minibatch; plans: one per phase."""
         model, batches, method = self._made(workload)
         with torch.set_grad_enabled(workload.training):
             found = fxbatch.explain(getattr(model, method), batches[0][: workload.batch])

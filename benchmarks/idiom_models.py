@@ -81,7 +81,7 @@ class Compose(nn.Module):
 
 
 class Way(nn.Module):
-    """What all ways have: the parameters, the loss of a node, and `forward`."""
+    """Base class of all ways: the parameters, the loss of a node, and `forward`."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

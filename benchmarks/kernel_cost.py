@@ -1,4 +1,4 @@
-"""What one batched launch costs: a Tree-LSTM cell's kernels, hand-written eager, the product alone.
+"""The cost of one batched launch: a Tree-LSTM cell's kernels, hand-written eager, the product alone.
 
     OMP_NUM_THREADS=1 python benchmarks/kernel_cost.py --hidden 150 --rows 1 8 64 512
 
@@ -80,7 +80,7 @@ def native(
 
 
 def candidates(cell: Cell, hidden: int, n: int) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; everything on n rows gathered from an arena of 4n."""
+    """The functions to time, by name; all on n rows gathered from an arena of 4n."""
     arena_h, arena_c = torch.randn(4 * n, hidden), torch.randn(4 * n, hidden)
     pairs = torch.randint(0, 4 * n, (n, 2))
     both, left, right = pairs.flatten(), pairs[:, 0].contiguous(), pairs[:, 1].contiguous()

@@ -117,7 +117,7 @@ class TreeLSTM(nn.Module):
 
 
 class BareTreeLSTM(TreeLSTM):
-    """The same model with its cells written out: every torch function is an operation of its own."""
+    """The Tree-LSTM with its cells written out: every torch function is an operation of its own."""
 
     def leaf_state(self, x: Tensor) -> State:
         i, o, u = F.linear(x, self.leaf.gates.weight, self.leaf.gates.bias).chunk(3, -1)

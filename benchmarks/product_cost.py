@@ -25,7 +25,7 @@ Work = Callable[[], object]
 
 
 def work_of(layout: str, rows: int, k: int, n: int) -> dict[str, Work]:
-    """What each library does of one product of a layer with k inputs and n outputs."""
+    """One function per library: the product of a layer with k inputs and n outputs."""
     x, w, g = torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n)
     a, b = {"forward": (x, w.t()), "input gradients": (g, w), "weight gradients": (g.t(), x)}[layout]
     out = torch.empty(a.shape[0], b.shape[1])

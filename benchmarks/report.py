@@ -118,7 +118,7 @@ def case_table(cases: list[CaseResult]) -> Table:
 
 
 def number_table(cases: list[CaseResult]) -> Table | None:
-    """What was counted: one row a case, one column a number."""
+    """A table of counts: one row per case, one column per number."""
     names = list(dict.fromkeys(name for case in cases for name in case.numbers))
     if not names:
         return None
@@ -166,7 +166,7 @@ def _row(cells: list[str]) -> str:
 
 
 def machine_lines(run: RunResult) -> Iterator[str]:
-    """What a reader must know of a run, one line each."""
+    """Command, date, machine and versions of a run, one line each."""
     m = run.machine
     where = f"{m['processor']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB"
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if version)

@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one competitor took for one run of a case (one minibatch)."""
+    """The times of one competitor for one run of a case (one minibatch)."""
 
     wall: Spread  # seconds
     cpu: Spread  # seconds of processor time, all threads
@@ -125,7 +125,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one task measured, and the tables and plots that show it."""
+    """The measurements of one task, and the tables and plots that show them."""
 
     name: str
     title: str
@@ -154,7 +154,7 @@ class RunResult:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong: `task, case: competitor: why`, one a competitor."""
+        """One line per competitor that failed: `task, case: competitor: why`."""
         return [
             f"{task.name}, {case.name}: {name}: {why}"
             for task in self.tasks

@@ -1,4 +1,4 @@
-"""What rewrites, kept memory and row order give: calls, step time and bytes, one option changed at a time.
+"""The gains of rewrites, kept memory and row order: calls, step time and bytes, one option changed at a time.
 
     python -m benchmarks.rewrite_gains                     # SST, EWT, expression trees: two minutes or so
     python -m benchmarks.rewrite_gains --rounds 15

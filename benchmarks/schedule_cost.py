@@ -1,4 +1,4 @@
-"""What batching policies and rewrites cost and give: microseconds a call, steps over the lower bound.
+"""Costs and gains of batching policies and rewrites: microseconds per call, steps over the lower bound.
 
     python benchmarks/schedule_cost.py                 # a table, about 20 seconds
     python benchmarks/schedule_cost.py --json

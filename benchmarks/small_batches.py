@@ -28,7 +28,7 @@ Work = Callable[[int], Any]
 
 
 def model_of(hidden: int, words: int = 1000, **options: Any) -> TreeLSTM:
-    """The same parameters each time, decorated with options."""
+    """A model decorated with these options; its parameters are equal each time."""
     torch.manual_seed(0)
 
     class Model(TreeLSTM):
@@ -95,7 +95,7 @@ def traced(method: Callable[..., Any], trees: Sequence[Node]) -> list[list[Any]]
 
 
 def ways_of(trees: Sequence[Node], hidden: int, *, training: bool) -> dict[str, Work]:
-    """What is timed: each takes the number of a tree."""
+    """The functions to time: each takes the number of a tree."""
     plain, python = model_of(hidden), model_of(hidden, native=False)
     compiled = model_of(hidden, compile=True)
     wrapped = model_of(hidden, compile=True, compile_options={"cpp_wrapper": True})

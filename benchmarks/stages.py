@@ -66,7 +66,7 @@ def stage_times(
 
 
 def staged(contender: Contender) -> Contender:
-    """The same contender, its forward split into the stages and the rest, which keeps the name `forward`."""
+    """The contender with its forward split into the stages and the rest, which keeps the name `forward`."""
 
     def run(clock: Clock) -> None:
         with stage_times() as seconds:
@@ -81,7 +81,7 @@ def staged(contender: Contender) -> Contender:
 
 
 def prepared(contender: Contender) -> Contender:
-    """The same contender with one phase `preparation`: all stages together."""
+    """The contender with one phase `preparation`: all stages together."""
     inner = staged(contender)
 
     def run(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""What a task is: cases to measure, and the tables and plots that its results become.
+"""Tasks: cases to measure, and the tables and plots of their results.
 
 A task is a file in tasks/ with `TASK = Task(name=..., cases=...)`, and a line in registry.py.
 
@@ -35,7 +35,7 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for. quick: every task at small size; budget: seconds a case; dynet: its builds."""
+    """Settings from the command line. quick: every task at small size; budget: seconds a case; dynet: its builds."""
 
     quick: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """The same work for several contenders. `count` units a run; ratios are taken to those named in `slow`.
+    """Several contenders with equal work. `count`: units per run; ratios are taken to those named in `slow`.
 
     reference: the contender whose outcome the others must equal, the first of those that have one where "".
     numbers: what is counted after the timing (launches, steps over their lower bound), by name.

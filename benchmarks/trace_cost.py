@@ -79,7 +79,7 @@ class TreeLSTM(nn.Module):
 
 
 class _Bare:
-    """What the user's own code costs: the same recursion and attribute look-ups, nothing called."""
+    """The user's own code alone: recursion and attribute look-ups as in the model, nothing called."""
 
     def __init__(self, model: TreeLSTM) -> None:
         self.model = model

@@ -154,7 +154,7 @@ def ewt_parser(
 
 
 def spelled_looks(model: char_tagger.CharTagger, batch: Sequence[char_tagger.Sentence]) -> Looks:
-    """What a minibatch looks up in the tagger that spells rare words."""
+    """The look-ups of a minibatch in the tagger that spells rare words."""
     words = [word for sentence in batch for word in sentence.words]
     return [
         (model.embed, [word.id for word in words if word.id is not None]),
@@ -168,7 +168,7 @@ def spelled_lookups(sentence: char_tagger.Sentence) -> int:
 
 
 def parser_looks(model: parser.Parser, batch: Sequence[parser.Sentence]) -> Looks:
-    """What a minibatch looks up in the parser; `first` stands for a hidden word, the root, a missing word."""
+    """The look-ups of a minibatch in the parser; `first` stands for a hidden word, the root, a missing word."""
     return [
         (model.word, [model.first, *(word for sentence in batch for word in sentence.words)]),
         (model.tag, [tag for sentence in batch for tag in sentence.tags]),
@@ -189,7 +189,7 @@ def esol_molecules(
 
 
 def molecule_looks(model: molecules.MoleculeNetwork, batch: Sequence[molecules.Molecule]) -> Looks:
-    """What a minibatch looks up in the graph network."""
+    """The look-ups of a minibatch in the graph network."""
     return [
         (model.atom, [atom for molecule in batch for atom in molecule.atoms]),
         (model.bond, [kind for molecule in batch for kind in molecule.kinds]),

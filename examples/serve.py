@@ -90,7 +90,7 @@ def one_at_a_time(model: Any) -> Way:
 
 
 def gathered(model: Any, max_batch: int = 64) -> Way:
-    """What has come by now runs as one batch to its end."""
+    """Requests that have come by now run as one batch, to its end."""
 
     def serve(asked: queue.Queue[Asked | None]) -> None:
         batched = fxbatch.autobatch(out="list", adaptive=False)(type(model).forward)
@@ -159,7 +159,7 @@ def by_hand(model: Decoder, max_batch: int = 64) -> Way:
 
 @dataclass
 class Load:
-    """What a way did under a load. Latencies in seconds, ascending."""
+    """The results of one way to serve under a load. Latencies in seconds, ascending."""
 
     throughput: float  # requests a second
     latencies: list[float] = field(default_factory=list)

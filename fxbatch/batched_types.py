@@ -1,4 +1,4 @@
-"""What a type checker knows of a decorated function: which minibatches it takes, and what it gives.
+"""Types of a decorated function, for type checkers: the minibatches that it takes, and the results that it gives.
 
 In: the types of a function of one instance. Out: those of the decorated one, as protocols; nothing here runs.
 

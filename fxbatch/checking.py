@@ -64,7 +64,7 @@ Prepared = Sequence[tuple[Program, Schedule]]
 
 @dataclass
 class Outcome:
-    """What one run of a minibatch gave."""
+    """The results and gradients of one run of a minibatch."""
 
     results: list[list[Any]]  # the leaves of each instance's result
     gradients: dict[str, Any] = field(default_factory=dict)  # by parameter or input; None where there is none
@@ -165,7 +165,7 @@ def coarsest_of(signatures: Iterable[Signature]) -> float:
 
 
 def name_of(key: Key) -> str:
-    """What a key stands for: `instance 3, tensor 0 of its result`."""
+    """A key in words: `instance 3, tensor 0 of its result`."""
     if isinstance(key, str):
         return key
     return f"instance {key[0]}, tensor {key[1]} of its result"
@@ -211,7 +211,7 @@ def _gradients(results: list[list[Any]], wanted: dict[str, torch.Tensor], seed: 
 
 @dataclass
 class Material:
-    """What a minibatch is run on: the module (or other owner), the arguments of each instance, and what gets
+    """The inputs of a run: the module (or other owner), the arguments of each instance, and the tensors that get
     gradients, by name."""
 
     owner: Any

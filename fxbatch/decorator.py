@@ -401,11 +401,11 @@ class Autobatched:
         """
         codes = set()
         for cls in type(owner).__mro__:
-            found = getattr(cls.__dict__.get(getattr(self.fn, "__name__", "")), "__fxbatch__", None)
-            if found is not None and found.fn is self.fn:
+            method = getattr(cls.__dict__.get(getattr(self.fn, "__name__", "")), "__fxbatch__", None)
+            if method is not None and method.fn is self.fn:
                 break
-            if found is not None:
-                codes.add(found.fn.__code__)
+            if method is not None:
+                codes.add(inspect.unwrap(method.fn).__code__)  # below @beartype and its like
         frame = sys._getframe(2) if codes else None
         while frame is not None:
             code = frame.f_code
@@ -427,7 +427,9 @@ class Autobatched:
             ready = batch
         if self._is_checked(engine):
             if any(item.args is None for item in ready.instances):
-                warn_once(engine, self.name, "bare traces know no instances: not compared")
+                warn_once(
+                    engine, self.name, "bare traces don't hold their instances: not compared with the loop"
+                )
                 return ready(self.options.out)
             again = [self._again(owner, item) for item in ready.instances]
             return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
@@ -694,8 +696,9 @@ def autobatch(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         verify: check every internal form after every rewrite. Slow; for finding a mistake of fxbatch.
         batch_norm: "minibatch": BatchNorm layers in training normalise over the rows of all instances, once per
             minibatch. "refuse": that can't be batched exactly, so the plain loop runs.
-        plain: you state that the forward does the same in Python for every instance, sizes apart, and keeps nothing: a
-            model of a library whose source says too much else. It is packed then; `check` finds where it is not so.
+        plain: you state that the forward's Python does the same for every instance, sizes apart, and keeps nothing.
+            It is packed then (docs/sizes.md), though its source doesn't show that it may be, as with models of the
+            transformers library. `check` finds where it is not so.
 
     Errors:
         OptionError: an unknown option, or a value that an option does not take.

@@ -70,7 +70,7 @@ class UnbatchedRow:
 
 
 def describe_operations(phases: Sequence[Phase]) -> list[OperationRow]:
-    """A row a signature, in order of first use."""
+    """One row per signature, in order of first use."""
     rows: dict[Any, OperationRow] = {}
     for phase in phases:
         for s, n in zip(phase.plan.step_signature.tolist(), phase.plan.step_rows.tolist(), strict=True):
@@ -127,9 +127,9 @@ def describe_compiled(compiled: CompiledOperation) -> str:
     return "; ".join(x for x in (names, *(f"not {reason}" for reason in compiled.uncompiled)) if x)
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
-    """What batching made of a minibatch: what `fxbatch.explain` returns. Prints as a table.
+    """The result of `fxbatch.explain`: the operations of one minibatch, and how they were batched. Prints as a table.
 
     Fields:
         instances: how many instances the minibatch has.
@@ -204,7 +204,7 @@ class Explanation:
         for row in self.operations:
             by_operation[row.operation] = by_operation.get(row.operation, 0) + 1
         found += [
-            f"{name} has {count} signatures: different shapes or static arguments don't batch"
+            f"{name} has {count} signatures: calls with different shapes or plain arguments can't share a launch"
             for name, count in by_operation.items()
             if count > 4 and not any(f" signatures are of {name}: " in line for line in self.reasons)
         ]
@@ -240,8 +240,9 @@ class Explanation:
             "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
         )
         lines, details = ("<br>".join(map(html.escape, x)) for x in (self._lines(narrow=False), self.details))
+        reasons = "".join(f"<p>{html.escape(line)}</p>" for line in self.reasons)
         return (
-            f"<table><caption>{html.escape(self._title)}</caption><thead><tr>{head}</tr></thead>"
+            f"{reasons}<table><caption>{html.escape(self._title)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table><p>{lines}</p><details><summary>more</summary>{details}</details>"
         )
 
@@ -250,7 +251,7 @@ class Explanation:
         return f"{self.instances} instances: {self.launches_before} launches one by one, {self.launches_after} batched"
 
     def _table(self, *, narrow: bool) -> rich_table.Table:
-        """A row a signature. Where it is narrow, the line stands below the operation, and the rules below all."""
+        """One row per signature. narrow: the line stands below the operation, and the rules below the table."""
         table = rich_table.Table(title=self._title, pad_edge=not narrow, padding=(0, 0 if narrow else 1))
         table.add_column("operation\nline" if narrow else "operation", overflow="fold")
         table.add_column("signature", ratio=1 if narrow else None, overflow="fold")
@@ -319,3 +320,6 @@ class Explanation:
         with console.capture() as capture:
             console.print(self)
         return capture.get()
+
+    def __repr__(self) -> str:  # at a Python prompt
+        return str(self)

@@ -32,8 +32,8 @@ _PIECE = 1 << 18  # elements that are compared at once: the memory does not grow
 
 
 class Judged(NamedTuple):
-    """What differs ("" where nothing does), the error as a share of what is allowed, and whether it is numbers
-    that differ, not types or structure."""
+    """The result of a comparison: a message that names the difference ("" if there is none), the error as a share of
+    the error that is allowed, and whether numbers differ (not types or structure)."""
 
     message: str = ""
     share: float = 0.0
@@ -248,7 +248,7 @@ def differences(
 
 
 def _finer(leaf: Any, drawn: Any) -> float:
-    """What rounding in the type of one leaf is of rounding in that of the other."""
+    """The rounding error of the first tensor's type over that of the second's; 1 if one of them is no float tensor."""
     if not all(
         isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in (leaf, drawn)
     ):
@@ -257,10 +257,10 @@ def _finer(leaf: Any, drawn: Any) -> float:
 
 
 def draws(run: Callable[[list[torch.Tensor]], Sequence[Any]], tensors: Tensors) -> Iterator[Draw]:
-    """What the loop gives of these tensors, and then of such as differ from them a little, as it is and in float64.
+    """The loop's results in their own type and in float64: on these tensors, then on tensors that differ a little.
 
-    What is in float64 already is run in float32: rounding is that much more of it. It ends where `run` raises: it was
-    not written for these types or numbers.
+    Tensors that are float64 already are run in float32, so that there is a rounding error to see. Stops when `run`
+    raises: it was not written for these types or numbers.
     """
     for seed in range(DRAWS):
         numbers = [nudged(t, seed) for t in tensors]
@@ -306,7 +306,7 @@ def doubled(t: torch.Tensor) -> torch.Tensor:
 
 
 def _single(t: torch.Tensor) -> torch.Tensor:
-    """What is in float64 in float32; else the tensor."""
+    """A float64 (complex128) tensor as float32 (complex64); any other tensor unchanged."""
     narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}.get(t.dtype)
     return t if narrow is None else t.detach().to(narrow).requires_grad_(t.requires_grad)
 

@@ -95,19 +95,21 @@ def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any])
 
 
 def packed_call_lines(engine: Engine) -> list[str]:
-    """A line a family of packed calls of an engine."""
+    """One line per family of packed calls of an engine."""
     packed = engine.packed_calls
     if packed is None:
         return []
     lines = []
     for family in packed.families:
         assert family.signature is not None
+        if not family.calls:
+            continue
         if family.function is None:
             row = family.signature.inputs[0]
-            lines.append(f"packed: stack of rows {row}: {family.calls} calls until now")
+            lines.append(f"packed: stack of rows {row}: {family.calls} calls so far")
             continue
         text = function_text(family.signature.name, family.function)
-        lines.append(f"packed: {text}: {family.calls} calls in {family.steps} steps until now")
+        lines.append(f"packed: {text}: {family.calls} calls ran as {family.steps} so far")
         lines += [
             f"packed: {text}: {t} runs instance by instance: {why}"
             for t, why in family.function.lowered.alone

@@ -96,7 +96,7 @@ class ServerEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What was asked for: a result, or (change) a call between requests."""
+    """One entry of the queue: a request for a result, or (`change`) a function to call between requests."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -112,7 +112,7 @@ class Server:
     `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
     `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
 
-    Args:
+    Arguments:
         target: a decorated model, method or function.
         max_batch: how many requests run at a time.
         max_wait: seconds that a request waits for others, where the forward doesn't wait for values.
@@ -585,7 +585,7 @@ class Server:
         return request.args if self.owner is None else (self.owner, *request.args)
 
     def _answer(self, request: _Request, result: Any) -> None:
-        """What the forward has given for a request, or raised."""
+        """Completes a request with the result of its forward, or with the exception that it raised."""
         if isinstance(result, BaseException):
             self._settle(request, error=result)
         elif _settle(request.future, result):
@@ -634,7 +634,7 @@ def live(target: Any, *, max_batch: int = 64, max_wait: float = 0.002, max_queue
     A request joins those that are running at the next phase, and its result is there as soon as it is done. Each result
     is what the undecorated forward gives for that instance alone, rounding aside. Gradients are off.
 
-    Args:
+    Arguments:
         target: a decorated model, method or function, as for `explain`; call `model.eval()` first.
         max_batch: how many requests run at a time.
         max_wait: seconds that a request waits for others, where the forward doesn't wait for values.

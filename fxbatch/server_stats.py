@@ -1,4 +1,4 @@
-"""What a server of live batches has done: counts, times and latencies, as numbers and as text for Prometheus.
+"""Statistics of a server of live batches: counts, times and latencies, as numbers and as text for Prometheus.
 
 stats = server.stats()
 stats.latency(0.95)           # seconds that 95 % of the last requests took at most
@@ -49,7 +49,7 @@ class PhaseTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerStats:
-    """What a server has done since it was made, and what it does now.
+    """Counts, times and latencies of a server since it was made, and how many requests wait and run now.
 
     Fields:
         requests: how many were taken in.
@@ -157,7 +157,7 @@ class Counts:
         self.recent.append(times)
 
     def stats(self, *, waiting: int, running: int) -> ServerStats:
-        """What there is now."""
+        """The counts so far, as an object that no longer changes. waiting, running: requests at this moment."""
         counts: dict[str, Any] = {name: self.of[name] for name in _COUNTERS}
         return ServerStats(
             **counts, waiting=waiting, running=running, batch_sizes=dict(self.batch_sizes), seconds=dict(self.seconds),

@@ -1,4 +1,4 @@
-"""What instances share besides modules, as it is: for checks, which run a minibatch several times from one state.
+"""Snapshots of Python state that instances share besides modules, so that checks can run a minibatch several times.
 
 In: a forward and its owner. Out: globals, closures, default arguments, attributes of classes and what these lead to,
 to be put back as it was.
@@ -166,7 +166,7 @@ class SharedState:
 
 
 def _copier(x: Any) -> Callable[[], Any]:
-    """What gives x as it is now: the object itself, of an iterator a copy each time."""
+    """A function that returns x as it is now: the object itself, or for an iterator a new copy at each call."""
     if isinstance(x, Iterator) and not isinstance(x, (torch.nn.Module, FunctionType)):
         try:
             with warnings.catch_warnings():

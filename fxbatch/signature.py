@@ -332,7 +332,7 @@ class Signature:
         return None if writes or "_flat_weights" in state or len(self._places) < len(self.shared) else module
 
     def direct(self, shared: Sequence[torch.Tensor]) -> Body | None:
-        """What `prepared` gives, where nothing has to be made ready for it: what is called is what was recorded, and a
+        """The body that `prepared` gives, if nothing has to be made ready for it: it calls what was recorded, and a
         module's tensors are these."""
         target, frozen = self.only_reads, self.frozen
         if target is None:

@@ -252,7 +252,7 @@ def let_dynamo_read_torch() -> None:
 
 @functools.cache
 def dynamo_questions() -> tuple[tuple[Any, str, Callable[..., Any], Any], ...]:
-    """What a compiled function asks when it is called: (module, name, function, the answer for "run as plain Python").
+    """Functions that a compiled function calls first: (module, name, function, the answer for "run as plain Python").
 
     Which frames to compile; whether none was, which fullgraph=True takes for an error. What a version doesn't ask is
     left out. Checked: 2.13.0.
@@ -691,7 +691,7 @@ def storage_users(t: torch.Tensor) -> int:
 
 
 def _autocast_keys() -> int:
-    """What autocast includes again, for the devices that `any_autocast` asks for."""
+    """Dispatch keys that autocast takes out of the excluded ones, for the devices of `any_autocast`, as bits."""
     keys = 0
     for device in ("cpu", "cuda", "xpu", "ipu", "hpu", "xla", "mtia", "privateuseone"):
         was, before = torch.is_autocast_enabled(device), torch._C._dispatch_tls_local_exclude_set().raw_repr()

@@ -168,7 +168,7 @@ def prefetch(model: Any, batches: Iterable[Any], *, ahead: int = 1) -> Iterator[
         batches: lists of traced instances, such as a DataLoader with `collate_fn=fxbatch.collate(model)` gives.
         ahead: how many minibatches to plan ahead.
 
-    Gives:
+    Returns:
         One object per minibatch: call the model with it. Its `instances` are the traced instances; `args` of one
         are the arguments that it was traced with.
 

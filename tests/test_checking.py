@@ -236,7 +236,7 @@ def test_exceptions_are_compared() -> None:
 
 def test_a_bare_trace_knows_no_instance() -> None:
     made = model(two_layers, two(), check=1)
-    with pytest.warns(fxbatch.CheckWarning, match="know no instances"):
+    with pytest.warns(fxbatch.CheckWarning, match="don't hold their instances"):
         made([fxbatch.trace(made, torch.randn(4))])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -44,6 +45,32 @@ class Grandchild(Child):
         return super().forward(x) + 1
 
 
+def type_checked(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A decorator below `@autobatch`, as @beartype and @jaxtyped are."""
+
+    @functools.wraps(fn)
+    def check(*args: Any, **kwargs: Any) -> Tensor:
+        assert all(x.dim() == 1 for x in args[1:])
+        return fn(*args, **kwargs)
+
+    return check
+
+
+class CheckedParent(Parent):
+    @fxbatch.autobatch
+    @type_checked
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class CheckedChild(CheckedParent):
+    @fxbatch.autobatch
+    @type_checked
+    @type_checked
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +81,10 @@ class Plain(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("kind", "scale", "shift"), [(Parent, 1, 0), (Child, 2, 0), (Grandchild, 2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "scale", "shift"),
+    [(Parent, 1, 0), (Child, 2, 0), (Grandchild, 2, 1), (CheckedParent, 1, 0), (CheckedChild, 2, 0)],
+)
 def test_a_decorated_parents_forward_is_called_for_the_instance_at_hand(
     kind: type[Parent], scale: int, shift: int
 ) -> None:

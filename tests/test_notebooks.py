@@ -33,6 +33,7 @@ def minibatch() -> tuple[Any, Any]:
 
 def test_an_explanation_is_a_table(minibatch: tuple[Any, Any]) -> None:
     explanation = fxbatch.explain(*minibatch)
+    assert repr(explanation) == str(explanation)  # at a Python prompt
     shown = explanation._repr_html_()
     assert shown.startswith("<table><caption>3 instances: ") and shown.endswith("</details>")
     assert shown.count("<tr>") == 1 + len(explanation.operations)

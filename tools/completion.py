@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def option_values() -> dict[str, tuple[str, ...]]:
-    """What can follow options that argparse has no choices for, by name."""
+    """By option: the values to complete it with, for options that argparse has no choices for."""
     batching = importlib.import_module("fxbatch.runtime.options")  # late: it imports torch
     values = []
     for field in fields(batching.Options):

@@ -6,13 +6,21 @@ examples:
   fxbatch profile model.py:minibatch --no-backward --option schedule=depth
   fxbatch profile model.py:minibatch --format json | jq .phases
 
-The phases are trace, merge, rewrite, schedule, plan, compile, constants,
-forward, results, backward and parameter gradients. Around them are call (what
-a decorated call does besides), autograd (torch's own engine, and adding
-gradients up) and zero gradients; other is the rest. Times are means of --repeat
-minibatches, each without the phases inside it. Open the trace at
-ui.perfetto.dev or chrome://tracing; its steps are named by operation and batch
-size: `cell x37 forward`.
+The phases of a minibatch:
+  call                 what a decorated call does besides the others
+  trace, merge         your Python runs for each instance, and calls are noted
+  rewrite, schedule, plan    which calls share a launch, in which order
+  compile              code is built for operations that are new
+  constants            the instances' own tensors are put side by side
+  forward, backward, parameter gradients    the batched launches
+  results              results are copied into tensors of their own
+  autograd             torch's engine, and adding gradients up
+  zero gradients       model.zero_grad()
+  other                the rest of the time
+
+Times are means of --repeat minibatches, each without the phases inside it. Open
+the trace at ui.perfetto.dev or chrome://tracing; its steps are named by
+operation and batch size: `cell x37 forward`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a user would do instead: batching by hand in plain PyTorch, and the algorithms of other libraries."""
+"""Competitors: batching by hand in plain PyTorch, and the algorithms of other libraries."""

@@ -85,7 +85,7 @@ class PackedTagger(nn.Module):
 
 
 class PaddedTagger(PackedTagger):
-    """The same with the scores and tags of a minibatch as padded rectangles, masked in the loss."""
+    """A PackedTagger with the scores and tags of a minibatch as padded rectangles, masked in the loss."""
 
     def loss(self, sentences: Sequence[Sentence]) -> Tensor:
         scores, _ = pad_packed_sequence(self.scores(sentences))

@@ -27,7 +27,7 @@ from benchmarks.measure import Clock, Contender
 
 
 class Work(Protocol):
-    """What a peer does there."""
+    """The work of a peer in its process."""
 
     def prepare(self, number: int) -> None:
         """Make that round's minibatch, outside the timing."""
@@ -36,7 +36,7 @@ class Work(Protocol):
         """The minibatch of round `number`; `kind`: "train" or "infer"."""
 
     def outcome(self, kind: str) -> dict[str, np.ndarray]:
-        """What round 0 gives, by name."""
+        """The results of round 0, by name."""
 
 
 Make = Callable[..., Work]  # takes the peer's adapter module, then what PeerProcess was given for it

@@ -177,7 +177,7 @@ def total(results: Any) -> torch.Tensor:
 
 
 def seed() -> None:
-    """The same random numbers for both."""
+    """Seed all generators, so that both sides draw equal random numbers."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the one that public code draws from

@@ -111,7 +111,7 @@ def _stub(name: str, attributes: tuple[str, ...]) -> types.ModuleType:
 
 
 def _other_than_code(folder: str, names: list[str]) -> list[str]:
-    """What is not copied: all files but Python and the small texts that programs read (grammars, vocabularies)."""
+    """The files that are not copied: all but Python and the small texts that programs read (grammars, vocabularies)."""
     kept = (".py", ".json", ".txt", ".ebnf", ".gr")
     return [
         n

@@ -30,7 +30,7 @@ LIMIT = "matrix products alone"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a case should reach: times faster than one by one, than by hand."""
+    """The goal of a case: times faster than one by one, than by hand."""
 
     case: str
     one_by_one: float | None = None

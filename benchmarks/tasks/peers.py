@@ -92,7 +92,7 @@ def _made(cell: Cell, settings: Settings) -> tuple[Any, Batches[Any]]:
 
 
 class DyNetWork:
-    """What DyNet's process does."""
+    """The work of DyNet's process."""
 
     def __init__(self, adapter: ModuleType, cell: Cell, settings: Settings) -> None:
         self.cell = cell

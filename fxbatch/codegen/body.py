@@ -465,6 +465,6 @@ def gradients_of(
     pairs = [(o, g) for o, g in zip(outputs, starts, strict=True) if o.requires_grad]
     if not wanted or not pairs:
         return [None] * len(operands)
-    ends, given = zip(*pairs, strict=True)
-    gradients = iter(run_backward(ends, given, False, False, tuple(wanted), True, accumulate_grad=False))
+    ends, grads = zip(*pairs, strict=True)
+    gradients = iter(run_backward(ends, grads, False, False, tuple(wanted), True, accumulate_grad=False))
     return [next(gradients) if x.requires_grad else None for x in operands]

@@ -195,7 +195,7 @@ def _text(x: Any, number: dict[fx.Node, int]) -> object:
 
 
 def _form(x: torch.Tensor) -> list[object]:
-    """What graphs know of a tensor: shape, strides, dtype, device."""
+    """The form of a tensor, as graphs depend on it: shape, strides, dtype, device, layout."""
     if x.layout is not torch.strided:
         return [list(x.shape), None, str(x.dtype), str(x.device), str(x.layout)]
     return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
@@ -221,32 +221,32 @@ class _Reader:
             return None
         graph = fx.Graph()
         nodes: list[fx.Node] = []
-        for op, target, args, kwargs, values, kept in rows:
+        for op, target, args, kwargs, values, is_kept in rows:
             called = target if op in ("placeholder", "output") else _call_of(target)
             node = graph.create_node(op, called, self.read(args, nodes), self.read(kwargs, nodes))
             if values:
                 node.meta["values"] = tuple(self.read(x, nodes) for x in values)
-            if kept:
+            if is_kept:
                 node.meta["keep"] = True
             nodes.append(node)
         graph.lint()
         return LazyGraphModule({}, graph, name)
 
-    def read(self, x: object, made: list[fx.Node]) -> Any:
+    def read(self, x: object, nodes: list[fx.Node]) -> Any:
         if not isinstance(x, dict):
             return x
         ((kind, y),) = x.items()
         if kind in ("list", "tuple"):
-            read = [self.read(z, made) for z in y]
+            read = [self.read(z, nodes) for z in y]
             return read if kind == "list" else tuple(read)
         if kind == "dict":
-            return {k: self.read(z, made) for k, z in y}
+            return {k: self.read(z, nodes) for k, z in y}
         if kind == "node":
-            return made[y]
+            return nodes[y]
         if kind == "float":
             return float.fromhex(y)
         if kind == "slice":
-            return slice(*(self.read(z, made) for z in y))
+            return slice(*(self.read(z, nodes) for z in y))
         if kind == "device":
             return torch.device(y)
         if kind == "word":
@@ -269,7 +269,7 @@ class _Reader:
 
 @functools.cache
 def _version() -> str:
-    """What graphs depend on besides their bodies: Python, torch, and the code that builds them."""
+    """A digest of Python's and torch's versions and of the code that builds graphs: another digest, other graphs."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {torch.__version__}".encode())
     folder = Path(__file__).parent
     for path in (*sorted(folder.glob("*.py")), *(folder.parent / name for name in _READ)):

@@ -26,7 +26,7 @@ _TENSOR = {torch.Tensor}
 
 
 class RowTape(NamedTuple):
-    """What one step of an unbatched operation leaves for its backward: of each output and input, a tensor a row."""
+    """The tensors that one step of an unbatched operation keeps for its backward: of each output and input, by row."""
 
     outputs: list[Sequence[torch.Tensor]]
     inputs: list[Sequence[torch.Tensor]]
@@ -144,8 +144,8 @@ class UnbatchedKernel:
             for x in column:
                 if x.shape != kind.shape or x.dtype is not kind.dtype:
                     raise TraceError(
-                        f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but PyTorch foretold "
-                        f"{kind.dtype}{list(kind.shape)} (on fake tensors): call it on real tensors, outside"
+                        f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but on fake tensors "
+                        f"{kind.dtype}{list(kind.shape)}: call it on real tensors, outside of the forward"
                     )
         if outs is None:
             return [torch.stack(column) for column in columns]

@@ -97,7 +97,7 @@ _ADDITIONS: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
-    """What `run` gives; with sparse gradients of large tables, where all that is done to them can be done so."""
+    """The result of `run()`, with sparse gradients for large tables if everything that is done to them allows it."""
     shapes = {tuple(x.shape) for x in shared if x.numel() >= _LARGE and x.dim() > 1}
     if not shapes:
         return run()
@@ -127,7 +127,7 @@ def _definite(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
 
 
 class ValuesAndGradients(NamedTuple):
-    """What an operation gives, and the gradients of what it takes: None where there is none."""
+    """An operation's outputs, and the gradients of its inputs and shared operands: None if there is none."""
 
     outputs: Rows
     inputs: list[torch.Tensor | None]
@@ -153,14 +153,14 @@ class _Eager:
         inputs = [draw(kind, n, gen) for kind in self.signature.inputs]
         return inputs, [_normal(kind, n, gen) for kind in self.signature.outputs]
 
-    def run(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients | None:
+    def run(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients | None:
         """One row at a time, gradients `given`; None where the numbers are not in this operation's domain."""
         try:
-            return _lean(self.shared, lambda: self._run(inputs, given, n))
+            return _lean(self.shared, lambda: self._run(inputs, grads, n))
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             return None
 
-    def _run(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
+    def _run(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients:
         signature = self.signature
         rows = [x.detach().clone().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
         weights = [  # as they are: bodies that write to them are refused before
@@ -177,7 +177,7 @@ class _Eager:
                     f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
                 )
         ends = [o for row in results for o in row]
-        starts = [g[i].clone() for i in range(n) for g in given]
+        starts = [g[i].clone() for i in range(n) for g in grads]
         gradients = gradients_of(ends, starts, [*rows, *weights])
         return ValuesAndGradients(
             [o.detach() for o in outputs], gradients[: len(rows)], gradients[len(rows) :]
@@ -196,9 +196,9 @@ class _Check:
         """The shared operands."""
         return self.eager.shared
 
-    def batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
-        """The same from the three graphs."""
-        return _lean(self.shared, lambda: self._batched(inputs, given, n))
+    def batched(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients:
+        """Values and gradients of n calls, by the operation's three graphs. grads: the gradients of the outputs."""
+        return _lean(self.shared, lambda: self._batched(inputs, grads, n))
 
     @torch.no_grad()
     def _batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
@@ -241,11 +241,11 @@ class _Check:
             self.compare(inputs, numbers, several)
         return several
 
-    def compare(self, inputs: Rows, given: Rows, reference: ValuesAndGradients) -> None:
+    def compare(self, inputs: Rows, grads: Rows, reference: ValuesAndGradients) -> None:
         """Raises NotBatchable where what the graphs give of these numbers differs from eager's."""
         n = len(reference.outputs[0])
-        drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *given, *self.shared])
-        _compare(self.batched(inputs, given, n), reference, drawn, self.graphs)
+        drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *grads, *self.shared])
+        _compare(self.batched(inputs, grads, n), reference, drawn, self.graphs)
 
     def eager_of(self, tensors: Rows, n: int) -> ValuesAndGradients:
         """Eager on inputs, gradients of outputs, and shared operands."""
@@ -308,7 +308,7 @@ def check_graphs(
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
 ) -> Checked:
-    """What comparing has shown. Raises NotBatchable where the graphs differ from eager."""
+    """Compares an operation's graphs with eager on random rows. Raises NotBatchable if they differ."""
     if graphs.random:
         return Checked(False)
     check = _Check(graphs, _eager(graphs.signature, input_needs, shared_needs, shared))
@@ -391,14 +391,14 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
 
 
 def _compare_by_autograd(
-    check: _Check, inputs: Rows, given: Rows, weights: Rows, eager: ValuesAndGradients
+    check: _Check, inputs: Rows, grads: Rows, weights: Rows, eager: ValuesAndGradients
 ) -> None:
     operands = [
         *(x.requires_grad_(need) for x, need in zip(inputs, check.eager.needs, strict=True)),
         *weights,
     ]
     outputs = check.graphs.forward(3, *_grouped(check.graphs, inputs), *weights)[: len(eager.outputs)]
-    by_autograd = gradients_of(outputs, given, operands)
+    by_autograd = gradients_of(outputs, grads, operands)
     for i, (x, y) in enumerate(zip(by_autograd, (*eager.inputs, *eager.shared), strict=True)):
         if x is not None and y is None:
             raise NotBatchable(f"operand {i} has a gradient by autograd, and none in eager")
@@ -407,7 +407,7 @@ def _compare_by_autograd(
     def gradients(reference: ValuesAndGradients) -> Rows:
         return _or_zeros([*reference.inputs, *reference.shared], operands)
 
-    drawn = draws(lambda tensors: gradients(check.eager_of(tensors, 3)), [*inputs, *given, *check.shared])
+    drawn = draws(lambda tensors: gradients(check.eager_of(tensors, 3)), [*inputs, *grads, *check.shared])
     for i in _differences(ours, gradients(eager), drawn):
         raise NotBatchable(f"the gradient of operand {i} by autograd differs from eager")
 

@@ -147,7 +147,7 @@ def trilinear(
 
 
 def is_all_true(x: Tensor) -> Tensor:
-    """What torch.distributions asks of its arguments; vmap's rule takes no scalars."""
+    """`torch.all` for vmap, whose own rule takes no scalars. torch.distributions checks its arguments so."""
     return x.reshape(-1).all()
 
 

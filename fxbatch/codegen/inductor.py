@@ -43,7 +43,7 @@ class NotCompilable(Exception):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What torch.compile is told: the backend and its options (`mode`, `options`, or Inductor's own).
+    """Arguments for torch.compile: the backend and its options (`mode`, `options`, or Inductor's own).
 
     rest: compile only what has no native program.
     """
@@ -53,12 +53,12 @@ class CompileOptions:
     rest: bool = False
 
     @staticmethod
-    def of(compile: bool | Backend, given: Sequence[tuple[str, object]] = ()) -> CompileOptions | None:
+    def of(compile: bool | Backend, options: Sequence[tuple[str, object]] = ()) -> CompileOptions | None:
         """The options of `compile=` and `compile_options=`; None where nothing is to be compiled."""
         if compile is False:
             return None
         rest = isinstance(compile, str) and compile == "auto"
-        return CompileOptions("inductor" if compile is True or rest else compile, tuple(given), rest)
+        return CompileOptions("inductor" if compile is True or rest else compile, tuple(options), rest)
 
     def patches(self) -> dict[str, object]:
         """Inductor's configuration: of the mode, of `options`, and of what is no word of torch.compile."""
@@ -67,7 +67,7 @@ class CompileOptions:
         return {key.replace("-", "_"): value for key, value in {**mode, **options}.items()}
 
     def backend_options(self) -> dict[str, Any]:
-        """What is passed through to the backend."""
+        """The options that go to the backend unchanged."""
         options = {k: v for k, v in self.given if k not in _OURS}
         return {**dict(options.pop("options", None) or ()), **options}
 
@@ -198,14 +198,14 @@ def try_to_compile(module: fx.GraphModule, kernel: Kernel, *args: Any, name: str
 
 def _through_inductor(
     module: fx.GraphModule,
-    given: Sequence[InputForm],
+    forms: Sequence[InputForm],
     shared: Sequence[torch.Tensor],
     options: CompileOptions,
     random: bool,
 ) -> tuple[GraphRun, Callable[[int], bool]]:
     n = _ROWS[0]
-    samples = [form.filled(n, seed) for seed, form in enumerate(given)]
-    dynamic = [[bool(a) for a, _ in form.sizes] for form in given] + [[False] * t.dim() for t in shared]
+    samples = [form.filled(n, seed) for seed, form in enumerate(forms)]
+    dynamic = [[bool(a) for a, _ in form.sizes] for form in forms] + [[False] * t.dim() for t in shared]
     patches = {"fallback_random": random, "assert_indirect_indexing": False, **options.patches()}
     run, fits = compile_symbolic(module, [*samples, *shared], dynamic, n, patches)
     reads_n = any(map(any, dynamic)) or next(iter(module.graph.nodes)).users
@@ -214,10 +214,10 @@ def _through_inductor(
 
 def _through_dynamo(module: fx.GraphModule, options: CompileOptions) -> GraphRun:
     """torch.compile with the backend that was asked for."""
-    name, given = options.backend, options.backend_options()
+    name, settings = options.backend, options.backend_options()
     backend = find_backend(name) if isinstance(name, str) else name
     run = torch.compile(
-        module.forward, backend=lambda g, x: backend(g, x, **given), dynamic=True, fullgraph=True
+        module.forward, backend=lambda g, x: backend(g, x, **settings), dynamic=True, fullgraph=True
     )
     # Parameters as plain tensors: Dynamo compiles again for another class.
     return lambda args: run(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))

@@ -129,7 +129,7 @@ def _code(value: object, scope: dict[str, object]) -> str:
 
 
 def flattened(value: object) -> Iterator[object]:
-    """What is in lists and tuples in one another."""
+    """The items of nested lists and tuples, one after the other."""
     if isinstance(value, (list, tuple)):
         for x in value:
             yield from flattened(x)
@@ -190,7 +190,7 @@ class Kernel:
 
 
 class Workspace:
-    """What kernels keep from call to call: one a thread.
+    """Memory that kernels use again from call to call, one workspace per thread.
 
     workspace.enter_run(memory.shared)
     workspace.prepared(kernel, shared)    # made once a run
@@ -214,7 +214,7 @@ class Workspace:
             self._prepared.clear()
 
     def prepared(self, kernel: Kernel, shared: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
-        """What a kernel computes of shared operands alone: once a run, and again where one was written to."""
+        """The tensors that a kernel computes of shared operands alone: once per run, and again after a write to one."""
         assert kernel.prepare is not None
         if self._run is None or any(x.is_inference() for x in shared):
             return kernel.prepare(*shared)
@@ -261,7 +261,7 @@ def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
 
 
 def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
-    """What depends on shared operands alone (casts, sums of biases, products with zeros), and what others read of it.
+    """The nodes that depend on shared operands alone (casts, sums of biases), and those of them that other nodes read.
 
     In graph order. Views alone are as cheap to make as to fetch: then nothing is prepared.
     """
@@ -453,9 +453,9 @@ def _sliced(dim: int, x: torch.Tensor, *bounds: object) -> torch.Tensor:
 
 
 def _with_keywords(
-    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *given: object
+    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *values: object
 ) -> Any:
-    return call(*arguments, **dict(zip(names, given, strict=True)))
+    return call(*arguments, **dict(zip(names, values, strict=True)))
 
 
 def _cast_into(

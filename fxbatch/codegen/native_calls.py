@@ -81,7 +81,7 @@ def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[object,
     return bool(nodes) and all(is_tensor(x) and dtype(x) == kind for x, kind in nodes)
 
 
-def cast(given: torch.dtype, wanted: torch.dtype, source: object) -> Pointwise | None:
+def cast(source_type: torch.dtype, wanted: torch.dtype, source: object) -> Pointwise | None:
     """A copy from one type to another."""
-    name = _CASTS.get((given, wanted))
+    name = _CASTS.get((source_type, wanted))
     return None if name is None else Pointwise(name, (source,))

@@ -252,7 +252,7 @@ class Around:
 
 
 def around(span: Span, dim: int) -> Around:
-    """What lies before and after a dimension of memory."""
+    """Sizes and strides of memory before and after one of its dimensions. Raises where C can't read it so."""
     count, step = span.shape[dim], span.strides[dim]
     need(count[0] == 0 and count[1] > 0, "as many as rows")
     rows, stride = even_rows(span.shape[:dim], span.strides[:dim])

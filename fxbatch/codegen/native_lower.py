@@ -381,7 +381,7 @@ def product(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _start(lowering: Lowering, out: Span, span: Span) -> Operand:
-    """What a product is added to, as an operand: lines as they are, or as they are copied to the result."""
+    """The operand that a product is added to (a bias): read where it lies, or copied to the result first."""
     row, inner = broadcast(span, out.shape)
     if span.base >= 0 and span.dtype is torch.float32 and (inner == 1 or out.shape[1] == ONE):
         return Operand(span.base, span.offset, row, 1)
@@ -471,7 +471,7 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
 
 
 def batched_product(lowering: Lowering, node: fx.Node) -> None:
-    """bmm of which one side is a vector a row, or a column times a line: multiplied, then added up."""
+    """bmm of which one side is a vector per row, or a column times a line: multiplied, then added up."""
     a, b = map(lowering.floats, node.args)
     out, (rows, lines, terms), columns = lowering.target(node), a.shape, b.shape[2]
     if terms == ONE:

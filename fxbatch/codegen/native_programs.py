@@ -74,21 +74,21 @@ def make_step(
 
 
 def forward_step(
-    graphs: OperationGraphs, kept: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
+    graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
 ) -> NativeStep | str:
     """The forward: gathered groups and shared operands in."""
-    sources = [_group(graphs, kept, g) for g in range(len(graphs.layout.groups))]
+    sources = [_group(graphs, kept_groups, g) for g in range(len(graphs.layout.groups))]
     return make_step(graphs.signature.name, graphs.forward, kernel, shared, sources)
 
 
 def backward_step(
-    graphs: OperationGraphs, kept: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
+    graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
 ) -> NativeStep | str:
     """The backward: gradients of outputs, what forward kept, and shared operands in."""
     if graphs.backward is None:
         return "no gradients"
     gradients = [Source()] * len(graphs.grad_outputs)  # where these are the plan says
-    refs = [_source(graphs, kept, ref) for ref in graphs.backward_inputs]
+    refs = [_source(graphs, kept_groups, ref) for ref in graphs.backward_inputs]
     return make_step(graphs.signature.name, graphs.backward, kernel, shared, [*gradients, *refs])
 
 
@@ -101,11 +101,13 @@ def parameters_step(
     return make_step(graphs.signature.name, graphs.parameters, kernel, shared, (), sums=True)
 
 
-def _group(graphs: OperationGraphs, kept: tuple[int, ...], group: int) -> Source:
-    position = kept.index(group) if group in kept else -1
+def _group(graphs: OperationGraphs, kept_groups: tuple[int, ...], group: int) -> Source:
+    position = kept_groups.index(group) if group in kept_groups else -1
     copied = position >= 0 and graphs.in_parameters(group)
     return Source(Origin.GROUP, group, position, int(copied), len(graphs.layout.groups[group]))
 
 
-def _source(graphs: OperationGraphs, kept: tuple[int, ...], ref: Ref) -> Source:
-    return _group(graphs, kept, ref.index) if ref.kind == "group" else Source(_ORIGINS[ref.kind], ref.index)
+def _source(graphs: OperationGraphs, kept_groups: tuple[int, ...], ref: Ref) -> Source:
+    if ref.kind == "group":
+        return _group(graphs, kept_groups, ref.index)
+    return Source(_ORIGINS[ref.kind], ref.index)

@@ -1,10 +1,10 @@
-"""What C and Python share, declared once: native operations, and the records and columns of numbers that C reads.
+"""Declarations for C and Python alike: native operations, and the records and columns of numbers that C reads.
 
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar"))
     Operand(base=2, offset=0, stride=450, inner=1)
 
 In: nothing, as it is read before the project is installed. Out: `_native_operations.h`, which `setup.py` writes: a code
-an operation, a struct of int64 a record, a number a column. Types of operations are of the result, then of the
+an operation, a struct of int64 a record, a number per column. Types of operations are of the result, then of the
 operands: f (float32), i (int64), b (bool), - (no such operand).
 """
 
@@ -127,7 +127,7 @@ class Arena(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What an operation keeps, saves or shares."""
+    """One array besides arenas: a kept or saved group of an operation, or a shared operand."""
 
     pointer: int
     bytes: int
@@ -169,7 +169,7 @@ class Read(IntEnum):
 class ForwardColumns(NamedTuple):
     """A plan's steps, gathers and blocks, and where memory is: buffers of int64."""
 
-    signature: object  # a number a step
+    signature: object  # a number per step
     rows: object
     offset: object  # of a step's rows among those of its operation
     first_gather: object  # of each step, and the end
@@ -187,7 +187,7 @@ class ForwardColumns(NamedTuple):
 
 
 class BackwardColumns(NamedTuple):
-    """What a backward pass reads and writes beside that."""
+    """The columns that only a backward pass has."""
 
     first_read: object  # of each step, and the end
     read_kind: object  # Read

@@ -1,4 +1,4 @@
-"""What an operation is made into: the contract between operation graphs and the runtime; shapes by number of rows.
+"""The graphs that an operation is built into, as the runtime sees them; shapes as functions of the number of rows.
 
 graphs = build_operation(signature, input_needs=needs, shared_needs=shared_needs, shared=shared)
 if isinstance(graphs, Unbatched):
@@ -43,7 +43,7 @@ class Ref:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flows:
-    """What flows between the three graphs of an operation, and out of them."""
+    """The inputs and outputs of an operation's three graphs, and which output of one is an input of another."""
 
     saved_types: tuple[TensorSpec, ...]
     grad_outputs: tuple[int, ...]

@@ -108,7 +108,7 @@ def cut(
     sinks: list[fx.Node],
     sources: dict[fx.Node, None],
     free: dict[fx.Node, None],
-    kept: dict[fx.Node, None],
+    kept_nodes: dict[fx.Node, None],
     again: Again,
 ) -> list[fx.Node]:
     """The cheapest row-wise tensors of `region` from which the sinks can be computed.
@@ -124,7 +124,7 @@ def cut(
     unless_rows: Again = lambda x: again(x) or (_again_unless_random(x) and row_type(x) is None)  # noqa: E731
     wider = (again, unless_rows, _again_unless_random)
     for allowed in wider:
-        behind = minimum_cut(_flow(order, ends, sources, kept, allowed), "source", "sink")
+        behind = minimum_cut(_flow(order, ends, sources, kept_nodes, allowed), "source", "sink")
         if behind is not None:
             return [x for x in order if (x, 0) not in behind and (x, 1) in behind]
     raise NotBatchable("gradients need tensors that are not row-wise")
@@ -134,13 +134,13 @@ def _flow(
     order: list[fx.Node],
     ends: list[fx.Node],
     sources: dict[fx.Node, None],
-    kept: dict[fx.Node, None],
+    kept_nodes: dict[fx.Node, None],
     again: Again,
 ) -> Flow:
     """Each node is an edge whose capacity is what keeping it costs; what must be kept hangs on the source."""
     flow: Flow = {"source": {}, "sink": {}, **{(node, end): {} for node in order for end in (0, 1)}}
     for node in order:
-        flow[node, 0][node, 1] = _capacity(node, kept)
+        flow[node, 0][node, 1] = _capacity(node, kept_nodes)
         for source in node.all_input_nodes:
             if (source, 1) in flow:
                 flow[source, 1][node, 0] = _INFINITE
@@ -155,7 +155,7 @@ Flow = dict[Hashable, dict[Hashable, int]]  # what may flow from one to the othe
 
 
 def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] | None:
-    """What lies behind the minimum cut nearest to the sink; None where nothing bounds the flow (Edmonds & Karp)."""
+    """The nodes behind the minimum cut nearest to the sink; None if nothing bounds the flow (Edmonds & Karp)."""
     left = {a: dict(ends) for a, ends in flow.items()}
     for a, ends in flow.items():
         for b in ends:
@@ -175,7 +175,7 @@ def minimum_cut(flow: Flow, source: Hashable, sink: Hashable) -> set[Hashable] |
 
 
 def _reached(left: Flow, start: Hashable) -> dict[Hashable, Hashable]:
-    """What something can still flow to, by a shortest path, and what comes before it there."""
+    """The nodes that flow from `start` can still reach, each with the one before it on a shortest path."""
     before = {start: start}
     reached = [start]
     for a in reached:
@@ -201,10 +201,10 @@ def _depends_on_rows(region: dict[fx.Node, None], free: dict[fx.Node, None]) -> 
     return {node: None for node, yes in depends.items() if yes}
 
 
-def _capacity(node: fx.Node, kept: dict[fx.Node, None]) -> int:
+def _capacity(node: fx.Node, kept_nodes: dict[fx.Node, None]) -> int:
     if row_type(node) is None:
         return _INFINITE
-    cost = bytes_per_row(node) * (_KEPT_ANYWAY if node in kept else _ANEW)
+    cost = bytes_per_row(node) * (_KEPT_ANYWAY if node in kept_nodes else _ANEW)
     # keeping all pieces of a tensor means copying each: rather the tensor itself
     return cost * 100 + cost * (node.target in (aten.slice.Tensor, aten.select.int))
 

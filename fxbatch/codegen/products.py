@@ -74,7 +74,7 @@ def settle() -> ProductChoice | None:
 
 
 def described() -> str:
-    """What this process decided, in words; "" without the extension."""
+    """In words: which library multiplies in this process, and why; "" without the extension."""
     choice = settle()
     return "" if choice is None else choice.describe()
 
@@ -98,7 +98,7 @@ def decide(wanted: str, folder: Path) -> ProductChoice:
 
 
 def kept(folder: Path, level: str) -> ProductChoice:
-    """What was measured before on this machine, or is now, and kept for the next process."""
+    """The choice that a file in this folder has for this machine; if there is none it is measured now, and written."""
     key = machine_key(level)
     path = folder / f"products-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     blas = read(path, key)
@@ -114,7 +114,7 @@ def kept(folder: Path, level: str) -> ProductChoice:
 
 
 def machine_key(level: str) -> str:
-    """What the measurement depends on."""
+    """A text of everything that the measurement depends on: processor, torch, own loops, settings of MKL."""
     settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("MKL_")]
     return "; ".join([processor(), level, f"torch {torch.__version__}", f"loops {LOOPS}", *settings])
 
@@ -129,7 +129,7 @@ def processor() -> str:
 
 
 def read(path: Path, key: str) -> tuple[bool, ...] | None:
-    """What a file says for this machine; None where there is none, or none of this form."""
+    """The choice in a file, if it was measured with this key; None if there is no file, or none of this form."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

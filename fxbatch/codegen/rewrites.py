@@ -125,7 +125,7 @@ def _select_rows(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _sum_of_scattered(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The gradient of a table whose rows were selected, without a table a row of the batch."""
+    """The gradient of a table whose rows were selected, without a table per row of the batch."""
     scattered: Any = node.args[0]
     if scattered.target is not aten.scatter_add.default or list(node.args[1]) != [0] or len(node.args) > 2:
         return None
@@ -159,7 +159,7 @@ def _times(a: Size, b: Size) -> Size:
 
 
 def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
-    """What each of the n rows of a node is, where all are the same; of the shape of one row."""
+    """A node with the content of one row, if all n rows of the given node are equal; else None."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     dims = shape(node)

@@ -13,7 +13,7 @@ Equal are calls of one signature on the same values; numbers of equal bits; cons
 or small tensors of equal bits that need no gradient. Random calls are never equal to any other.
 Candidates are found by hash and confirmed by comparison.
 
-What it costs is the pass, reads by index where rows stood in order, and a plan a minibatch: which calls are equal
+What it costs is the pass, reads by index where rows stood in order, and a plan per minibatch: which calls are equal
 is a matter of the data, so that two minibatches of one structure no longer have one plan.
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
@@ -97,14 +97,14 @@ def _find_equal(
     width: Ints,
     arity: Ints,
     random: Flags,
-    given: Ints,
+    old_inputs: Ints,
     results: Ints,
     begin: Ints,
     contents: Ints,
     inputs: Written,
     outputs: Written,
     keep: Marks,
-    known: Int,
+    earlier: Int,
 ) -> Int:
     """Mark the first call of equal ones, and write of what is read and of the results the values that stand for them;
     how many calls are marked. begin: where the contents of each signature of constants begin, -1 for others.
@@ -115,12 +115,12 @@ def _find_equal(
     mask: Int = 63
     while 3 * mask < 4 * sig.shape[0]:
         mask = 2 * mask + 1
-    values: Int = known
+    values: Int = earlier
     for c in range(sig.shape[0]):
         if sig[c] < 0 or sig[c] >= arity.shape[0]:
             raise IndexError(NOT_THERE)
         values += width[sig[c]]
-    if max(values, given.shape[0]) > 0x7FFFFFFF:
+    if max(values, old_inputs.shape[0]) > 0x7FFFFFFF:
         raise OverflowError("a program has at most 2,147,483,647 values")
     # Small, for it is read anywhere. Open addressing: one more than a call, 0 is free.
     table: WrittenShorts = np.zeros(mask + 1, dtype=np.int32)
@@ -132,10 +132,10 @@ def _find_equal(
     value: WrittenShorts = np.arange(values, dtype=np.int32)  # of each value the one that stands for it
     distinct = 0
     at = 0
-    v = known
+    v = earlier
     for c in range(sig.shape[0]):
         s = sig[c]
-        if at + arity[s] > given.shape[0]:
+        if at + arity[s] > old_inputs.shape[0]:
             raise IndexError(NOT_THERE)
         first_input[c], first_value[c], held[c] = at, v, 0
         if begin[s] >= 0:
@@ -145,9 +145,9 @@ def _find_equal(
             following[s] += 1
         mixed: Hash = _mix(_mix(0x243F6A88, s), held[c])
         for i in range(at, at + arity[s]):
-            if given[i] < 0 or given[i] >= v:
+            if old_inputs[i] < 0 or old_inputs[i] >= v:
                 raise IndexError(NOT_THERE)
-            inputs[i] = value[given[i]]
+            inputs[i] = value[old_inputs[i]]
             mixed = _mix(mixed, inputs[i])
         match = c
         place = (mixed >> 32) & mask

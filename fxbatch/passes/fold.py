@@ -1,6 +1,6 @@
 """Program + Schedule -> BatchedGraph, and Fold's algorithm on it, stage by stage (Looks et al. 2017, section 2).
 
-Comes in: a Program and its Schedule. Goes out: a node a step, an edge where a step reads what another made; then
+Comes in: a Program and its Schedule. Goes out: a node per step, an edge where a step reads what another made; then
 what Fold adds: pass-throughs, gathers, cats. They are there for dumps, drawings and fidelity; a run walks a Plan.
 
     graph = batch_calls(program, schedule)
@@ -207,7 +207,7 @@ def add_pass_through_calls(program: Program) -> tuple[Program, Schedule]:
 
 
 def _carry(
-    program: Program, depth: np.ndarray, made: np.ndarray, count: np.ndarray
+    program: Program, depth: np.ndarray, made_at: np.ndarray, count: np.ndarray
 ) -> tuple[Program, Schedule]:
     """Add `count[v]` identity calls for each value v, then put all calls in order of depth."""
     added = int(count.sum())
@@ -219,17 +219,17 @@ def _carry(
     maker_instance = np.zeros(program.values, dtype=program.instance.dtype)
     maker_instance[program.known :] = program.instance[program.call_of_value]
 
-    all_depth = np.concatenate([depth, made[value] + 1 + hop])
+    all_depth = np.concatenate([depth, made_at[value] + 1 + hop])
     carrier = program.values + np.arange(added)  # the value of each identity call
 
     def at_depth(values: np.ndarray, below: np.ndarray) -> np.ndarray:
         """Each value as depth `below` has it."""
-        hops = below - made[values]
+        hops = below - made_at[values]
         carried = carrier[np.minimum(start[values] + np.maximum(hops, 1) - 1, added - 1)]
         return np.where(hops > 0, carried, values)
 
     inputs = at_depth(program.inputs, depth[program.reader] - 1)
-    before = at_depth(value, made[value] + hop)
+    before = at_depth(value, made_at[value] + hop)
     wide = dataclasses.replace(
         program,
         signatures=signatures,

@@ -68,7 +68,7 @@ def find_runs(
     width: Ints,
     arity: Ints,
     constant: Flags,
-    known: Int,
+    earlier: Int,
     begins: Ints,
     member: Ints,
     first_member: Ints,
@@ -89,7 +89,7 @@ def find_runs(
     begin: Written = scratch[calls + 1 : 2 * calls + 2]  # and its first input
     order: Written = scratch[2 * calls + 2 :]  # the calls that are no constants
     n: Int = 0
-    value[0] = known
+    value[0] = earlier
     begin[0] = 0
     for c in range(calls):
         if not 0 <= sig[c] < width.shape[0] or (c and instance[c] < instance[c - 1]):
@@ -169,7 +169,7 @@ def find_runs(
 
 @cython.cfunc
 def _read_by(slot: Int, p: Int, order: Written, begin: Written, inputs: Ints) -> Int:
-    """What a flat input slot of the run that begins at `p` reads."""
+    """The value that a flat input slot of the run that begins at `p` reads."""
     c: Int = order[p]
     while slot >= begin[c + 1] - begin[c]:
         slot -= begin[c + 1] - begin[c]
@@ -185,7 +185,7 @@ def put_runs(
     outputs: Ints,
     width: Ints,
     arity: Ints,
-    known: Int,
+    earlier: Int,
     begins: Ints,
     first_member: Ints,
     first_piece: Ints,
@@ -194,7 +194,7 @@ def put_runs(
     fused: Ints,
     read: Ints,
     first_read: Ints,
-    given: Ints,
+    gives: Ints,
     first_given: Ints,
     new_sig: WrittenShorts,
     new_instance: WrittenShorts,
@@ -202,9 +202,9 @@ def put_runs(
     new_outputs: Written,
 ) -> tuple[int, int]:
     """The columns with the pieces of each run at the place of its last call; how many calls and inputs there are then.
-    fused: the signature of each piece; read, given: which flat slots its inputs and outputs are."""
+    fused: the signature of each piece; read, gives: which flat slots its inputs and outputs are."""
     calls: Int = sig.shape[0]
-    values: Int = known
+    values: Int = earlier
     for c in range(calls):
         values += width[sig[c]]
     scratch: Written = np.empty(values + 2 * calls, dtype=np.int64)
@@ -212,13 +212,13 @@ def put_runs(
     members: Written = scratch[values : values + calls]  # of the occurrence that is gone through
     begin: Written = scratch[values + calls :]
     first: Written = np.empty(calls, dtype=np.int64)
-    for v in range(known):
+    for v in range(earlier):
         number[v] = v
     n: Int = 0
     entries: Int = 0
     at: Int = 0
-    v = known
-    new: Int = known
+    v = earlier
+    new: Int = earlier
     count: Int = 0
     for c in range(calls):
         s = sig[c]
@@ -253,9 +253,9 @@ def put_runs(
                         entries += 1
                     for g in range(first_given[piece], first_given[piece + 1]):
                         k = 0
-                        while given[g] >= place[members[k]] + width[sig[members[k]]]:
+                        while gives[g] >= place[members[k]] + width[sig[members[k]]]:
                             k += 1
-                        number[first[members[k]] + given[g] - place[members[k]]] = new
+                        number[first[members[k]] + gives[g] - place[members[k]]] = new
                         new += 1
                     new_sig[n], new_instance[n] = fused[piece], instance[c]
                     n += 1

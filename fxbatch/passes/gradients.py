@@ -339,8 +339,8 @@ class _GradientPlanner:
         n = 0
         value: Written = self.value
         row: Written = self.row
-        for t, given in zip(self.request_type, self.requests):
-            asked = given
+        for t, requested in zip(self.request_type, self.requests):
+            asked = requested
             self.request_start.append(self.total[t] + 1)  # row 0 is zero
             for i in range(asked.shape[0]):
                 value[n], row[n] = asked[i], self.total[t] + 1 + i

@@ -161,9 +161,9 @@ def plan_whole(
 
 @cython.cclass
 class RunColumns:
-    """What the phases of a run leave for the next one, as columns that grow without being copied phase by phase: of
-    each value its row, its type and whether gradients go through it; rows in use of each array, and the room that it
-    has; calls of each operation so far.
+    """Columns that grow from phase to phase of a run, not copied for each one: of each value its row, its type
+    and whether gradients go through it; rows in use of each array, and the room that it has; calls of each operation
+    so far.
 
         plan, small = columns.plan(program, schedule, slots, arrays, numbers, operations, types, needs)
         for i, n, used in small:

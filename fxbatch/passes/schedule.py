@@ -21,7 +21,7 @@ Where that misses the lower bound, the agenda is tried as well and the better on
 none: every call is its own step, for comparisons.
 
 The lower bound: calls of one signature on one path can't share a step, so a signature needs as many steps as its
-longest chain; steps of different signatures are different steps. Constants need one step a signature.
+longest chain; steps of different signatures are different steps. Constants need one step per signature.
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
 """

@@ -62,7 +62,7 @@ def calls_behind(program: Program, values: np.ndarray) -> np.ndarray:
 
 
 def _mark_live(
-    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, outputs: Ints, stays: Flags, live: Marks, known: Int
+    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, outputs: Ints, stays: Flags, live: Marks, early: Int
 ) -> Int:
     """Live are calls of signatures that stay, calls that make outputs, and what a live call reads; -> dead calls."""
     values = 0
@@ -79,8 +79,8 @@ def _mark_live(
             maker[i] = c
         values += width[sig[c]]
     for i in range(outputs.shape[0]):
-        v = outputs[i] - known
-        if v < -known or v >= values:
+        v = outputs[i] - early
+        if v < -early or v >= values:
             raise IndexError(NOT_THERE)
         if v >= 0:
             live[maker[v]] = 1
@@ -94,8 +94,8 @@ def _mark_live(
             dead += 1
             continue
         for i in range(at, at + arity[s]):
-            v = inputs[i] - known
-            if v < -known or v >= values:
+            v = inputs[i] - early
+            if v < -early or v >= values:
                 raise IndexError(NOT_THERE)
             if v >= 0:
                 live[maker[v]] = 1
@@ -136,20 +136,20 @@ def _keep_calls(
     new_instance: WrittenShorts,
     new_inputs: Written,
     new_outputs: Written,
-    known: Int,
+    earlier: Int,
 ) -> tuple[int, int]:
     """Calls and inputs that are kept, numbered anew."""
     left = 0
     entries = 0
     at = 0
-    values = known
-    number = known
+    values = earlier
+    number = earlier
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
         values += width[sig[c]]
     new_number: Written = np.arange(values)
-    values = known
+    values = earlier
     for c in range(sig.shape[0]):
         for i in range(values, values + width[sig[c]]):
             new_number[i] = number if keep[c] else -1
@@ -176,11 +176,11 @@ def _keep_calls(
 
 
 def number_segments(
-    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, ends: Flags, segment: Written, known: Int
+    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, ends: Flags, segment: Written, earlier: Int
 ) -> None:
     """After how many segments each call can run (written to `segment`), where calls that `ends` marks run at the end of
     one: those that read them too, all others in the next."""
-    values = known
+    values = earlier
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
@@ -189,7 +189,7 @@ def number_segments(
         values, dtype=np.int64
     )  # twice the segment; one more where a marked call makes it
     at = 0
-    value = known
+    value = earlier
     for c in range(sig.shape[0]):
         s = sig[c]
         if at + arity[s] > inputs.shape[0]:
@@ -274,7 +274,7 @@ def _kept_of(sig: Shorts, keep: Flags, s: Int, mine: Written) -> int:
 
 
 def reorder(program: Program, order: np.ndarray) -> Program:
-    """The same calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
+    """A program with the calls in another order (int64 [calls]: which call comes first, second, ...), renumbered.
 
     Constants of one signature must keep their order among themselves.
     """

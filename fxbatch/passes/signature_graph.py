@@ -96,7 +96,7 @@ class Survey(NamedTuple):
     before: np.ndarray  # int32 [calls]: calls of its signature before it on a path of such calls alone
     longest: np.ndarray  # int64 [signatures]: calls on the longest such path
     graph: SignatureGraph
-    present: bytes  # a byte a signature: whether it is called
+    present: bytes  # a byte per signature: whether it is called
 
 
 def called(program: Program) -> bytes:
@@ -144,7 +144,7 @@ def _survey(program: Program) -> Survey:
 
 
 def _walk(
-    sig: Shorts, inputs: Ints, slot: Ints, out: Ints, known: Int, before: WrittenShorts
+    sig: Shorts, inputs: Ints, slot: Ints, out: Ints, earlier: Int, before: WrittenShorts
 ) -> tuple[np.ndarray, np.ndarray, bytes, np.ndarray | None]:
     """Calls of each signature, the longest chains of them, whether there are any, and the pairs slot * outputs + output
     that occur, ascending; None where a table of all that may would be too large."""
@@ -179,9 +179,9 @@ def _walk(
         if at + slot[s + 1] - slot[s] > inputs.shape[0]:
             raise IndexError(NOT_THERE)
         for i in range(slot[s], slot[s + 1]):
-            v = inputs[at] - known
+            v = inputs[at] - earlier
             at += 1
-            if v < -known or v >= values:
+            if v < -earlier or v >= values:
                 raise IndexError(NOT_THERE)
             if v >= 0:
                 if dense:
@@ -211,7 +211,7 @@ def source_calls(program: Program) -> np.ndarray:
     return out
 
 
-def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Written) -> None:
+def _source_calls(sig: Shorts, width: Ints, inputs: Ints, earlier: Int, out: Written) -> None:
     values = 0
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
@@ -224,8 +224,8 @@ def _source_calls(sig: Shorts, width: Ints, inputs: Ints, known: Int, out: Writt
             maker[i] = c
         values += width[sig[c]]
     for i in range(inputs.shape[0]):
-        v = inputs[i] - known
-        if v < -known or v >= values:
+        v = inputs[i] - earlier
+        if v < -earlier or v >= values:
             raise IndexError(NOT_THERE)
         out[i] = maker[v] if v >= 0 else -1
 
@@ -311,10 +311,10 @@ def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
     return slots.tobytes() if any_early else b""
 
 
-def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int, slots: Marks) -> bool:
+def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, earlier: Int, slots: Marks) -> bool:
     at = 0
     any_early = False
-    if needs.shape[0] < known:
+    if needs.shape[0] < earlier:
         raise IndexError(NOT_THERE)
     for c in range(sig.shape[0]):
         s = sig[c]
@@ -325,7 +325,7 @@ def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, known: Int
             at += 1
             if v < 0:
                 raise IndexError(NOT_THERE)
-            if v < known and needs[v]:
+            if v < earlier and needs[v]:
                 slots[i] = 1
                 any_early = True
     return any_early
@@ -409,9 +409,9 @@ def _mark(results: Ints, marked: Marks) -> None:
         marked[results[i]] = 1
 
 
-def _reach(sig: Shorts, first: Ints, known: Int, marked: Marks, hit: Marks) -> None:
+def _reach(sig: Shorts, first: Ints, earlier: Int, marked: Marks, hit: Marks) -> None:
     """Mark the outputs whose values are marked."""
-    v = known
+    v = earlier
     for c in range(sig.shape[0]):
         s = sig[c]
         if s < 0 or s >= first.shape[0] - 1 or v + first[s + 1] - first[s] > marked.shape[0]:
@@ -426,7 +426,7 @@ def _mark_read(
     first: Ints,
     slot: Ints,
     inputs: Ints,
-    known: Int,
+    earlier: Int,
     through: Flags,
     wanted: Flags,
     marked: Marks,
@@ -434,7 +434,7 @@ def _mark_read(
 ) -> None:
     """Mark the signatures of calls that lead to marked values, of those that are wanted, and what these calls read
     where gradients go through."""
-    v, e, calls = known, inputs.shape[0], sig.shape[0]
+    v, e, calls = earlier, inputs.shape[0], sig.shape[0]
     for c in range(calls):
         v += first[sig[c] + 1] - first[sig[c]]
     for c in range(calls):

@@ -51,8 +51,8 @@ def check_against_body(
 def packed_differences(
     packed: Rows, loop: Rows, instances: Rows, shared: Tensors, run_loop: Callable[[Rows, Tensors], Rows]
 ) -> list[str]:
-    """What differs between results [instance][output], and between the gradients of a weighted sum of them. run_loop
-    gives the loop's results on other numbers."""
+    """Messages for each difference between results [instance][output], and between the gradients of a weighted sum of
+    them. run_loop: the loop, which is run on other numbers, too."""
     flat, starts = [*(t for row in instances for t in row), *shared], [0]
     for row in instances:
         starts.append(starts[-1] + len(row))

@@ -246,7 +246,7 @@ class Lengths:
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: str
     ) -> torch.Tensor:
         """The sum or the mean of `linear(rows, weight, bias)` over the rows of each instance: the product of their sum,
-        which is one row an instance. Where an instance has no rows, as it is written: zero times a gradient that is
+        which is one row per instance. Where an instance has no rows, as it is written: zero times a gradient that is
         not finite is not zero."""
         mean = how == "mean"
         if self.shortest == 0:
@@ -311,8 +311,8 @@ class Lengths:
         begin, end = edges[:, :-1] // bins, -(-edges[:, 1:] // bins)
         parts = Lengths((end - begin).reshape(-1), self.device)
         first = (self.starts[:, None] + begin).reshape(-1)
-        given = rows.index_select(0, self._to(first[parts.segments] + parts.positions))
-        pooled = parts.divided(parts.sum(given), 1) if how == "mean" else parts.pad(given, fill).max(1)[0]
+        items = rows.index_select(0, self._to(first[parts.segments] + parts.positions))
+        pooled = parts.divided(parts.sum(items), 1) if how == "mean" else parts.pad(items, fill).max(1)[0]
         return pooled.reshape(self.n, bins, *rows.shape[1:])
 
     @functools.cached_property
@@ -355,11 +355,11 @@ def looped(rows: torch.Tensor) -> bool:
     return COMPILED and rows.dtype == torch.float32 and 0 < rows.numel() <= LOOPED and rows.is_cpu
 
 
-def _applied(function: type[torch.autograd.Function], *given: Any) -> Any:
-    """What a function gives; its forward alone, where no gradients are recorded."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given[1:]):
-        return function.apply(*given)
-    return function.forward(None, *given)
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Applies an autograd function; if no gradients are recorded, its forward alone."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[1:]):
+        return function.apply(*arguments)
+    return function.forward(None, *arguments)
 
 
 def _width(rows: torch.Tensor) -> int:

@@ -201,7 +201,7 @@ class Emitter:
         return self.lengths_of[e]
 
     def column(self, e: object) -> str:
-        """A numpy column of an expression: one number an instance."""
+        """A numpy column of an expression: one number per instance."""
         if source := self._by_values(e):
             return self.line(source)
         if e not in self.columns_of:
@@ -285,7 +285,7 @@ class Emitter:
         return name
 
     def gathered_as(self, index: Packed, code: str, val: Any) -> Packed:
-        """What a padded index picked: its dimensions, then those of what was picked."""
+        """The layout of `x[index]` with a padded index: the index's dimensions, then those of a picked row."""
         before = [*index.axes, *index.rest]
         after = [*own_dimensions(shape_of(val))]
         after += [d for d in range(len(shape_of(val))) if d not in after]
@@ -359,7 +359,7 @@ class Emitter:
     # -- nodes ------------------------------------------------------------------------------------------
 
     def value(self, x: object) -> Any:
-        """What an argument of a node is here: a Packed, an expression of sizes, or plain data."""
+        """An argument of a node in the emitted function: a Packed, an expression of sizes, or plain data."""
         if isinstance(x, fx.Node):
             return expression_or_number(x.meta["val"]) if is_size(x) else self.env[x]
         return expression_or_number(x)

@@ -3,7 +3,7 @@
 In: a body of one instance, example tensors, and which dimensions are the instance's own. Out: a PackedFunction.
 
     function = PackedFunction.of(body, [words], ((0,),), [weight])
-    packed = function([[words_0, words_1]], [weight])      # one tensor an output, in the layout that it says
+    packed = function([[words_0, words_1]], [weight])      # one tensor per output, in the layout that it says
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxbatch.torch_private import set_grad_enabled
 
 
 class PackedMinibatch:
-    """What the emitted function asks of a minibatch: its number of instances, their sizes and numbers."""
+    """A minibatch as the emitted function reads it: the number of instances, their sizes and their numbers."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class PackedMinibatch:
         self.casts: list[torch.autocast] = []
 
     def set_grad_enabled(self, on: bool) -> None:
-        """What follows is recorded by autograd, or not."""
+        """Switches autograd on or off for the lines that follow in the emitted function."""
         set_grad_enabled(on)
 
     def enter_autocast(self, *how: Any) -> None:
-        """What follows runs in this autocast."""
+        """Enters autocast for the lines that follow in the emitted function."""
         cast = torch.autocast(*how)
         cast.__enter__()
         self.casts.append(cast)
@@ -80,7 +80,7 @@ class PackedMinibatch:
         self.sizes_by_values[expression] = size
 
     def fill(self, dtype: torch.dtype, how: str) -> Any:
-        """What no element is beyond: padding that an extreme never is, unless all are."""
+        """The number to pad with before a maximum (`how="max"`) or a minimum, so that padding isn't the extreme."""
         if dtype == torch.bool:
             return how == "min"
         if dtype.is_floating_point:
@@ -89,7 +89,7 @@ class PackedMinibatch:
         return limits.min if how == "max" else limits.max
 
     def last(self, dtype: torch.dtype, descending: bool) -> Any:
-        """What is sorted behind everything else."""
+        """The number that is sorted behind all others."""
         if dtype == torch.bool:
             return not descending
         if not dtype.is_floating_point:
@@ -161,8 +161,8 @@ class PackedMinibatch:
         if both.shortest == 0:
             places[both.sizes == 0] = both.total
             rows = both.extended(rows)
-        found = rows.index_select(0, torch.from_numpy(places.reshape(-1)).to(self.device))
-        return found.view(*places.shape, *rows.shape[1:])
+        picked = rows.index_select(0, torch.from_numpy(places.reshape(-1)).to(self.device))
+        return picked.view(*places.shape, *rows.shape[1:])
 
     def _repeated(self, size: Lengths) -> np.ndarray:
         """int64 [n, longest]: the places of each instance; those beyond its last repeat it."""
@@ -214,32 +214,32 @@ class PackedMinibatch:
         return out
 
     def rows(
-        self, size: Lengths, index: torch.Tensor, own: Lengths | None, from_end: bool = False
+        self, size: Lengths, index: torch.Tensor, index_size: Lengths | None, from_end: bool = False
     ) -> torch.Tensor:
-        """Rows of all instances that indices into the rows of each mean. own: how many indices each instance has, if
-        their first dimension is its own; else they are [n, ...]. from_end: negative ones count from the end."""
+        """Rows of all instances that indices into the rows of each mean. index_size: how many indices each has,
+        if their first dimension differs; else they are [n, ...]. from_end: negative ones count from the end."""
         trailing = [1] * (index.dim() - 1)
         if index.is_cpu and index.dtype == torch.int64:  # in numpy, where a launch is 0.5 us
             numbers = index.numpy()
             first, sizes = (
-                (x if own is None else np.repeat(x, own.sizes)).reshape(-1, *trailing)
+                (x if index_size is None else np.repeat(x, index_size.sizes)).reshape(-1, *trailing)
                 for x in (size.starts, size.sizes)
             )
             if (numbers.view(np.uint64) < sizes.view(np.uint64)).all():  # none is negative or beyond the last
                 return torch.from_numpy(numbers + first)
-        if own is None:
+        if index_size is None:
             return size.rows_of(
                 index, size.offsets.view(-1, *trailing), size.column.view(-1, *trailing), from_end
             )
-        segment = own.segment.view(-1, *trailing)
+        segment = index_size.segment.view(-1, *trailing)
         return size.rows_of(index, size.offsets[segment], size.column[segment], from_end)
 
     def elements(
-        self, sizes: Sequence[Lengths], indices: Sequence[torch.Tensor], own: Lengths | None
+        self, sizes: Sequence[Lengths], indices: Sequence[torch.Tensor], index_size: Lengths | None
     ) -> torch.Tensor:
         """Places in a padded tensor [n, longest, longest], its dimensions as one, that two indices mean: own says how
         many each instance has, else they are [n, ...]. One that is out of range is beyond the last place."""
-        instance = torch.arange(self.n, device=self.device) if own is None else own.segment
+        instance = torch.arange(self.n, device=self.device) if index_size is None else index_size.segment
         shape = (-1, *[1] * (indices[0].dim() - 1))
         place, beyond = instance.view(shape), 1
         bad = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -316,7 +316,7 @@ class PackedMinibatch:
     def class_weights(
         self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """What each target counts in a mean."""
+        """The weight of each target in a mean: that of its class (1 without weights), 0 for the ignored one."""
         counted = target != ignored
         if weight is None:
             return counted.to(dtype)

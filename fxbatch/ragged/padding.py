@@ -61,7 +61,7 @@ def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """What comes in; no gradient where there is padding."""
+    """The identity in forward; backward sets the gradients of padding to zero."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, along: Along) -> torch.Tensor:

@@ -241,11 +241,11 @@ def _copy(e: Emitter, node: fx.Node) -> Any:
 # -- rows by themselves, or over rows ---------------------------------------------------------------------
 
 
-def dims_of(x: Packed, given: Any) -> list[int]:
+def dims_of(x: Packed, dims: Any) -> list[int]:
     """Dimensions that an operator acts on, none given for all."""
-    if given is None or given == []:
+    if dims is None or dims == []:
         return list(range(x.rank))
-    return [d % max(x.rank, 1) for d in (given if isinstance(given, (list, tuple)) else [given])]
+    return [d % max(x.rank, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ...] = ()) -> Any:
@@ -269,10 +269,10 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
     return e.results(node, e.call(node.target, arguments))
 
 
-def crosses(e: Emitter, node: fx.Node, given: object) -> tuple[Packed, list[int]]:
+def crosses(e: Emitter, node: fx.Node, dims: object) -> tuple[Packed, list[int]]:
     """The only tensor of a node and its dimensions."""
     x = e.to_dense(e.bound(node)["self"])
-    return x, dims_of(x, given)
+    return x, dims_of(x, dims)
 
 
 _ALONG = (
@@ -477,7 +477,7 @@ def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
 
 
 def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
-    """What is left of a padded value that was reduced along d: the rows of its other own size."""
+    """The packed rows that are left when a padded value was reduced along d: those of its other dimension."""
     (other,) = [a for a in x.axes if a != d]
     name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
     rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]

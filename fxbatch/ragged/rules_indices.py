@@ -96,14 +96,14 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     return e.packed(f"{table}[{', '.join(names)}]", val)
 
 
-def _columns(e: Emitter, x: Packed, given: Any, places: list[int], val: object) -> Packed:
+def _columns(e: Emitter, x: Packed, indices: Any, places: list[int], val: object) -> Packed:
     """x[:, index] with an index that is the same for all instances: the same columns, elsewhere."""
     if places != list(range(places[0], places[0] + len(places))):
         raise NoRule("indices of later dimensions")  # what they give is put in front
     held = [x.place(d) for d in places]
     if held != list(range(held[0], held[0] + len(held))):
         raise NoRule("indices of dimensions that lie apart")
-    picks = [given[d].name for d in places]
+    picks = [indices[d].name for d in places]
     return e.packed(f"{x.name}[{', '.join([':'] * held[0] + picks)}]", val)
 
 
@@ -135,16 +135,16 @@ def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object
     if own_dimensions(common) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
     names = [e.aligned(e.to_dense(v), common) for v in indices]
-    own = e.lengths(common[0]) if own_dimensions(common) else None
+    size = e.lengths(common[0]) if own_dimensions(common) else None
     sizes = ", ".join(e.lengths(x.shape[d]) for d in x.axes)
-    return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {own})")
+    return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {size})")
 
 
-def _of_whole(e: Emitter, node: fx.Node, x: Packed, given: Any, places: list[int], val: Any) -> Packed:
+def _of_whole(e: Emitter, node: fx.Node, x: Packed, parts: Any, places: list[int], val: Any) -> Packed:
     """A parameter by indices of the instances."""
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
-    indices = [v for v in given if v is not None]
+    indices = [v for v in parts if v is not None]
     common = shape_of(val)[: val.dim() - (x.rank - len(places))]
     if len(own_dimensions(common)) == 2 and len(indices) == 1:
         return e.gathered_as(indices[0], f"{x.name}[{e.without_padding(indices[0])}]", val)
@@ -230,13 +230,13 @@ def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: 
     return e.packed(code, val)
 
 
-def _put_elements(e: Emitter, node: fx.Node, x: Packed, given: list[Packed]) -> Any:
+def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -> Any:
     """x[i, j] = values, where i and j are as many."""
     a = e.bound(node)
-    common = given[0].shape
-    if x.layout != PADDED or any(v.shape != common for v in given) or len(common) != 1:
+    common = indices[0].shape
+    if x.layout != PADDED or any(v.shape != common for v in indices) or len(common) != 1:
         raise NoRule("writes to several indices")
-    flat, where = _elements(e, x, given, common)
+    flat, where = _elements(e, x, indices, common)
     wanted = (*common, *x.shape[2:])
     values = e.aligned(e.to_dense(a["values"]), wanted)
     put = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")

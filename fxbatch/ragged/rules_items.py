@@ -1,4 +1,4 @@
-"""What treats the first dimension as a batch: a bag of images, of any number, is so many images.
+"""Operators whose first dimension is a batch already: the images of all instances' bags become one batch of images.
 
 In: a convolution, pooling or normalisation over `[T, channels, ...]` of each instance. Out: one call of it on
 `[sum of T, channels, ...]`.

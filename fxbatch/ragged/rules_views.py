@@ -164,14 +164,14 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
     others: list[int] = []
     joined = False
     for ins, outs in _groups(before, after):
-        own = [d for d in ins if depends(before[d])]
+        own_in = [d for d in ins if depends(before[d])]
         own_out = [d for d in outs if depends(after[d])]
-        if not own and not own_out:
+        if not own_in and not own_out:
             others += ins
             continue
         sized = [d for d in ins if before[d] != 1]
         sized_out = [d for d in outs if after[d] != 1]
-        if len(own) != 1 or len(own_out) != 1 or sized[0] != own[0] or sized_out[0] != own_out[0]:
+        if len(own_in) != 1 or len(own_out) != 1 or sized[0] != own_in[0] or sized_out[0] != own_out[0]:
             raise NoRule("a view in which a size of its own is not the first of what it is joined with")
         joined = joined or len(sized) > 1 or len(sized_out) > 1
         first += sized + [d for d in ins if d not in sized]

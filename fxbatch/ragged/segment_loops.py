@@ -29,48 +29,48 @@ Floats = cython.typedef(cython.p_float)
 def means(rows: Address, sizes: Ints, width: Int, out: Address) -> None:
     """[total, width] => [n, width]; not a number where an instance has no rows."""
     read = cython.cast(Floats, rows)
-    made = cython.cast(Floats, out)
+    result = cython.cast(Floats, out)
     for i in range(len(sizes)):
         count = cython.cast(cython.float, sizes[i])
         for k in range(width):
-            made[k] = 0
+            result[k] = 0
         for _ in range(sizes[i]):
             for k in range(width):
-                made[k] += read[k]
+                result[k] += read[k]
             read += width
         for k in range(width):
-            made[k] /= count
-        made += width
+            result[k] /= count
+        result += width
 
 
 def mean_gradients(gradient: Address, sizes: Ints, width: Int, out: Address) -> None:
     """The gradient of `means`, from that of what it gives."""
-    given = cython.cast(Floats, gradient)
-    made = cython.cast(Floats, out)
+    grad = cython.cast(Floats, gradient)
+    result = cython.cast(Floats, out)
     for i in range(len(sizes)):
         count = cython.cast(cython.float, sizes[i])
         for _ in range(sizes[i]):
             for k in range(width):
-                made[k] = given[k] / count
-            made += width
-        given += width
+                result[k] = grad[k] / count
+            result += width
+        grad += width
 
 
 def weighted_sums(weights: Address, rows: Address, sizes: Ints, width: Int, out: Address) -> None:
     """[total], [total, width] => [n, width]: the sums of each row times its weight."""
     factor = cython.cast(Floats, weights)
     read = cython.cast(Floats, rows)
-    made = cython.cast(Floats, out)
+    result = cython.cast(Floats, out)
     for i in range(len(sizes)):
         for k in range(width):
-            made[k] = 0
+            result[k] = 0
         for _ in range(sizes[i]):
             weight = factor[0]
             for k in range(width):
-                made[k] += weight * read[k]
+                result[k] += weight * read[k]
             factor += 1
             read += width
-        made += width
+        result += width
 
 
 def weighted_gradients(
@@ -83,31 +83,31 @@ def weighted_gradients(
     of_rows: Address,
 ) -> None:
     """The gradients of `weighted_sums`, from that of what it gives."""
-    given = cython.cast(Floats, gradient)
+    grad = cython.cast(Floats, gradient)
     factor = cython.cast(Floats, weights)
     read = cython.cast(Floats, rows)
-    made = cython.cast(Floats, of_rows)
+    result = cython.cast(Floats, of_rows)
     for_factor = cython.cast(Floats, of_weights)
     for i in range(len(sizes)):
         for _ in range(sizes[i]):
             weight = factor[0]
             product = cython.cast(cython.float, 0)
             for k in range(width):
-                made[k] = weight * given[k]
+                result[k] = weight * grad[k]
             for k in range(width):
-                product += read[k] * given[k]
+                product += read[k] * grad[k]
             for_factor[0] = product
             factor += 1
             for_factor += 1
             read += width
-            made += width
-        given += width
+            result += width
+        grad += width
 
 
 def softmax(rows: Address, sizes: Ints, width: Int, out: Address) -> None:
     """[total, width] => the same: what the rows of an instance have at one place adds up to 1."""
     read = cython.cast(Floats, rows)
-    made = cython.cast(Floats, out)
+    result = cython.cast(Floats, out)
     for i in range(len(sizes)):
         for k in range(width if sizes[i] else 0):
             top = read[k]
@@ -115,26 +115,26 @@ def softmax(rows: Address, sizes: Ints, width: Int, out: Address) -> None:
             for r in range(sizes[i]):
                 top = top if read[k + r * width] <= top else read[k + r * width]
             for r in range(sizes[i]):
-                made[k + r * width] = expf(read[k + r * width] - top)
-                total += made[k + r * width]
+                result[k + r * width] = expf(read[k + r * width] - top)
+                total += result[k + r * width]
             for r in range(sizes[i]):
-                made[k + r * width] /= total
+                result[k + r * width] /= total
         read += sizes[i] * width
-        made += sizes[i] * width
+        result += sizes[i] * width
 
 
-def softmax_gradients(gradient: Address, found: Address, sizes: Ints, width: Int, out: Address) -> None:
+def softmax_gradients(gradient: Address, weights: Address, sizes: Ints, width: Int, out: Address) -> None:
     """The gradient of `softmax`, from that of what it gave."""
-    given = cython.cast(Floats, gradient)
-    read = cython.cast(Floats, found)
-    made = cython.cast(Floats, out)
+    grad = cython.cast(Floats, gradient)
+    read = cython.cast(Floats, weights)
+    result = cython.cast(Floats, out)
     for i in range(len(sizes)):
         for k in range(width):
             total = cython.cast(cython.float, 0)
             for r in range(sizes[i]):
-                total += given[k + r * width] * read[k + r * width]
+                total += grad[k + r * width] * read[k + r * width]
             for r in range(sizes[i]):
-                made[k + r * width] = read[k + r * width] * (given[k + r * width] - total)
-        given += sizes[i] * width
+                result[k + r * width] = read[k + r * width] * (grad[k + r * width] - total)
+        grad += sizes[i] * width
         read += sizes[i] * width
-        made += sizes[i] * width
+        result += sizes[i] * width

@@ -72,7 +72,7 @@ class SizedGraph:
         body: Callable[..., Any],
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
-        kept: frozenset[str] = frozenset(),
+        whole: frozenset[str] = frozenset(),
         *,
         flags_known: bool = True,
         code: Sequence[object] = (),
@@ -81,8 +81,8 @@ class SizedGraph:
         self.flags_known = flags_known
         self.tensors = tensors
         self.dynamic = dynamic
-        self.whole = kept
-        self.module, env = _trace(body, tensors, dynamic, kept, flags_known, code)
+        self.whole = whole
+        self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code)
         places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.inputs = places
         self.symbols: list[Any] = []  # one a dynamic dimension, in order
@@ -112,8 +112,8 @@ class SizedGraph:
         return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
 
     def _refuse_questions_about_values(self, env: Any) -> None:
-        """What torch takes for granted of a size that depends on values, which nothing would compare: that it is not 1
-        where a dimension of 1 is left out, that it equals another."""
+        """Raises if torch assumed something about a size that depends on values, since nothing would compare it later:
+        that it is not 1 where a dimension of 1 is left out, or that it equals another."""
         asked = [str(a.expr) for asserts in env.deferred_runtime_asserts.values() for a in asserts]
         for node in self.module.graph.nodes:
             if str(node.target).startswith("aten.squeeze"):
@@ -208,7 +208,7 @@ def _trace(
     body: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
     dynamic: Any,
-    kept: frozenset[str],
+    whole: frozenset[str],
     flags_known: bool,
     code: Sequence[object],
 ) -> tuple[fx.GraphModule, Any]:
@@ -221,7 +221,7 @@ def _trace(
             functions_refused(NoPackedForm),
             _sizes_of_fakes((body, *code)),
         ):
-            traced = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(kept))
+            traced = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(whole))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = traced
@@ -415,7 +415,7 @@ _LOCK = threading.RLock()
 
 
 @cached("decompositions")
-def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
+def _decompositions(whole: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     """All composite operators but those that stay whole."""
     table: dict[Any, Callable[..., Any]] = {}
     for name in composite_operators():
@@ -423,7 +423,7 @@ def _decompositions(kept: frozenset[str]) -> dict[Any, Callable[..., Any]]:
         space, _, op = base.partition("::")
         if (
             space != "aten"
-            or base in kept
+            or base in whole
             or op.startswith(("sym_", "size", "stride", "storage", "is_", "_"))
         ):
             continue

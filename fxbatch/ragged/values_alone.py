@@ -1,4 +1,4 @@
-"""What has no rule: instance by instance inside the function; and rows that torch.vmap batches.
+"""Operators without a rule: run instance by instance inside the function, or on rows that torch.vmap batches.
 
 In: a node. Out: its value, by a loop over the instances of the minibatch (exact whatever the operator does), or by
 torch's own batching rule where nothing in it has a size of its own.
@@ -30,8 +30,8 @@ from fxbatch.torch_private import tree_flatten, tree_unflatten
 
 def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
     """An operator on values without sizes of their own: torch.vmap over the instances."""
-    given, spec = tree_flatten((list(node.args), dict(node.kwargs)))
-    leaves = [e.value(x) for x in given]
+    inputs, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+    leaves = [e.value(x) for x in inputs]
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
@@ -58,10 +58,10 @@ class Alone:
         self.spec = spec
         self.outputs = outputs  # own dimensions of each result, None for what is no tensor
 
-    def __call__(self, n: int, *given: Any) -> Any:
-        """given: tensors with the Lengths of their own sizes, columns of numbers, in order."""
+    def __call__(self, n: int, *arguments: Any) -> Any:
+        """arguments: tensors with the Lengths of their own sizes, columns of numbers, in order."""
         columns: list[Any] = []
-        taken = iter(given)
+        taken = iter(arguments)
         for leaf in self.leaves:
             if leaf[0] == "tensor":
                 _, layout, axes = leaf

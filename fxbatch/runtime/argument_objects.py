@@ -74,7 +74,7 @@ class DataClass(NamedTuple):
 
 
 def data_class(kind: type) -> DataClass | None:
-    """What is known of a class; None where it is no such class."""
+    """How to read objects of this class by attribute; None if it is no class that only holds data."""
     described = _DATA_CLASSES.get(kind, _NOT_MET)
     if described is _NOT_MET:
         converters = [c for c in kind.__mro__ if "from_dict" in vars(c) and "to_dict" in vars(c)]
@@ -123,12 +123,12 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(n for n, x in members if isinstance(x, types.MemberDescriptorType) and n != "__dict__")
 
 
-def attributes_of(x: Any, known: DataClass) -> dict[str, Any]:
-    """What an object of such a class holds."""
-    if known.of_dictionary:
+def attributes_of(x: Any, form: DataClass) -> dict[str, Any]:
+    """The attributes of an object of such a class, by name."""
+    if form.of_dictionary:
         return dict(x.to_dict())
     held: dict[str, object] = getattr(x, "__dict__", {})
-    return held if not known.slots else {**held, **{n: getattr(x, n) for n in known.slots if hasattr(x, n)}}
+    return held if not form.slots else {**held, **{n: getattr(x, n) for n in form.slots if hasattr(x, n)}}
 
 
 def named(x: object, names: Container[str] | None) -> tuple[dict[str, object], tuple[str, ...]]:

@@ -374,9 +374,9 @@ class DifferentiableRun:
         return self.planner.operation_set(program, compiled)
 
     def _remember(self, program: Program, types: np.ndarray, rows: np.ndarray) -> None:
-        made = program.type_of_value[program.known :]
+        type_numbers = program.type_of_value[program.known :]
         self.value_row = rows
-        self.value_type = np.concatenate([self.value_type[: program.known], types[made]])
+        self.value_type = np.concatenate([self.value_type[: program.known], types[type_numbers]])
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(values), *shape] of values of one type."""
@@ -532,7 +532,7 @@ class UnrolledRun(DifferentiableRun):
 
 
 class _ProxySteps:
-    """What `walk` runs on: proxies, and the graph that they add to."""
+    """Steps for `walk` that compute nothing: they take and give proxies, and add nodes to an fx graph."""
 
     def __init__(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> None:
         self.program, self.compiled = program, compiled

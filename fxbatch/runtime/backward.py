@@ -68,7 +68,7 @@ Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
 
 class Left(NamedTuple):
-    """What forward and the steps of backward left for the gradients of parameters."""
+    """Inputs of the parameters' gradients: the phases that ran, their memory, and the rows that backward wrote."""
 
     phases: Sequence[Phase]
     memory: Memory
@@ -151,8 +151,8 @@ class KernelTable:
             kernels.append(_Kernel(operation, step, row, inputs, slots, adds))
             row += len(inputs) + len(step.shared_bytes) + len(slots)
         programs = tuple(k.step.adding if k.adds else k.step.program for k in kernels)
-        own = {k.operation for k in kernels}
-        rest = tuple(op for op in operations if op not in own)
+        batched = {k.operation for k in kernels}
+        rest = tuple(op for op in operations if op not in batched)
         reading = tuple(i for i, k in enumerate(kernels) if any(source == OUTPUT for source, _ in k.inputs))
         return KernelTable(tuple(kernels), programs, tuple(results), row, rest, reading)
 
@@ -199,7 +199,7 @@ class NativeKernels(NamedTuple):
 
     @property
     def steps(self) -> list[NativeStep]:
-        """What each kernel is of."""
+        """The step that each kernel belongs to."""
         return [k.step for k in self.table.kernels]
 
     def run(self, first: int = 0, last: int = -1) -> bool:
@@ -220,12 +220,12 @@ def add_parameter_gradients(
     kernels: NativeKernels | None,
     left: Left,
     workspace: Workspace,
-    found: Gradients,
+    gradients: Gradients,
 ) -> None:
     """Add what operations give as the gradients of their shared operands. kernels: their native programs; None where
     nothing is to run in C."""
     if kernels is not None and kernels.run():  # else an index is out of range, which Python tells of
-        add_gradients(kernels.table.kernels, left.memory.shared, kernels.results, found)
+        add_gradients(kernels.table.kernels, left.memory.shared, kernels.results, gradients)
         operations = kernels.table.rest
     for compiled in operations:
         if compiled.parameters is None:
@@ -235,7 +235,7 @@ def add_parameter_gradients(
         with named_step(compiled.signature.name, n, "parameter gradients"):
             grads = compiled.parameters(n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace)
         for position, grad in zip(compiled.grad_shared, grads, strict=True):
-            add_gradient(found, shared[position], grad)
+            add_gradient(gradients, shared[position], grad)
 
 
 def operands_behind(
@@ -257,13 +257,13 @@ def operands_behind(
     return ids
 
 
-def add_gradient(found: Gradients, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+def add_gradient(gradients: Gradients, tensor: torch.Tensor, grad: torch.Tensor) -> None:
     """Note a gradient of a tensor that may have others."""
-    before = found.get(id(tensor))
+    before = gradients.get(id(tensor))
     if before is None:
-        found[id(tensor)] = grad.clone() if grad._base is not None else grad
+        gradients[id(tensor)] = grad.clone() if grad._base is not None else grad
     else:
-        found[id(tensor)] = before + grad
+        gradients[id(tensor)] = before + grad
 
 
 # -- steps in reverse
@@ -301,14 +301,14 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
     return backward.gradients
 
 
-def _is_wrapped(given: Given) -> bool:
+def _is_wrapped(request: Given) -> bool:
     """Whether a gradient stands for several: `is_grads_batched=True`."""
-    return given.grad.layout is torch.strided and storage_of(given.grad) is None
+    return request.grad.layout is torch.strided and storage_of(request.grad) is None
 
 
 @dataclass(frozen=True, eq=False)
 class GradientTemplate:
-    """What all backward passes of some operations have in common."""
+    """Everything in a backward pass that depends on the operations alone, and not on the minibatch."""
 
     kinds: (
         Kinds  # of the arenas of gradients, and of the rows that steps make for the gradients of parameters
@@ -340,10 +340,10 @@ class GradientTemplate:
 class Backward:
     """One backward pass of a run: planned, its memory taken; `walk` may be repeated."""
 
-    def __init__(self, run: Run, given: Sequence[Given]) -> None:
+    def __init__(self, run: Run, requests: Sequence[Given]) -> None:
         self.run, self.memory, self.phases = run, run.memory, run.phases
         structures, memory = run.planner.structures, run.memory
-        results = given[0].values if len(given) == 1 else np.concatenate([g.values for g in given])
+        results = requests[0].values if len(requests) == 1 else np.concatenate([g.values for g in requests])
         self.reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
         for phase, leads in zip(self.phases, self.reached, strict=True):
             if leads.any() and any(t._version != version for t, version in phase.read):
@@ -358,7 +358,7 @@ class Backward:
             PhaseGradients(p.program, p.plan, needs.groups, needs.outputs, memory.types_of(p.program))
             for p, needs in zip(self.phases, self.needs, strict=True)
         ]
-        self.plan = plan_gradients(described, [(g.kind, g.values) for g in given], len(memory.type_ids))
+        self.plan = plan_gradients(described, [(g.kind, g.values) for g in requests], len(memory.type_ids))
         self.running = self.needs[0].running
         if len(self.needs) > 1:
             self.running = tuple(dict.fromkeys(op for w in reversed(self.needs) for op in w.running))
@@ -372,9 +372,9 @@ class Backward:
         self._views: dict[int, GradientViews] = {}
         self.gradients: Gradients = {}
 
-    def write(self, given: Sequence[Given]) -> None:
+    def write(self, requests: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
-        for g, start in zip(given, self.plan.request_start, strict=True):
+        for g, start in zip(requests, self.plan.request_start, strict=True):
             self.rows.write(g.kind, start, g.grad)
 
     def walk(self) -> None:

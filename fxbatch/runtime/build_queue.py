@@ -1,4 +1,4 @@
-"""What waits to be built, dearest first, so that building takes little beside the work that it is for.
+"""A queue of operations to build, the most expensive first, and the seconds that building may take.
 
     queue = BuildQueue()
     with queue.minibatch(64, loop=0.2):         # instances, and the seconds that the loop takes for them
@@ -46,7 +46,7 @@ class _Waiting:
 
 
 class BuildQueue:
-    """What one engine has to build, and the seconds that this may take."""
+    """The operations that one engine has still to build, and the seconds that this may take."""
 
     def __init__(self) -> None:
         self.earned = 0.0

@@ -157,7 +157,10 @@ class Engine(Planner):
             )
         self.changes = recording.changed or recording.recorder.changes.first_set()
         if recording.changed and may_loop:
-            self.refuse(f"{recording.changed}, and an instance {recording.recorder.changes.waited}")
+            where = recording.recorder.changes.waited
+            self.refuse(
+                f"{recording.changed}, and an instance {where}: a local variable or a result would batch"
+            )
         return recording
 
     def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
@@ -180,17 +183,17 @@ class Engine(Planner):
             renumber = run.finish(after_packed_calls(run, program), values)
         return self.assemble(run, results, renumber, out)
 
-    def assemble(self, run: Run | DifferentiableRun, found: Results, renumber: Renumber, out: str) -> object:
+    def assemble(self, run: Run | DifferentiableRun, leaves: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
-        held = found.held
+        held = leaves.held
 
         take: Take = functools.partial(take_results, run)
         if held is not None:
             take = held.together(take, renumber, apart=isinstance(run, Run) and mixes_constants(run))
         try:
             if out == "stack":
-                return stack(found, renumber, take)
-            results = separate(found, renumber, take, run.value_needs if isinstance(run, Run) else None)
+                return stack(leaves, renumber, take)
+            results = separate(leaves, renumber, take, run.value_needs if isinstance(run, Run) else None)
             return nest(results) if out == "nested" else results
         finally:
             if held is not None:
@@ -213,12 +216,12 @@ class TracedInstance:
     def of(args: tuple[object, ...], shared: dict[str, object], make: Callable[[], Trace]) -> TracedInstance:
         """Trace an instance; one that can't be traced ahead is kept without a trace, with the reason."""
         try:
-            made = make()
+            trace = make()
         except TraceError as error:
             return TracedInstance(args, shared, None, str(error))
-        if made.not_cacheable:
-            return TracedInstance(args, shared, None, made.not_cacheable)
-        return TracedInstance(args, shared, made)
+        if trace.not_cacheable:
+            return TracedInstance(args, shared, None, trace.not_cacheable)
+        return TracedInstance(args, shared, trace)
 
     def fresh(self, fingerprint: tuple[str, ...], now: Modes) -> bool:
         """Whether the trace fits a model with this fingerprint, and these modes (a bare trace is checked when it is

@@ -1,7 +1,7 @@
 """A phase of a minibatch (its program, schedule and plan, and where its steps read and write), and its forward.
 
 views = phase.views_in(memory)               # as tensors, for steps that Python runs
-sources, outs, (kept, saved) = views[k]      # a source a gather, a view an output block, the rows kept for backward
+sources, outs, (kept, saved) = views[k]      # a source per gather, a view per output block, the rows kept for backward
 launches = execute_forward(phase, memory, workspace, native=True)       # every step of its plan
 
 Stretches of steps whose operations have native programs run in C, on the plan and pointers of the memory as columns.
@@ -38,7 +38,7 @@ StepView = tuple[list[Source], list[torch.Tensor], tuple[list[Kept], list[torch.
 
 @dataclass(eq=False)
 class Phase:
-    """What one phase ran; backward walks these in reverse."""
+    """One phase that has run, with its plan and operations; backward walks these in reverse."""
 
     program: Program
     schedule: Schedule
@@ -83,7 +83,7 @@ class Phase:
 
 
 class StepViews:
-    """Where the steps of a phase read and write, each made when it is asked for; all indices are one copy a device."""
+    """Where the steps of a phase read and write, each made when it is asked for; indices are one copy per device."""
 
     def __init__(self, phase: Phase, memory: Memory) -> None:
         self.phase, self.memory = phase, memory
@@ -117,12 +117,13 @@ class StepViews:
         if not memory.keeps() or compiled.forward is None:
             return [], []
         first, n = self.phase.plan.step_offset.item(k), self.phase.plan.step_rows.item(k)
-        kept: list[Kept] = []
+        groups: list[Kept] = []
         for i, size in enumerate(compiled.kept_members):
             flat = memory.kept(compiled, i).narrow(0, first * size, n * size)
             wide = flat if size == 1 else flat.view(n, size, *flat.shape[1:])
-            kept.append((None if memory.in_place(compiled, i) else flat, wide))
-        return kept, [memory.saved(compiled, i).narrow(0, first, n) for i in range(len(compiled.saved_types))]
+            groups.append((None if memory.in_place(compiled, i) else flat, wide))
+        saved = [memory.saved(compiled, i).narrow(0, first, n) for i in range(len(compiled.saved_types))]
+        return groups, saved
 
 
 # -- stretches of steps that run in C; pointers are fetched anew for each phase and backward pass
@@ -194,16 +195,16 @@ def _steps(
     workspace: Workspace,
     table: PointerTable | None,
     asked: Asked,
-    made: GradientRows | None = None,
+    written: GradientRows | None = None,
     columns: BackwardColumns | tuple[()] = (),
 ) -> NativeSteps | None:
     if table is None:
         return None
     arenas, places = memory.columns(phase.operations.arrays)
-    if made is None and not phase.whole:
+    if written is None and not phase.whole:
         filled = memory.filled[table] = table.fill_again(memory.filled.get(table), places, memory.shared)
     else:
-        filled = table.fill(places, memory.shared, asked, made)
+        filled = table.fill(places, memory.shared, asked, written)
     plan = phase.plan
     forward = ForwardColumns(
         signature=plan.step_signature, rows=plan.step_rows, offset=plan.step_offset, first_gather=plan.first_gather,

@@ -1,12 +1,12 @@
 """The memory of a run: arrays [rows, *shape] in few pieces of their device's memory, taken from a pool and given back.
 
 An array is an arena (the values of one tensor type), or rows that an operation keeps or saves for its backward. A run
-of one phase has all of them in one piece a device, laid out once a plan. A run of several phases begins with as many
+of one phase has all of them in one piece per device, laid out once a plan. A run of several phases begins with as many
 rows as the last one came to have, and moves arrays that outgrow theirs to a new piece, with room for twice as many.
 
     arrays = Arrays.of(program.types, compiled)          # which arrays a set of operations needs
     memory = Memory(pool)
-    memory.take(arrays, plan_whole(...))                 # one piece a device
+    memory.take(arrays, plan_whole(...))                 # one piece per device
     memory.tensor(3)                                     # array 3 as a tensor, made where Python asks
     memory.places                                        # pointers and bytes, for C
     memory.release()
@@ -143,9 +143,9 @@ class Pieces:
 
     def _take(self, kinds: Kinds, inside: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """New pieces: where arrays lie in them, for C."""
-        own = [self.pool.take(device, ends.item(i) // LINE) for i, device in enumerate(kinds.devices)]
-        self._pieces += own
-        return moved(inside, kinds.device, [piece.pointer for piece in own])
+        pieces = [self.pool.take(device, ends.item(i) // LINE) for i, device in enumerate(kinds.devices)]
+        self._pieces += pieces
+        return moved(inside, kinds.device, [piece.pointer for piece in pieces])
 
     def tensor(self, array: int) -> torch.Tensor:
         """An array as [rows, *shape]."""
@@ -206,7 +206,7 @@ class Memory(Pieces):
 
     @property
     def phases(self) -> RunColumns:
-        """What they leave of values, arrays and operations, where there are several."""
+        """The columns of values, arrays and operations that grow from phase to phase, in runs of several phases."""
         if self._phases is None:
             self._phases = RunColumns()
         return self._phases
@@ -231,7 +231,7 @@ class Memory(Pieces):
         return self.tensor(self._arena[type_id])
 
     def host_arena(self, type_id: int) -> np.ndarray | None:
-        """The same as numpy sees it, for few numbers; None where it can't."""
+        """The values of a type as a numpy array over the same memory; None if numpy has no such type or device."""
         array = self._arena[type_id]
         if array not in self._host:
             arena = self.tensor(array)
@@ -262,11 +262,11 @@ class Memory(Pieces):
 
     # -- room ---------------------------------------------------------------------------------------
 
-    def take(self, arrays: Arrays, found: WholePlan) -> None:
+    def take(self, arrays: Arrays, plan: WholePlan) -> None:
         """Room for a run's only phase."""
         assert not len(self.rows) and len(self.type_ids) == arrays.arenas, "the only phase of its run"
-        self.lay(arrays.columns, found.rows, found.places, found.ends)
-        self._arena, self.first_of, self._only = range(arrays.arenas), arrays.first_of, (arrays, found.calls)
+        self.lay(arrays.columns, plan.rows, plan.places, plan.ends)
+        self._arena, self.first_of, self._only = range(arrays.arenas), arrays.first_of, (arrays, plan.calls)
 
     def calls_of(self, operations: Sequence[CompiledOperation]) -> list[int]:
         """Calls of each operation over all steps so far: how many rows it has kept."""
@@ -276,7 +276,7 @@ class Memory(Pieces):
         return [calls.item(arrays.place_of[op]) for op in operations]
 
     def calls(self, compiled: CompiledOperation) -> int:
-        """The same of one."""
+        """Calls of one operation over all steps so far."""
         return self.calls_of((compiled,))[0]
 
     @property

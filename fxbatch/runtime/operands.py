@@ -1,4 +1,4 @@
-"""What a call asks anew: which tensors shared operands are, of which types, and where C finds them and all else.
+"""Looked up anew in each call: the tensors that shared operands are, their types, and the pointers that C reads.
 
     tensors = resolve_all(operands)
     types_of(tensors)                    # all that operations depend on, but for what is in them and where they are
@@ -39,12 +39,12 @@ _STRIDED = torch.strided
 
 def resolve_all(operands: Sequence[SharedOperand]) -> list[torch.Tensor]:
     """`resolve` of each."""
-    found = []
+    tensors = []
     for operand in operands:
         owner = operand.owner
         t = None if owner is None else owner._parameters.get(operand.name)
-        found.append(operand.resolve() if t is None else t)
-    return found
+        tensors.append(operand.resolve() if t is None else t)
+    return tensors
 
 
 def types_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
@@ -89,13 +89,13 @@ def any_of(flags: Flags, places: Ints) -> bool:
 
 def moved(inside: np.ndarray, device: np.ndarray, begins: Sequence[int]) -> np.ndarray:
     """The places of arrays in memory, given those in pieces that begin here; 0 where C can't read their piece."""
-    found = inside.copy()
-    to: Written = found.reshape(-1)
-    own: Ints = device
-    for i in range(own.shape[0]):
-        begin: Int = begins[own[i]]
+    table = inside.copy()
+    to: Written = table.reshape(-1)
+    device_of: Ints = device
+    for i in range(device_of.shape[0]):
+        begin: Int = begins[device_of[i]]
         to[3 * i] = to[3 * i] + begin if begin else 0
-    return found
+    return table
 
 
 def gradient_rows(capacity: np.ndarray, calls: Sequence[int], made_by: np.ndarray) -> np.ndarray:
@@ -103,26 +103,26 @@ def gradient_rows(capacity: np.ndarray, calls: Sequence[int], made_by: np.ndarra
     memory; made_by: of each other array, which of `calls` it has rows for."""
     most: Ints = capacity
     owner: Ints = made_by
-    found = np.empty(most.shape[0] + owner.shape[0], dtype=np.int64)
-    to: Written = found
+    rows = np.empty(most.shape[0] + owner.shape[0], dtype=np.int64)
+    to: Written = rows
     for i in range(most.shape[0]):
         to[i] = most[i] if most[i] > 1 else 0
     for i in range(owner.shape[0]):
         to[most.shape[0] + i] = calls[owner[i]]
-    return found
+    return rows
 
 
 def arena_table(places: np.ndarray, width: np.ndarray, arenas: Int) -> np.ndarray:
     """int64 [arenas, 3]: pointer, bytes and bytes a row of each, zeros where C can't read it or nothing is there.
     places: of all arrays; width: bytes a row of each."""
-    found = np.zeros((arenas, 3), dtype=np.int64)
-    table: Written = found.reshape(-1)
+    columns = np.zeros((arenas, 3), dtype=np.int64)
+    table: Written = columns.reshape(-1)
     at: Ints = places.reshape(-1)
     wide: Ints = width
     for i in range(arenas):
         if at[3 * i] and at[3 * i + 1]:
             table[3 * i], table[3 * i + 1], table[3 * i + 2] = at[3 * i], at[3 * i + 1], wide[i]
-    return found
+    return columns
 
 
 def clear_rows(table: np.ndarray) -> list[int]:
@@ -148,26 +148,26 @@ def put_steps(
     places: np.ndarray,
     operands: Mapping[Signature, Any],
     asked: Asked,
-    made: Any,
+    written: Any,
 ) -> list[int]:
-    """Write pointers into the rows of a PointerTable; the signatures whose operands C can't read. made: the rows that
+    """Write pointers into the rows of a PointerTable; the signatures whose operands C can't read. written: rows that
     steps make for the gradients of parameters (GradientRows), or None."""
     refused: list[int] = []
     to: Written = rows.reshape(-1)
     at: Ints = places.reshape(-1)
-    own: Ints = table.at
+    row_of: Ints = table.at
     array: Ints = table.arrays
-    for i in range(own.shape[0]):
-        _copy(to, 3 * own[i], at, 3 * array[i], 3)
+    for i in range(row_of.shape[0]):
+        _copy(to, 3 * row_of[i], at, 3 * array[i], 3)
     for part in table.parts:
         operation = part.operation
         if not _put_operands(
             to, 3, part.shared, operands[operation.signature], part.step.shared_bytes, asked
         ):
             refused.append(part.s)
-        elif made is not None and operation in made.first_of:
-            at = made.places.reshape(-1)
-            _copy(to, 3 * part.extra, at, 3 * made.first_of[operation], 3 * len(operation.extra_types))
+        elif written is not None and operation in written.first_of:
+            at = written.places.reshape(-1)
+            _copy(to, 3 * part.extra, at, 3 * written.first_of[operation], 3 * len(operation.extra_types))
     return refused
 
 
@@ -175,15 +175,15 @@ def put_kernels(
     rows: np.ndarray,
     kernels: Sequence[Any],
     memory: Any,
-    made: Any,
+    written: Any,
     results: Sequence[torch.Tensor],
     asked: Asked,
 ) -> bool:
     """Write pointers and bytes into the rows [.., 2] of kernels that give gradients of parameters, but of outputs of
-    steps; whether C can read all of it. memory: where forward left rows; made: where the steps of backward did."""
+    steps; whether C can read all of it. memory: where forward left rows; written: where the steps of backward did."""
     to: Written = rows.reshape(-1)
     left: Ints = memory.places.reshape(-1)
-    extra: Ints = made.places.reshape(-1)
+    extra: Ints = written.places.reshape(-1)
     at: Int
     for kernel in kernels:
         operation, row = kernel.operation, kernel.row
@@ -193,16 +193,16 @@ def put_kernels(
                     at = 3 * (memory.first_of[operation] + offset)
                     _copy(to, 2 * row, left, at, 2)
                 else:
-                    at = 3 * (made.first_of[operation] + offset)
+                    at = 3 * (written.first_of[operation] + offset)
                     _copy(to, 2 * row, extra, at, 2)
                 if not to[2 * row]:
                     return False
             row += 1
-        own = [results[slot] for slot in kernel.slots]
+        outputs = [results[slot] for slot in kernel.slots]
         shared, sizes = memory.shared[operation.signature], kernel.step.shared_bytes
         if not (
             _put_operands(to, 2, row, shared, sizes, asked)
-            and _put_operands(to, 2, row + len(shared), own, [t.nbytes for t in own], asked)
+            and _put_operands(to, 2, row + len(shared), outputs, [t.nbytes for t in outputs], asked)
         ):
             return False
     return True
@@ -240,7 +240,7 @@ def add_gradients(
     kernels: Sequence[Any],
     operands: Mapping[Signature, Any],
     results: Sequence[torch.Tensor],
-    found: dict[int, Any],
+    gradients: dict[int, Any],
 ) -> None:
     """Note what kernels gave as the gradients of their operands: results of several, or of steps, are added."""
     for kernel in kernels:
@@ -249,5 +249,5 @@ def add_gradients(
         shared = operands[kernel.operation.signature]
         for position, slot in zip(kernel.operation.grad_shared, kernel.slots, strict=True):
             key, grad = id(shared[position]), results[slot]
-            before = found.get(key)
-            found[key] = grad if before is None else before + grad
+            before = gradients.get(key)
+            gradients[key] = grad if before is None else before + grad

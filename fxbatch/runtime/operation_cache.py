@@ -143,7 +143,7 @@ class CompiledOperation:
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling took: the cold start of this operation."""
+        """Seconds that torch.compile took for this operation."""
         return sum(graph.seconds for graph in self.compiled)
 
     @functools.cached_property
@@ -173,11 +173,11 @@ class CompiledOperation:
         return bool(self.grad_groups or self.grad_shared)
 
 
-def _made_of(module: fx.GraphModule, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """What each result of a graph is computed from, given what its first inputs after the number of rows are."""
+def _made_of(module: fx.GraphModule, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """The sources of each result of a graph: those of all inputs that it is computed from. inputs: of each input."""
     sources: dict[fx.Node, frozenset[int]] = {}
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources.update(zip(places[1:], given, strict=False))
+    sources.update(zip(places[1:], inputs, strict=False))
     for node in module.graph.nodes:
         if node not in sources:
             sources[node] = frozenset().union(*[sources[x] for x in node.all_input_nodes])

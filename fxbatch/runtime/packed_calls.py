@@ -145,27 +145,27 @@ class PackedCalls:
         table: SignatureTable = arguments.recorder.table
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
-    def _met_stack(self, entries: dict[object, Any], arguments: Any, made: Any) -> None:
+    def _met_stack(self, entries: dict[object, Any], arguments: Any, pair: Any) -> None:
         key = _stack_key(arguments)
         if key is None:
             return
         family: CallFamily = entries.setdefault(key, CallFamily())
         if len(family.members) < MEMBERS or len(arguments.values) >= LONG:
-            family.keys.append(made[0])
-            family.members.append(made[1])
-            family.signature = made[1].signature
+            family.keys.append(pair[0])
+            family.members.append(pair[1])
+            family.signature = pair[1].signature
 
     def met(
-        self, entries: dict[object, object], arguments: Any, made: tuple[object, Entry], *, of: object = None
+        self, entries: dict[object, object], arguments: Any, pair: tuple[object, Entry], *, of: object = None
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands:
             return
         if of is torch.stack:
-            self._met_stack(entries, arguments, made)
+            self._met_stack(entries, arguments, pair)
             return
         family = self._family(entries, arguments, of)
-        key, entry = made
+        key, entry = pair
         if family.function is None and not family.reason:
             family.members.append(entry)
             family.keys.append(key)
@@ -315,11 +315,11 @@ class PackedCalls:
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, known: KnownValues) -> None:
+    def __init__(self, program: Program, values: KnownValues) -> None:
         self.program = program
-        self.held, self.constant = known.held, known.constant
+        self.held, self.constant = values.held, values.constant
         self.resolved = np.zeros(len(program), dtype=bool)
-        known.note(program)
+        values.note(program)
         self._at_hand = np.zeros(int(program.first_value[-1]), dtype=bool)  # by value: whether it is there
         there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, int, float))]
         self._at_hand[there] = self._at_hand[list(self.held)] = True
@@ -331,7 +331,7 @@ class _Resolution:
         return np.bincount(p.reader[~self._at_hand[p.inputs]], minlength=len(p)) == 0
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
-        """What a call reads."""
+        """The tensors that call `c` reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
         tensors = [self.held[v] if v in self.held else self.constant[v] for v in values]
         types = self.program.signatures[self.program.sig[c]].inputs
@@ -392,16 +392,16 @@ class _Resolution:
                 sig[first[calls] + k] = table.constant(kind, grad=grad).sid
         left = ~self.resolved[p.reader]
         signatures = table.snapshot()
-        made = Program(
+        new = Program(
             signatures=signatures, sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
             known=p.known, early_types=p.early_types, instances=p.instances,
         )  # fmt: skip
         constants = {}
         for s in np.unique(sig).tolist():
             if signatures[s].operation.kind in CONSTANT_KINDS:
-                at = made.first_value[np.flatnonzero(sig == s)].tolist()
+                at = new.first_value[np.flatnonzero(sig == s)].tolist()
                 constants[s] = [self.held[v] if v in self.held else self.constant[v] for v in at]
-        return dataclasses.replace(made, constants=constants)
+        return dataclasses.replace(new, constants=constants)
 
 
 _LIFTED = object()
@@ -462,9 +462,9 @@ def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> lis
 
 
 def after_packed_calls(run: Run, program: Program) -> Program:
-    """What is left of the program of a whole minibatch, renumbered, when its packed calls have run.
+    """Runs the packed calls of a whole minibatch's program, and returns the program of the other calls, renumbered.
 
-    The same object where it has none, or where they wait for one another too often.
+    Returns the same object if there are none, or if they would have to wait for one another too often.
     """
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):

@@ -77,7 +77,7 @@ Instance = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the instances of a minibatch have in common besides their sizes."""
+    """The form of an instance without its sizes. Instances of one minibatch that run together have equal forms."""
 
     spec: TreeSpec
     plain: tuple[object, ...]  # keys of leaves that are no tensors
@@ -236,12 +236,12 @@ class PackedForward:
         self.reason = examined.reason or (examined.coupled if mixes else "")
         return None if self.reason else examined
 
-    def _now(self, found: Examined) -> Examined:
+    def _now(self, examined: Examined) -> Examined:
         """Note how the module is."""
-        number = self.contents.get(found.key)
-        self.content = self.contents.put(found.key, next(self._numbers)) if number is None else number
-        self.examined = found
-        return found
+        number = self.contents.get(examined.key)
+        self.content = self.contents.put(examined.key, next(self._numbers)) if number is None else number
+        self.examined = examined
+        return examined
 
     def _work(
         self, fn: object, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
@@ -555,8 +555,7 @@ def _as_size(number: int) -> torch.Tensor:
 
 
 def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> _Columns | None:
-    """The same for instances that are one object each, which holds tensors alone among what counts: without looking
-    into what it holds."""
+    """The columns of instances that are one object each, if the attributes that count are all tensors; else None."""
     args, kwargs = instances[0]
     first = opened(args[1], names) if len(args) == 2 and not kwargs else None
     if type(first) is not Opened or not all(type(v) is torch.Tensor for v in first.values):
@@ -580,11 +579,11 @@ _OF_ALL_NAMED = frozenset((
 
 
 def _named(spec: TreeSpec) -> tuple[object, ...] | None:
-    """What the classes of named tuples hold besides their fields: methods and numbers that code may read; None where
-    they hold what can't be compared."""
+    """Members of the named tuples' classes besides their fields (methods and numbers that code may read), as a key;
+    None if one of them can't be compared."""
     members: list[object] = []
     classes = [spec.context] if isinstance(spec.context, type) else []
-    for cls in (c for given in classes for c in given.__mro__ if c not in (tuple, object)):
+    for cls in (c for base in classes for c in base.__mro__ if c not in (tuple, object)):
         for name, value in vars(cls).items():
             if name in _OF_ALL_NAMED:
                 continue

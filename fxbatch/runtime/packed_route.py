@@ -61,6 +61,6 @@ def _tensors_first(instances: Sequence[Any]) -> bool:
 def _sizes_differ(instances: Sequence[Any]) -> bool:
     if isinstance(instances, TensorColumns):
         return any(len({x.shape for x in column}) > 1 for column in instances.columns)
-    given = [tree_leaves(opened(args[1:], None)) for args, _ in instances]
-    shapes = [[x.shape for x in leaves if type(x) is torch.Tensor] for leaves in given]
+    flat = [tree_leaves(opened(args[1:], None)) for args, _ in instances]
+    shapes = [[x.shape for x in leaves if type(x) is torch.Tensor] for leaves in flat]
     return any(s != shapes[0] for s in shapes)

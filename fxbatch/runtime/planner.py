@@ -51,7 +51,7 @@ class _PerThread(threading.local):
 
 
 class Planner:
-    """What the runs of one decorated callable of one module share."""
+    """Options, policy, memory and caches of one decorated callable of one module; all of its runs use them."""
 
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         self.options = options
@@ -132,7 +132,7 @@ class Planner:
 
     @property
     def strategy(self) -> Strategy | None:
-        """What chooses between batching and the plain loop; None where all is batched."""
+        """The object that chooses between batching and the plain loop; None if everything is to be batched."""
         return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
 
     @property
@@ -166,7 +166,7 @@ class Planner:
         return program, self.schedule(program) if schedule is None else schedule
 
     def family(self, program: Program, grad: bool) -> Family:
-        """What this program has in common with those met before."""
+        """The family of this program: what it shares with earlier programs of one signature graph."""
         facts = survey(program)
         return self.structures.get(
             "family",
@@ -207,7 +207,7 @@ class Planner:
     def backward_needs(
         self, compiled: Sequence[CompiledOperation | None], reached: np.ndarray
     ) -> BackwardNeeds:
-        """What backward does with the operations of a phase, given which of them the results depend on."""
+        """The gradients that backward takes and gives in a phase. reached: whether results depend on each operation."""
         operations = tuple(compiled)
         key = operations, reached.tobytes()
         return self.structures.get(

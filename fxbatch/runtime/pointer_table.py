@@ -1,4 +1,4 @@
-"""What `_native.c` reads of an operation beside arenas: a template once a set of operations, filled in once a run.
+"""Pointers that `_native.c` reads besides arenas: one template per set of operations, filled in once per run.
 
 In: the operations of a program and their arrays. Out: rows of (pointer, bytes, flag) for a run.
 
@@ -113,12 +113,12 @@ class PointerTable:
         places: np.ndarray,
         operands: Mapping[Signature, Sequence[torch.Tensor]],
         asked: Asked,
-        made: GradientRows | None = None,
+        written: GradientRows | None = None,
     ) -> Filled:
-        """The pointers as memory is now. places: where the arrays lie; made: the rows for the gradients of
+        """The pointers as memory is now. places: where the arrays lie; written: the rows for the gradients of
         parameters."""
         rows, programs = self.rows.copy(), self.programs
-        refused = put_steps(rows, self, places, operands, asked, made)
+        refused = put_steps(rows, self, places, operands, asked, written)
         if refused:
             programs = tuple(None if s in refused else x for s, x in enumerate(programs))
         return Filled(programs, rows, places, [])

@@ -48,7 +48,7 @@ class Pool:
         self._free: list[Piece] = []  # in the order in which they came back
         self._bytes = 0  # of all in `_free`
         self._taken = 0  # bytes taken since the last minibatch began
-        self._usual = 0  # the most that a minibatch took, less a quarter a minibatch
+        self._usual = 0  # the most that a minibatch took, less a quarter per minibatch
         self._lock = threading.Lock()
         # What came back and is not sorted in yet: a collection of garbage may end a run while this thread has the lock.
         self._given: deque[Piece] = deque()

@@ -1,7 +1,7 @@
 """Why batching gains little on a minibatch, in lines that name the user's code and say what to write.
 
 reasons(phases, statistics, forward)
-# ["13 phases because of `float(best)` (model.py:88): instances wait for each other there",
+# ["13 phases because of `float(best)` (model.py:88): all instances wait there, each time: ...",
 #  "118 of 130 signatures are of add: `h = h + self.rows[tag]` (model.py:91) takes another part of a parameter each
 #   time: write the index as a tensor, `table[torch.tensor(i)]`"]
 recording_share(recording=0.012, step=0.02)         # "recording takes 60 % of a step"
@@ -34,7 +34,10 @@ def reasons(
         place = statistics.asked_most
         text = source_of(place)
         where = f"`{text}` ({line_of(place)})" if text else line_of(place)
-        hint = statistics.hint() or "instances wait for each other there"
+        hint = (
+            statistics.hint()
+            or "all instances wait there, each time: ask for several values at once, or later"
+        )
         lines.append(f"{len(phases)} phases because of {where}: {hint}")
     groups: dict[tuple[str, str], dict[Signature, None]] = {}
     for phase in phases:
@@ -61,7 +64,7 @@ def recording_share(*, recording: float, step: float) -> str:
 
 
 def _difference(signatures: Sequence[Signature]) -> str:
-    """What differs between signatures of one operation on one line, and what to write."""
+    """In words: how the signatures of one operation on one line differ, and what to write instead."""
     half = len(signatures) // 2
     if len({tuple(t.shape for t in s.inputs) for s in signatures}) > half:
         return "meets another shape each time: tensors of sizes of their own batch as docs/sizes.md says"

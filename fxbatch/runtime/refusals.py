@@ -1,4 +1,4 @@
-"""What can't be recorded runs the plain loop, and is said once, with the line.
+"""Reasons why minibatches run the plain loop: each is noted, and warned of once, with the user's line.
 
 In: the errors of recordings; what is active around a call. Out: why minibatches run the loop, "" where they may be
 batched.

@@ -16,7 +16,7 @@ import torch
 from fxbatch.caches import cached
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
-from fxbatch.trace.held import Held
+from fxbatch.trace.held import Held, Renumber
 from fxbatch.trace.objects import (
     Structure,
     fill,
@@ -97,7 +97,7 @@ class Results:
         return self._values
 
     def made_alike(self) -> Results:
-        """The same results as leaves of one structure, or a ResultError.
+        """These results as leaves of one structure that all instances have, or a ResultError.
 
         Objects that hold tensors are taken apart by attribute, and dictionaries get the order of the first one's keys.
         """
@@ -138,14 +138,14 @@ def _row_spec(n: int, is_list: bool) -> TreeSpec:
     return tree_flatten([0] * n if is_list else (0,) * n)[1]
 
 
-def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take) -> Any:
+def stack(results: Results, renumber: Renumber, take: Take) -> Any:
     """One pytree with the structure of one instance's result, its leaves stacked on a new first dimension."""
-    if not found.leaves:
+    if not results.leaves:
         return torch.empty(0)
-    if found.are_values and len({x._type for x in found.results}) == 1:
-        return take([renumber(np.array([x.id for x in found.results], dtype=np.int64))])[0]
-    found = found.made_alike()
-    columns = list(zip(*found.leaves, strict=True))
+    if results.are_values and len({x._type for x in results.results}) == 1:
+        return take([renumber(np.array([x.id for x in results.results], dtype=np.int64))])[0]
+    results = results.made_alike()
+    columns = list(zip(*results.leaves, strict=True))
     requests: list[np.ndarray] = []
     for column in columns:
         if any(isinstance(x, torch.Tensor) for x in column):
@@ -155,7 +155,7 @@ def stack(found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Ta
             requests.append(renumber(np.array(ids, dtype=np.int64)))
     rows = iter(take(requests))
     stacked = [_stack_column(column, rows) for column in columns]
-    spec = found.specs[0]
+    spec = results.specs[0]
     return stacked[0] if spec is None else put_together(stacked, spec)
 
 
@@ -174,12 +174,12 @@ def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> object
 
 
 def separate(
-    found: Results, renumber: Callable[[np.ndarray], np.ndarray], take: Take, needs: np.ndarray | None = None
+    results: Results, renumber: Renumber, take: Take, needs: np.ndarray | None = None
 ) -> list[object]:
     """A list of per-instance results with real tensors in place of values. needs: whether gradients go through each
     value of the program, where the run knows."""
     by_type: dict[object, dict[int, Value]] = {}
-    for x in found.all_values():
+    for x in results.all_values():
         kind = id(x._recorder.table), x._type
         ids = by_type.get(kind)
         if ids is None:
@@ -197,10 +197,10 @@ def separate(
                 parts = tuple(t if flag else t.detach() for t, flag in zip(parts, flags, strict=True))
         tensors.update(zip(values, parts, strict=True))
     out = []
-    for leaves, spec in zip(found.leaves, found.specs, strict=True):
+    for leaves, spec in zip(results.leaves, results.specs, strict=True):
         real = [tensors[x.id] if type(x) is Value else x for x in leaves]
-        if found.objects:
-            real = [fill(x, tensors) if id(x) in found.objects else x for x in real]
+        if results.objects:
+            real = [fill(x, tensors) if id(x) in results.objects else x for x in real]
         out.append(real[0] if spec is None else _as_row(real, spec))
     return out
 
@@ -259,24 +259,29 @@ def nest(results: Sequence[object]) -> object:
     return leaves[0] if spec is None else put_together(leaves, spec)
 
 
-def _same_structure(found: Results) -> None:
-    first = found.specs[0]
-    for i, spec in enumerate(found.specs):
+def _same_structure(results: Results) -> None:
+    first = results.specs[0]
+    for i, spec in enumerate(results.specs):
         if spec != first:
+            this, other = (_describe(results.results[k])[:LONGEST] for k in (i, 0))
             raise ResultError(
-                f"instance {i} returned a different structure than instance 0: {_describe(found, i)} against "
-                f'{_describe(found, 0)}; use out="list" for results that differ'
+                f"results of different structures can't be stacked: instance 0 gave {other}, instance {i} gave {this}; "
+                'use out="list"'
             )
 
 
-def _describe(found: Results, i: int) -> str:
-    spec, leaves = found.specs[i], found.leaves[i]
-    if spec is None:
+def _describe(result: object) -> str:
+    """A result's structure in words: `(a tensor, {'n': an int})`."""
+    if isinstance(result, torch.Tensor):
         return "a tensor"
-    if len(leaves) == 1 and not isinstance(spec, Structure) and spec.is_leaf():
-        return repr(leaves[0])[:60] if isinstance(leaves[0], (int, float, str)) else type(leaves[0]).__name__
-    text = " ".join(str(spec).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    if type(result) is tuple:
+        return f"({', '.join(map(_describe, result))})"
+    if type(result) is list:
+        return f"[{', '.join(map(_describe, result))}]"
+    if type(result) is dict:
+        return "{" + ", ".join(f"{key!r}: {_describe(value)}" for key, value in result.items()) + "}"
+    plain = result is None or isinstance(result, (int, float, str))
+    return repr(result)[:60] if plain else type(result).__name__
 
 
 def _same_types(column: Sequence[Any]) -> None:

@@ -43,7 +43,7 @@ Renumber = Callable[[np.ndarray], np.ndarray]
 
 
 class KnownValues:
-    """What is there of a minibatch's values, by number, while its phases run."""
+    """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
@@ -167,11 +167,11 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        found = phase.whole_plan
+        whole = phase.whole_plan
         self.value_row, self.value_type, self.value_needs = (
             self.memory.phases.ran()
-            if found is None
-            else (found.plan.row_of_value, found.type_of, found.needed)
+            if whole is None
+            else (whole.plan.row_of_value, whole.type_of, whole.needed)
         )
 
     def _template(self, program: Program) -> FamilyTemplate:
@@ -275,11 +275,11 @@ class Run:
         return out
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
-        """The values as real, detached tensors on the CPU side: one transfer a type and call."""
+        """The values as real, detached tensors on the CPU side: one transfer per type and call."""
         return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
 
     def numbers(self, values: Sequence[int]) -> list[object]:
-        """The values as Python numbers in nested lists: one transfer a type and call."""
+        """The values as Python numbers in nested lists: one transfer per type and call."""
         if len(values) == 1:
             at = values[0]
             host = self.memory.host_arena(self.value_type.item(at))

@@ -133,8 +133,8 @@ class _Case:
         return bool(loop) and batch > HOPELESS * loop
 
     def _medians(self) -> tuple[float, float]:
-        """What one instance takes by the loop, and batched; 0 where that was not timed. Backward passes count where
-        both ways have had some."""
+        """Median seconds per instance by the loop, and batched; 0 if that was not timed. Backward passes count if both
+        ways have had some."""
         ways = [[t for t in way if t.forward] for way in (self.loop, self.batch)]
         if all(any(t.backward for t in way) for way in ways):
             ways = [[t for t in way if t.backward] for way in ways]
@@ -209,7 +209,7 @@ class Strategy:
     # -- what is said -------------------------------------------------------------------------------
 
     def warning(self, instances: int, *, grad: bool) -> str:
-        """What to warn of once, else ""."""
+        """The text of the LoopWarning, once, when minibatches of this size run the loop often enough; else ""."""
         if self.warned:
             return ""
         with self._lock:
@@ -224,7 +224,7 @@ class Strategy:
             )
 
     def describe(self, instances: int, *, grad: bool) -> str:
-        """What is chosen for minibatches of this size, and what would change it."""
+        """In words: whether minibatches of this size are batched or run the loop, with the times that decided it."""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
             if case is None or not case.rounds:

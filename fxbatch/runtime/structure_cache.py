@@ -1,4 +1,4 @@
-"""What is made once from the structure of programs and found again: the one cache of it, and what is in it.
+"""One cache for everything that is made from the structure of programs (plans, families, templates), and its entries.
 
     cache = StructureCache()
     plan = cache.get("plan", key, make, size)  # the key has all that the thing was made from, compared whole
@@ -57,8 +57,8 @@ class StructureCache:
     def get(
         self, kind: str, key: Hashable, make: Callable[[], T], size: int, *, may_be_rare: bool = False
     ) -> T:
-        """What was made for this key, made now if it is new. size: about how many bytes it takes, with its key.
-        may_be_rare: it is kept when it is made for the second time."""
+        """The entry of this key; `make()` makes it if there is none. size: about how many bytes it takes, with its key.
+        may_be_rare: it is put into the cache only when it is made for the second time."""
         whole = kind, key
         entry: T | None = self.entries.get(whole)
         if entry is not None:
@@ -121,7 +121,7 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class OperationSet:
-    """The compiled operations of a program's signatures, None where it has no call; one object a set."""
+    """The compiled operations of a program's signatures, None where it has no call; one object per set."""
 
     signatures: tuple[Signature, ...]
     compiled: tuple[CompiledOperation | None, ...]
@@ -157,7 +157,7 @@ class OperationSet:
 
 @dataclass(frozen=True, eq=False)
 class FamilyTemplate:
-    """What a run of a family does not have to find again."""
+    """Everything that a run takes over from earlier runs of its family."""
 
     needs: Needs
     operations: OperationSet
@@ -194,14 +194,14 @@ class Family:
         # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
         self._current: tuple[object, Cache[Hashable, FamilyTemplate]] = (None, Cache("templates"))
 
-    def resolve(self, known: Operands) -> list[torch.Tensor]:
+    def resolve(self, operands: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
-        if known:
-            pairs = zip([known.get(key) for key in self.keys], self.operands, strict=True)
+        if operands:
+            pairs = zip([operands.get(key) for key in self.keys], self.operands, strict=True)
             tensors = [operand.resolve() if t is None else t for t, operand in pairs]
         else:
             tensors = resolve_all(self.operands)
-        known.update(zip(self.keys, tensors, strict=True))
+        operands.update(zip(self.keys, tensors, strict=True))
         return tensors
 
     @guard("types")
@@ -217,7 +217,7 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class BackwardNeeds:
-    """What backward does with each signature of a phase: the same for all runs of the same operations.
+    """Per signature of a phase, the gradients that backward takes and gives; equal for all runs of these operations.
 
     The tuples are one a signature, as in `PhaseGradients`.
     """
@@ -230,7 +230,7 @@ class BackwardNeeds:
 
     @staticmethod
     def of(operations: Sequence[CompiledOperation | None], reached: np.ndarray) -> BackwardNeeds:
-        """What each operation does, given which of them the results depend on: bool a signature."""
+        """The needs of these operations. reached: per signature, whether the results depend on it (bool)."""
         chosen = [c if r else None for c, r in zip(operations, reached.tolist(), strict=True)]
         outputs = tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen)
         idle = [not o and (c is None or not c.extra_types) for o, c in zip(outputs, operations, strict=True)]

@@ -153,8 +153,9 @@ def without_arrays(
     floats = all(x.dtype.is_floating_point and len(x.shape) for x in types)
     if not (indexed or alike or floats):
         raise TypeError(
-            f"{name} met a value and a numpy array of another type ({', '.join(str(x.dtype) for x in types)}), for "
-            "which numpy and torch have different rules: write torch.from_numpy(array)"
+            f"{name} got a recorded tensor and a numpy array of another type "
+            f"({', '.join(str(x.dtype) for x in types)}), for which numpy and torch have different rules: "
+            "write torch.from_numpy(array)"
         )
     as_tensors: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves_as_tensors, spec)
     return as_tensors

@@ -78,7 +78,7 @@ from fxbatch.trace.writes import (
 
 
 class OpaqueOperandError(TraceError, TypeError):
-    """A torch function met a value together with an object that is no plain data."""
+    """A torch function got a recorded tensor together with an object that is no plain data."""
 
 
 WRITES_TO_SHARED = (
@@ -149,7 +149,7 @@ def call_function(
         if plain is not None:
             return call_function(recorder, func, *plain)
         raise OpaqueOperandError(
-            f"{function_name(func)}() met a value together with a {error.kind}: only tensors and plain data "
+            f"{function_name(func)}() got a recorded tensor together with a {error.kind}: only tensors and plain data "
             f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
@@ -167,8 +167,8 @@ def call_function(
             )
         if isinstance(func, HigherOrderOperator):
             raise TraceError(
-                f"{function_name(func)} met a value: torch's operators that take functions can't be recorded; write "
-                f"torch.cond, or an `if` or a loop in Python{at_line()}"
+                f"{function_name(func)} got a recorded tensor: operators that take functions can't be recorded; "
+                f"write torch.cond, or an `if` or a loop in Python{at_line()}"
             )
         keeps_changing = _floats_keep_changing(recorder, key)
         lifted = with_lifted_floats(recorder, func, args, kwargs) if keeps_changing else None

@@ -96,9 +96,7 @@ class Statistics:
         if self.instances < 2 or not self.phases:
             return ""
         if self.stayed:
-            return (
-                f"an instance that asked for a value was not left, as {self.stayed}: values come one by one"
-            )
+            return f"instances ran one after the other, as {self.stayed}: a local variable or a result would batch"
         alone = sum(p.instances == 1 for p in self.phases)
         empty = sum(p.calls == 0 for p in self.phases)
         lines = self.lines

@@ -157,8 +157,8 @@ class ModuleChanges:
     def refusal(self, change: str) -> TraceError:
         """The error for this change."""
         return TraceError(
-            f"{change}, and an instance {self.waited}: instances that wait take turns, and would find what others have "
-            'set. Keep it in a local variable, give it back as a result, or use @fxbatch.autobatch(adaptive="loop")'
+            f"{change}, and an instance {self.waited}: while it waits others run, and they would change the same. "
+            'Keep it in a local variable, give it back as a result, or use @fxbatch.autobatch(adaptive="loop")'
         )
 
     def first(self) -> str:

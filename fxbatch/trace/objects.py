@@ -171,7 +171,9 @@ def _put(leaves: Iterator[object], structure: TreeSpec | Structure) -> Any:
 
 
 def in_order_of(x: Any, like: Any) -> object:
-    """The same with the keys of its dictionaries in the order of another one's."""
+    """x with the keys of its dictionaries in the order of like's, and shapes as tuples or sizes, as there."""
+    if {type(x), type(like)} == {tuple, torch.Size}:
+        return type(like)(x)
     if type(x) is not type(like):
         return x
     if type(x) is dict and x.keys() == like.keys():

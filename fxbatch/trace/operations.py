@@ -48,7 +48,7 @@ from fxbatch.torch_private import (
 TORCH_MODULE = "a torch.nn module (rule 1)"
 PLAIN_MODULE = "a submodule called with tensors and plain scalars (rule 2)"
 MARKED = "marked @fxbatch.operation (rule 3)"
-FUNCTION = "a torch function that met a value (rule 4)"
+FUNCTION = "a torch function on a recorded tensor (rule 4)"
 
 
 def is_marked(module: torch.nn.Module) -> bool:

@@ -508,7 +508,9 @@ class RecordedCalls(Columns):
 
     def _constant_entry(self, t: torch.Tensor) -> Entry:
         if t.layout is not torch.strided:
-            raise TraceError(f"a {t.layout} tensor met a value: only strided tensors can{at_line()}")
+            raise TraceError(
+                f"a recorded tensor was used with one of {t.layout}: only strided ones can be{at_line()}"
+            )
         entry = self.table.constant(TensorSpec.of(t))
         self.knowledge.constant_entries[(t.shape, t.dtype, t.device)] = entry
         return entry

@@ -211,7 +211,7 @@ def _transform(_: RecordedCalls, plain: Any, x: object, *args: object, **kwargs:
     """A transform wraps a tensor, or takes what was computed out again: a Value is neither."""
     if type(x) is Value:
         raise TraceError(
-            "a torch.func transform (grad, vmap, ...) met a value: call it inside a submodule, or in a "
+            "a torch.func transform (grad, vmap, ...) got a recorded tensor: call it inside a submodule, or in a "
             f"function with @fxbatch.operation{at_line()}"
         )
     return plain(x, *args, **kwargs)

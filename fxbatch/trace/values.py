@@ -130,7 +130,9 @@ class Value(torch.Tensor):
         if recorder is None:
             recorder = next((x._recorder for x in tree_leaves((args, kwargs)) if type(x) is Value), None)
         if recorder is None:
-            raise TraceError(f"{getattr(func, '__name__', func)} met a value where none can be found")
+            raise TraceError(
+                f"{getattr(func, '__name__', func)} got a recorded tensor where none can be found"
+            )
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
             return set_attribute(func, args)
         return recorder.call(func, tuple(args), kwargs)
@@ -145,7 +147,7 @@ class Value(torch.Tensor):
         if asked is not None:  # torch's parser of arguments wants to know whether it could be a number
             return asked(args[0])
         raise TraceError(
-            f"{func} met a value inside C++, where it has no content yet: TorchScript, C++ extensions and "
+            f"{func} got a recorded tensor inside C++, where it has no content yet: TorchScript, C++ extensions and "
             f"constructors such as torch.Tensor(v) can't be recorded; use Python's torch functions there "
             f"(v.clone(), torch.as_tensor(v)), or v.tolist() for its numbers{at_line()}"
         )

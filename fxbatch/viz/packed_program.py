@@ -107,7 +107,7 @@ def packed_forward(model: Any, *args: Any, **options: Any) -> list[PackedProgram
 
 
 def packed_submodules(minibatch: Minibatch) -> list[PackedProgram]:
-    """The packed calls of submodules in a minibatch that was recorded."""
+    """The packed calls of submodules in a minibatch that was recorded; of those that it has calls of."""
     packed, program = minibatch.engine.packed_calls, minibatch.program
     if packed is None:
         return []
@@ -119,10 +119,12 @@ def packed_submodules(minibatch: Minibatch) -> list[PackedProgram]:
             f.signature.name,
             f.function,
             [operand.name for operand in f.signature.shared],
-            f"{_plural(f.calls + sum(w is f for w in waiting), 'call')} in this minibatch",
+            f"{_plural(calls, 'call')} in this minibatch",
         )
         for f in packed.families
-        if f.function is not None and f.signature is not None
+        if f.function is not None
+        and f.signature is not None
+        and (calls := f.calls + sum(w is f for w in waiting))
     ]
 
 

@@ -29,10 +29,10 @@ CAPTIONS = {
     "merged": "The calls of all instances in one graph. Calls of one colour and depth can run together.",
     "deduplicated": "Equal calls on equal inputs are one call, across instances.",
     "fused": "Calls that always occur together are one operation.",
-    "pass-through": "Identities carry values on, so that depth d+1 reads depth d only.",
-    "batched": "A box a step: all calls that one launch runs. Its height grows with the batch.",
+    "pass-through": "Values are carried on by calls that change nothing, so that depth d + 1 reads depth d only.",
+    "batched": "One box per step: all calls that one launch runs. Its height grows with the batch.",
     "gathered": "Gathers collect the rows that a step reads, cats put the outputs of a depth together.",
-    "packed": "A box an operator, which runs once for all instances; * is a size of their own.",
+    "packed": "One box per operator, which runs once for all instances. * is a size that differs between them.",
     "source": "Your lines: calls → launches. Calls of one signature stand at the line that made the first of them.",
     "time": "Milliseconds of one minibatch, forward and backward: the loop above, the batch and its parts below.",
     "plan": "Memory: one row per tensor type, one block per output of a step. Contiguous rows are read in place.",
@@ -43,7 +43,7 @@ FOLDS = ("pass-through", "gathered")  # graphs of Fold's algorithm, which other 
 EXPLAINED = {
     "calls": "what the forwards called, of all instances: so many launches one by one",
     "steps": "batched launches: calls of one signature that run at once",
-    "calls a step": "calls over steps: the mean size of a batch",
+    "calls per step": "calls over steps: the mean size of a batch",
     "lower bound": "no order of launches needs fewer steps: the longest chain of calls of each signature, summed",
     "schedule": "the policy that put the calls into steps",
     "gathers elided": "inputs of steps that are read where they lie, and not copied together first",
@@ -112,7 +112,10 @@ def make_report(
         picture = draw_form(form, key, title=name, program=program, schedule=same)
         ran = name not in FOLDS or schedule.policy == "fold"
         caption = CAPTIONS.get(name.partition(" ")[0], "")
-        caption = caption if ran else f"Not what ran ({schedule.policy} did), but Fold's way: {caption}"
+        if not ran:
+            caption = (
+                f"This did not run (the schedule is {schedule.policy}). TensorFlow Fold's way: {caption}"
+            )
         stages.append(Stage(name, caption, picture, _rows_of(form, program, schedule, key), ran))
     rows = signature_rows(program, schedule, key)
     if sources := read_sources(program):
@@ -182,7 +185,7 @@ def _counts(program: Program, schedule: Schedule, plan: Plan | None) -> tuple[tu
         ("instances", f"{program.instances:,}"),
         ("calls", f"{launches:,}"),
         ("steps", f"{steps:,}"),
-        ("calls a step", f"{launches / steps:.1f}" if steps else "0"),
+        ("calls per step", f"{launches / steps:.1f}" if steps else "0"),
         ("lower bound", f"{bound:,}"),
         ("schedule", schedule.policy),
     ]

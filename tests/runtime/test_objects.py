@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 import fxbatch
+from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
 
 XS = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -162,6 +163,30 @@ def test_objects_without_tensors_are_a_list_and_unlike_ones_an_error() -> None:
     with pytest.raises(fxbatch.ResultError, match=r"different structure.*use out=\"list\""):
         model(XS)
     assert {type(x) for x in model.each(XS)} == {Frozen, Slots}
+
+
+def test_a_shape_among_the_results_is_a_tuple_whichever_way_an_instance_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(True, 2))  # the loop runs two instances
+    linear = nn.Linear(4, 4)
+
+    @fxbatch.autobatch
+    def forward(x: Tensor) -> Any:
+        h = linear(x[0])
+        return h, h.shape
+
+    assert [x.tolist() for x in forward([torch.randn(n, 4) for n in (2, 3, 1)])[1]] == [[4, 4, 4]]
+
+
+def test_unlike_structures_are_named_in_words() -> None:
+    turn = iter(range(99))
+    model = fxbatch.autobatch(lambda h: (h, {"n": 1}) if next(turn) == 2 else None, adaptive=False)
+    with pytest.raises(
+        fxbatch.ResultError, match=r"instance 0 gave None, instance 2 gave \(a tensor, {'n': 1}\)"
+    ):
+        model(list(XS))
 
 
 def test_an_instance_whose_result_is_an_object_is_not_traced_ahead() -> None:

@@ -296,7 +296,7 @@ def test_explain_says_it() -> None:
         patch.setattr(AdaptiveSwitch, "on", True)
         found = fxbatch.explain(made, instances(6))
     assert found.strategy.startswith("the plain loop: Made.n is set (test_waits.py:")
-    assert "was not left, as Made.n is set (test_waits.py:" in found.statistics.hint()
+    assert "instances ran one after the other, as Made.n is set (test_waits.py:" in found.statistics.hint()
 
 
 @pytest.mark.usefixtures("chooses")

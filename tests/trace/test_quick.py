@@ -358,5 +358,5 @@ def test_functions_of_torch_without_subclasses(recorded_by: str) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             return F.softmax(x, -1)
 
-    with pytest.raises(TraceError, match="met a value inside C"):
+    with pytest.raises(TraceError, match="got a recorded tensor inside C"):
         record(fn, [torch.ones(3)])

@@ -157,7 +157,7 @@ def test_users_functions_that_are_one_operation_are_given_what_they_were_given()
     by_times = ByTimes()
     check_equal(lambda x: Scaled.apply(LIN(x), Times.TWO) + Scaled.apply(LIN(x), 2), X)
     check_equal(lambda x: functional_call(by_times, {}, (LIN(x), Times.TWO)), X)
-    with pytest.raises(TraceError, match="met a value together with a ndarray"):
+    with pytest.raises(TraceError, match="got a recorded tensor together with a ndarray"):
         recorded(lambda x: Scaled.apply(LIN(x), np.ones(3)), X)
 
 

@@ -199,7 +199,7 @@ def test_other_operators_that_take_functions_name_the_line() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return while_loop(lambda y: y.sum() < 9, lambda y: (y + 1,), (self.l(x),))[0]
 
-    with pytest.raises(TraceError, match=r"while_loop met a value.*test_hard_cases_calls\.py"):
+    with pytest.raises(TraceError, match=r"while_loop got a recorded tensor.*test_hard_cases_calls\.py"):
         model(forward, l=nn.Linear(4, 4))([torch.randn(4)])
 
 

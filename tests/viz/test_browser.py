@@ -288,7 +288,7 @@ def test_what_did_not_run_is_marked(browser: Browser, program: Program, page: Br
     for name in idle:
         stage(page, name)
         caption = page.run("return document.getElementById('caption').textContent")
-        assert caption.startswith("Not what ran (depth did), but Fold's way: ")
+        assert caption.startswith("This did not run (the schedule is depth). TensorFlow Fold's way: ")
 
 
 def test_numbers_are_explained_on_hover(page: Browser) -> None:

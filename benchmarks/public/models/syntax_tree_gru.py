@@ -24,7 +24,7 @@ SOURCE = Source(
 
 
 class Node:
-    """What the repository's TreeTensor is: a word, a part of speech over one, or a rule over two nodes."""
+    """A node, as the repository's TreeTensor: a word, a part of speech over one, or a rule over two nodes."""
 
     def __init__(self, node: Any, rule: int | None, children: list[Node]) -> None:
         self.node, self.rule, self.children = node, rule, children
