@@ -605,7 +605,8 @@ class Fuser:
     def _is_new(self, counts: dict[Signature, int]) -> bool:
         """Whether a good part of the calls has signatures that were looked at in fewer calls by far, or never. Where
         sizes of instances are part of signatures that is so again and again: then only ever more rarely."""
-        new = sum(n for s, n in counts.items() if n >= RELEARNED * (self.looked_at.get(s) or 0))
+        seen = {s: self.looked_at.get(s) or 0 for s in counts}
+        new = sum(n for s, n in counts.items() if n >= RELEARNED * seen[s] or seen[s] < min(n, CHEAP))
         if new < LEAST_SHARE * sum(counts.values()):
             return False
         self.learned += 1
