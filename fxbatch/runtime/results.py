@@ -18,6 +18,7 @@ from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
 from fxbatch.trace.held import Held, Renumber
 from fxbatch.trace.objects import (
+    LEAVES,
     Structure,
     fill,
     has_attributes,
@@ -54,7 +55,7 @@ class Results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
                 self.specs.append(None)
-            elif type(result) in (tuple, list) and all(type(x) is Value for x in result):
+            elif type(result) in (tuple, list) and LEAVES.issuperset(map(type, result)):
                 self.leaves.append(list(result))
                 self.specs.append(_row_spec(len(result), type(result) is list))
             else:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fxbatch.errors import ResultError
-from fxbatch.torch_private import TreeSpec, is_pytree_node, tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, is_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.values import Value
 
 # What is never looked into.
@@ -29,6 +29,17 @@ _CLOSED = (
     int, float, complex, type, BaseException, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     types.MethodType, types.GeneratorType, type(None),
 )  # fmt: skip
+
+
+# Leaves, each of them, to torch's pytree, which asks a dozen questions of each.
+LEAVES = frozenset({Value, torch.Tensor, int, float, bool, str, type(None)})
+
+
+def leaves_of(x: object) -> Sequence[object]:
+    """The leaves of a pytree; a plain list or tuple of leaves is its own."""
+    if (type(x) is list or type(x) is tuple) and LEAVES.issuperset(map(type, x)):
+        return x
+    return (x,) if type(x) in LEAVES else tree_leaves(x)
 
 
 def has_attributes(x: object) -> bool:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
 from fxbatch.trace.minibatch import (
@@ -37,6 +36,7 @@ from fxbatch.trace.minibatch import (
     refuse_foreign_values,
 )
 from fxbatch.trace.module_changes import are_unchanged, states_of
+from fxbatch.trace.objects import leaves_of
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import quicken
 from fxbatch.trace.table import SignatureTable
@@ -135,7 +135,7 @@ class OngoingRecording(Turns):
         self.done.append(instance)
         result, recorder = self.results[instance], self.recorder
         refuse_foreign_values(recorder, [result])
-        for v in (result,) if type(result) is Value else tree_leaves(result):
+        for v in leaves_of(result):
             if type(v) is Value:
                 refresh(v)
         if recorder.written:
