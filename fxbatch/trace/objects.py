@@ -21,7 +21,7 @@ import torch
 
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, is_pytree_node, tree_flatten, tree_leaves, tree_unflatten
-from fxbatch.trace.values import Value
+from fxbatch.trace.values import Value, is_flat
 
 # What is never looked into.
 _CLOSED = (
@@ -31,15 +31,11 @@ _CLOSED = (
 )  # fmt: skip
 
 
-# Leaves, each of them, to torch's pytree, which asks a dozen questions of each.
-LEAVES = frozenset({Value, torch.Tensor, int, float, bool, str, type(None)})
-
-
 def leaves_of(x: object) -> Sequence[object]:
-    """The leaves of a pytree; a plain list or tuple of leaves is its own."""
-    if (type(x) is list or type(x) is tuple) and LEAVES.issuperset(map(type, x)):
+    """The leaves of a pytree, at once where they are plain."""
+    if (type(x) is list or type(x) is tuple) and is_flat(x):
         return x
-    return (x,) if type(x) in LEAVES else tree_leaves(x)
+    return (x,) if is_flat((x,)) else tree_leaves(x)
 
 
 def has_attributes(x: object) -> bool:

@@ -720,7 +720,7 @@ class WrittenTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__hash__":
             return object.__hash__(args[0])
-        flat = args if not kwargs and _is_flat(args) else tree_leaves((args, kwargs or {}))
+        flat = args if not kwargs and is_flat(args) else tree_leaves((args, kwargs or {}))
         pairs = [(x, value_of(x)) for x in flat if type(x) is WrittenTensor]
         args, kwargs = with_values(tuple(args), kwargs or {})
         if name == "__get__":
@@ -757,8 +757,8 @@ def value_of(t: torch.Tensor) -> Value:
 _FLAT = frozenset({WrittenTensor, Value, torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), str})
 
 
-def _is_flat(args: Sequence[object]) -> bool:
-    """Whether none of these holds others, as in most calls."""
+def is_flat(args: Sequence[object]) -> bool:
+    """Whether none of these holds others, as in most calls and results; a pytree has them as leaves."""
     return _FLAT.issuperset(map(type, args))
 
 
@@ -766,7 +766,7 @@ def with_values(
     args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with values in place of WrittenTensors."""
-    if not kwargs and _is_flat(args):
+    if not kwargs and is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     arguments: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(
