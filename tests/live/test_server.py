@@ -382,6 +382,69 @@ def test_a_change_without_update_never_mixes_two_models_in_a_request() -> None:
         assert not server.engine.refusals.reason(training=False)
 
 
+def replaced(p: Tensor) -> nn.Parameter:
+    return nn.Parameter(p.detach() * -1.5)
+
+
+CHANGES: dict[str, Callable[[Decoder], None]] = {
+    "another parameter": lambda model: setattr(model.out, "weight", replaced(model.out.weight)),
+    "other memory": lambda model: setattr(model.out.weight, "data", replaced(model.out.weight).data),
+    "written to": lambda model: model.out.load_state_dict(
+        {**model.out.state_dict(), "weight": replaced(model.out.weight)}
+    ),
+    "in its dictionary": lambda model: model.out._parameters.update(weight=replaced(model.out.weight)),
+}
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("fewest", [40, ongoing.FEWEST])
+def test_a_change_under_constant_load_is_in_whole_requests(
+    name: str, fewest: int, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording never ends while some request runs; those after the change see it, and none sees both models."""
+    monkeypatch.setattr(ongoing, "FEWEST", fewest)
+    other = Decoder().eval()
+    CHANGES[name](other)
+    given = requests(300)
+    either = [(alone(decoder, *x), alone(other, *x)) for x in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fxbatch.live(decoder, max_batch=8) as server:
+            warmed(server, decoder)
+            first = [server.submit(*x) for x in given[:150]]
+            first[20].result(60)
+            CHANGES[name](decoder)
+            second = [server.submit(*x) for x in given[150:]]
+            found = [future.result(60) for future in (*first, *second)]
+    for x, (before, after) in zip(found, either, strict=True):
+        assert any(
+            x[0] == wanted[0] and torch.allclose(x[1], wanted[1], rtol=1e-4, atol=1e-5)
+            for wanted in (before, after)
+        )
+    for x, (_, after) in zip(found[150:], either[150:], strict=True):
+        assert_same(x, after)
+    assert not server.engine.refusals.reason(training=False)
+
+
+def test_requests_that_are_cancelled_at_any_time_leave_others_alone(decoder: Decoder) -> None:
+    drawn, given = random.Random(2), requests(400)
+    with fxbatch.live(decoder, max_batch=8) as server:
+        futures = []
+        for x in given:
+            futures.append(server.submit(*x))
+            if drawn.random() < 0.2:
+                drawn.choice(futures[-20:]).cancel()
+            if drawn.random() < 0.2:
+                time.sleep(0.001)
+        for x, future in zip(given, futures, strict=True):
+            if not future.cancelled():
+                assert_same(future.result(60), alone(decoder, *x))
+    stats = server.stats()
+    assert (stats.done + stats.cancelled, stats.failed, stats.running) == (400, 0, 0)
+    assert stats.cancelled == sum(future.cancelled() for future in futures) > 0
+
+
 class Counting(nn.Module):
     """Sets an attribute and waits: the loop's."""
 
