@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import threading
 import time
@@ -21,6 +19,7 @@ import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.server import Server
 from fxbatch.trace import ongoing
+from tests.live import long_runs
 
 
 class Decoder(nn.Module):
@@ -504,35 +503,15 @@ def test_tensors_that_are_written_to_are_plain_afterwards() -> None:
             assert type(out) is Tensor
 
 
-def test_memory_is_flat(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FXBATCH_LIVE_REQUESTS=100000 is the long run."""
-    soak(decoder, int(os.environ.get("FXBATCH_LIVE_REQUESTS", "5000")), monkeypatch)
+@pytest.mark.parametrize("count", [5000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_memory_is_flat(count: int) -> None:
+    long_runs.assert_flat(long_runs.serve(count))
 
 
-def soak(decoder: Decoder, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a moment in which none runs: what is kept does not grow with them."""
-    monkeypatch.setattr(ongoing, "FEWEST", 500)
-    sizes = []
-
-    async def main() -> None:
-        async with fxbatch.live(decoder, max_batch=16, max_queue=64) as ask:
-
-            async def client(k: int) -> None:
-                for i in range(count // 16):
-                    await ask(torch.randn(8), 3 + (i + k) % 5)
-                    if k == 0 and i % (count // 160) == 0:
-                        gc.collect()
-                        recording = ask._recording
-                        if recording is not None:
-                            run: Any = recording.execution
-                            sizes.append((len(recording.recorder.values), len(run.value_row)))
-                            assert len(recording.recorder.written) == 0
-
-            await asyncio.gather(*[client(k) for k in range(16)])
-
-    asyncio.run(main())
-    assert len(sizes) > 3
-    assert max(n for n, _ in sizes) < 4000 and max(n for _, n in sizes) < 4000
+def test_a_recording_that_grows_is_found() -> None:
+    grown = [long_runs.Sample(100, 100 * i, 100, 0, 1 << 28) for i in range(100)]
+    with pytest.raises(AssertionError):
+        long_runs.assert_flat(grown)
 
 
 def test_stats_as_prometheus_reads_them(decoder: Decoder) -> None:
