@@ -1,7 +1,8 @@
 """`python -m tests.soak [--examples 2000] [--steps 5000] [--requests 100000]`: random models, long runs.
 
 Examples come from a seed that is printed, so that a failure can be had again; a failure is shrunk and
-printed as a Case for a named test in tests/trust/test_generated.py. `--examples 0`, `--steps 0` or `--requests 0` leaves one out.
+printed as a Case for a named test in tests/trust/test_generated.py. `--examples 0`, `--steps 0` or `--requests 0`
+leaves one out.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def call_function(
             f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
-        return _call_on_views(recorder, func, args, kwargs)
+        return _call_on_views(recorder, func, args, kwargs, key_of_views)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
@@ -238,9 +238,10 @@ def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
 
 
 def _call_on_views(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object], key: object
 ) -> object:
-    """A call with views of shared operands: the operands themselves are its inputs."""
+    """A call with views of shared operands: the operands themselves are its inputs. key: that it is found by again,
+    None for none."""
     leaves, spec = tree_flatten((args, kwargs))
     comes_again = any(type(t) is BareView for t in leaves)  # the same object, which C can tell
     views = []
@@ -253,18 +254,17 @@ def _call_on_views(
         elif view_of_shared(recorder, t):
             base = leaves[i] = cast(torch.Tensor, t._base)
             views.append((i, *_place_in(base, t)))
-    given, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
-    alone = None if given[1] else _views_alone(recorder, func, given[0])
+    before, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
     seen = (func, tuple(views), *args)
     result = call_function(recorder, on_views, seen, kwargs)
-    if comes_again or alone:
+    if comes_again or key:
         arguments = Arguments(recorder, seen, kwargs)
         entry = recorder.knowledge.functions.get((on_views, *arguments.key()))
         if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
             if comes_again:
-                recorder.remember(func, *given, entry)
+                recorder.remember(func, *before, entry)
             else:
-                recorder.knowledge.functions[alone] = entry
+                recorder.knowledge.functions[key] = entry
     return result
 
 
