@@ -38,10 +38,6 @@ class InPlaceError(TraceError):
     """A write in place that can't be batched exactly, such as one through one of two views of an ordinary tensor."""
 
 
-class ModelChangedError(InPlaceError):
-    """A parameter or buffer was replaced while requests of a server ran: they begin anew."""
-
-
 class BatchCoupledError(TraceError):
     """An operation would mix instances, or change what they share, such as BatchNorm in training."""
 

@@ -35,7 +35,6 @@ from fxbatch.errors import (
     DeadlineError,
     InPlaceError,
     InstanceError,
-    ModelChangedError,
     OptionError,
     QueueFullError,
     StoppedError,
@@ -59,18 +58,22 @@ from fxbatch.trace.places import versions_now, written_to
 _FOREVER = float("inf")
 
 
+class _ReplacedError(InPlaceError):
+    """A parameter or buffer was replaced while requests ran that have read it: they begin anew."""
+
+
 class _OngoingRun(Run):
     """A run of a server: its kernels are timed, and all phases of a recording read the same parameters."""
 
     places: dict[tuple[int, str], int]  # where each parameter and buffer lay when it was first read
 
     def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
-        """See Run. ModelChangedError where a parameter or buffer is another than the one that was read before."""
+        """See Run. _ReplacedError where a parameter or buffer is another than the one that was read before."""
         family, _ = self._family(program)
         for key, now in zip(family.keys, resolve_all(family.operands), strict=True):
             place = now.data_ptr()
             if now is not self.operands[key] or self.places.setdefault(key, place) != place:
-                raise ModelChangedError(
+                raise _ReplacedError(
                     "a parameter or buffer was replaced while requests ran that have read it"
                 )
         return super().plan_phase(program, schedule, last=last)
@@ -550,7 +553,7 @@ class Server:
         running, self._running = dict(self._running), {}
         self._free = self._all_slots()
         undone = recording is None or recording.fail()
-        refused = isinstance(error, TraceError) and not isinstance(error, ModelChangedError)
+        refused = isinstance(error, TraceError) and not isinstance(error, _ReplacedError)
         if refused and not self.engine.may_loop:
             for request in running.values():
                 self._answer(request, error)
