@@ -27,12 +27,7 @@ import torch
 
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
-from fxbatch.trace.minibatch import (
-    Execution,
-    Recording,
-    Turns,
-    refuse_foreign_values,
-)
+from fxbatch.trace.minibatch import Execution, Recording, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
 from fxbatch.trace.objects import leaves_of
 from fxbatch.trace.record import Recorder
@@ -137,17 +132,11 @@ class OngoingRecording(Turns):
 
     def _take_written(self, instance: int) -> None:
         """Tensors that an instance has written to and that are still there get their content with its result."""
-        recorder = self.recorder
-        left = {
-            key: (t, record)
-            for key, (ref, record) in recorder.written.items()
-            if record.instance == instance and (t := ref()) is not None
-        }
-        for key, (_, record) in left.items():
-            refresh(record.value)
-            del recorder.written[key]
-        if left:
-            self.written[instance] = list(left.values())
+        for key, (ref, record) in list(self.recorder.written.items()):
+            if record.instance == instance and (t := ref()) is not None:
+                refresh(record.value)
+                del self.recorder.written[key]
+                self.written.setdefault(instance, []).append((t, record))
 
     # -- phases ---------------------------------------------------------------------------------------
 
