@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
-from fxbatch.ir import Operation, SharedOperand, Slot, Template, TensorSpec
+from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
@@ -283,10 +283,14 @@ def _views_alone(
     for x in args:
         if type(x) is Value and x._recorder is recorder:
             key.append(x._type)
-        elif type(x) is torch.Tensor and view_of_shared(recorder, x):
-            base = cast(torch.Tensor, x._base)
-            shared = cast(SharedOperand, recorder.shared_operand(base))
-            if len(recorder.table.parameter_rows.get((shared.key, base.dim() - x.dim()), ())) > MANY_ROWS:
+        elif type(x) is torch.Tensor and (base := x._base) is not None:
+            shared = recorder.shared_operand(base)
+            rows = (
+                ()
+                if shared is None
+                else recorder.table.parameter_rows.get((shared.key, base.dim() - x.dim()), ())
+            )
+            if shared is None or len(rows) > MANY_ROWS or not view_of_shared(recorder, x):
                 return None
             key.append((shared.key, base.shape, x.dtype, x.device, *_place_in(base, x)))
         else:
