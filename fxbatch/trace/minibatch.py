@@ -524,7 +524,7 @@ class Turns:
 
 
 _instance = operator.attrgetter("instance")
-_BETWEEN = 2  # functions of RecordedCalls through which a value asks
+_BETWEEN = 3  # two functions of RecordedCalls through which a value asks, and who calls them
 
 
 class LazyBatch:

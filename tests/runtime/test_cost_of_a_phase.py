@@ -17,7 +17,7 @@ from fxbatch.trace.state import _fast
 
 # Lines of fxbatch's Python for the decoder of examples/serve.py: to be lowered only.
 A_PHASE = 300
-AN_INSTANCE = 102
+AN_INSTANCE = 98
 
 pytestmark = pytest.mark.skipif(
     _fast is None, reason="calls are recorded by Python where there is no extension"
