@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -40,15 +40,17 @@ from fxbatch.errors import (
     StoppedError,
     TraceError,
 )
+from fxbatch.ir import Program, Schedule
 from fxbatch.on_demand import prometheus_parser
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
+from fxbatch.runtime.operands import resolve_all
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
-from fxbatch.server_stats import Counts, PhaseTimes, ServerStats
+from fxbatch.server_stats import Counts, Laps, PhaseTimes, ServerStats
 from fxbatch.trace.minibatch import Execution, Recording
 from fxbatch.trace.ongoing import OngoingRecording
 from fxbatch.trace.places import versions_now, written_to
@@ -56,37 +58,55 @@ from fxbatch.trace.places import versions_now, written_to
 _FOREVER = float("inf")
 
 
-class _TimedRun(Run):
-    """A run whose kernels are timed."""
+class _ReplacedError(InPlaceError):
+    """A parameter or buffer was replaced while requests ran that have read it: they begin anew."""
+
+
+class _OngoingRun(Run):
+    """A run of a server: its kernels are timed, and all phases of a recording read the same parameters."""
+
+    places: dict[tuple[int, str], int]  # where each parameter and buffer lay when it was first read
+
+    def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
+        """See Run. _ReplacedError where a parameter or buffer is another than the one that was read before."""
+        family, _ = self._family(program)
+        for key, now in zip(family.keys, resolve_all(family.operands), strict=True):
+            place = now.data_ptr()
+            if now is not self.operands[key] or self.places.setdefault(key, place) != place:
+                raise _ReplacedError(
+                    "a parameter or buffer was replaced while requests ran that have read it"
+                )
+        return super().plan_phase(program, schedule, last=last)
 
     def launch(self, phase: Phase) -> None:
-        begun = time.perf_counter()
-        super().launch(phase)
         assert isinstance(self.planner, ServerEngine)
-        self.planner.kernel_seconds += time.perf_counter() - begun
+        self.planner.laps.lap("planning")
+        super().launch(phase)
+        self.planner.laps.lap("kernels")
 
 
 class ServerEngine(Engine):
-    """The engine of a server: it knows whether instances wait, and what kernels take."""
+    """The engine of a server: it knows whether instances wait, and what the parts of a phase take."""
 
     waits = False  # whether an instance has waited for a value
-    kernel_seconds = 0.0
 
     def __init__(self, options: Options, root: torch.nn.Module | None, forward: Callable[..., Any]) -> None:
         super().__init__(options, root)
         self.table.forward = forward
         self.packed = PackedRoute(replace(options, return_exceptions=False), root, self.queue.may_build)
+        self.laps = Laps()
 
-    def execution(self) -> Any:
+    def execution(self, before: Execution | None = None) -> Any:
+        """The state of a new minibatch, or of a recording that goes on. before: the state until now, whose parameters
+        this one reads."""
         run = super().execution()
-        return _TimedRun(self, grad=False) if type(run) is Run else run
-
-    def new_run(self) -> Execution:
-        """The state of a new run of a recording that goes on."""
-        run: Execution = self.execution()
-        if isinstance(run, Run):
-            run.table = self.table
-        return run
+        if type(run) is not Run:
+            return run
+        ongoing = _OngoingRun(self, grad=False)
+        ongoing.table, ongoing.places = self.table, {}
+        if isinstance(before, _OngoingRun):
+            ongoing.operands, ongoing.places = before.operands, before.places
+        return ongoing
 
     def record(self, *args: Any, **kwargs: Any) -> Recording:
         recording = super().record(*args, **kwargs)
@@ -104,6 +124,23 @@ class _Request:
     arrived: float
     deadline: float = _FOREVER
     change: Callable[[], Any] | None = None
+
+    def settle(self, result: Any) -> bool:
+        """Hand over a result, or an exception; whether anybody waits for it."""
+        try:
+            if not self.future.set_running_or_notify_cancel():
+                return False
+        except InvalidStateError:
+            return False
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+        return True
+
+    def is_over(self, now: float) -> bool:
+        """Whether it was cancelled, or its time is up."""
+        return self.future.cancelled() or self.deadline <= now
 
 
 class Server:
@@ -243,7 +280,8 @@ class Server:
                 self._counts.of["requests"] += 1
             self._queue.append(request)
             self._earliest = min(self._earliest, request.deadline)
-            self._ready.notify_all()
+            if len(self._queue) == 1 or len(self._queue) >= self.max_batch or request.change is not None:
+                self._ready.notify_all()  # not for each: to wake the thread that waits for more costs as much as a step
         request.future.add_done_callback(self._note_cancelled)
         return request.future
 
@@ -308,10 +346,9 @@ class Server:
             self._stopping = True
         self._free = self._all_slots()
         for request in left:
-            if not isinstance(error, StoppedError):
-                self._settle(request, error=error)
-            elif request.future.cancel():
-                self._counts.of["cancelled"] += 1
+            if isinstance(error, StoppedError):
+                request.future.cancel()
+            self._answer(request, error)
 
     def _take(self) -> list[_Request] | None:
         """The requests that begin now; None where the server is to end. Waits where nothing runs."""
@@ -320,20 +357,18 @@ class Server:
                 self._wait()
             if self._stopping and not (self._drains and (self._queue or self._running)):
                 return None
-            dropped = self._drop()
-            found: list[_Request] = []
-            room = self.max_batch - len(self._running)
-            if self._loops:
-                room = min(room, 1)
-            while self._queue and len(found) < room:
-                if self._queue[0].change is not None:
-                    if not self._running and not found:
-                        found.append(self._queue.popleft())
+            over = self._drop()
+            begin: list[_Request] = []
+            room = (1 if self._loops else self.max_batch) - len(self._running)
+            while self._queue and len(begin) < room:
+                if self._queue[0].change is not None and (self._running or begin):
                     break
-                found.append(self._queue.popleft())
-        for request, error in dropped:
-            self._settle(request, error=error)
-        return found
+                begin.append(self._queue.popleft())
+                if begin[0].change is not None:
+                    break
+        for request in over:
+            self._answer(request, DeadlineError("the timeout of this request is over"))
+        return begin
 
     def _wait(self) -> None:
         """Wait for a request, and then for those that are to run with it."""
@@ -347,27 +382,22 @@ class Server:
                 return
             self._ready.wait(left)
 
-    def _drop(self) -> list[tuple[_Request, BaseException | None]]:
-        """Take out requests that were cancelled (None), and those whose time is up."""
+    def _drop(self) -> list[_Request]:
+        """Take out requests that were cancelled, and those whose time is up."""
         now = time.perf_counter()
         if now < self._earliest and not self._cancelled:
             return []
         self._cancelled = False
-        late = DeadlineError("the timeout of this request is over")
-        dropped: list[tuple[_Request, BaseException | None]] = []
-        for request in list(self._queue):
-            if request.future.cancelled() or request.deadline <= now:
-                self._queue.remove(request)
-                dropped.append((request, None if request.future.cancelled() else late))
+        over = [request for request in self._queue if request.is_over(now)]
+        for request in over:
+            self._queue.remove(request)
         for slot, request in list(self._running.items()):
-            if request.future.cancelled() or request.deadline <= now:
+            if request.is_over(now):
                 assert self._recording is not None
                 self._recording.end(slot)
-                self._leave(slot)
-                dropped.append((request, None if request.future.cancelled() else late))
-        left = [*self._queue, *self._running.values()]
-        self._earliest = min((r.deadline for r in left), default=_FOREVER)
-        return dropped
+                over.append(self._leave(slot))
+        self._earliest = min((r.deadline for r in (*self._queue, *self._running.values())), default=_FOREVER)
+        return over
 
     @property
     def _loops(self) -> bool:
@@ -379,7 +409,7 @@ class Server:
     def _step(self, requests: list[_Request]) -> None:
         """Begin these requests, and run one phase, or one minibatch."""
         if requests and requests[0].change is not None:
-            self._change(requests[0])
+            self._change(requests[0], requests[0].change)
         elif self._recording is None and self._loops:
             if reason := self.engine.refusals.reason(training=self.engine.training):
                 self.decorated.say_loop_runs(self.engine, reason)
@@ -393,85 +423,65 @@ class Server:
             except Exception as error:  # noqa: BLE001 - each request begins anew, or has it
                 self._begin_anew(error)
 
-    def _change(self, request: _Request) -> None:
+    def _change(self, request: _Request, change: Callable[[], Any]) -> None:
         try:
-            assert request.change is not None
             with torch.enable_grad():
-                result = request.change()
+                request.settle(change())
         except Exception as error:  # noqa: BLE001 - it is the caller's
-            _settle(request.future, error=error)
-        else:
-            _settle(request.future, result)
+            request.settle(error)
 
     # -- forwards that don't wait ---------------------------------------------------------------------
 
     def _minibatch(self, requests: list[_Request]) -> None:
         """Run requests together to their end."""
-        begun, kernels = time.perf_counter(), self.engine.kernel_seconds
+        laps = self.engine.laps.begin()
         instances = [(self._arguments(r), r.kwargs) for r in requests]
         try:
             results: list[Any] = self.decorated.run(self.engine, self.owner, instances)
         except TraceError as error:
-            for request in requests:
-                self._settle(request, error=error)
-            return
+            results = [error] * len(requests)
         except Exception:  # noqa: BLE001 - it belongs to one of them
-            for request in requests:
-                self._alone(request)
-            return
-        ran, kernels = time.perf_counter(), self.engine.kernel_seconds - kernels
+            results = [self._by_the_loop(request) for request in requests]
+        laps.lap("python")
         for request, result in zip(requests, results, strict=True):
             self._answer(request, result)
-        n, end = len(requests), time.perf_counter()
-        self._counts.phase(PhaseTimes(n, n, n, 0, ran - begun - kernels, 0.0, kernels, end - ran))
+        n = len(requests)
+        self._counts.phase(PhaseTimes(n, n, n, 0, **laps.end("results")))
 
     def _alone(self, request: _Request) -> None:
         """Serve a request by the plain loop."""
+        self._answer(request, self._by_the_loop(request))
+
+    def _by_the_loop(self, request: _Request) -> Any:
+        """What the plain loop gives for a request, or raises."""
         self._counts.of["looped"] += 1
         try:
-            (result,) = self.decorated.loop([(self._arguments(request), request.kwargs)])
+            return self.decorated.loop([(self._arguments(request), request.kwargs)])[0]
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
-            result = _ended(error)
-        self._answer(request, result)
+            return _ended(error)
 
     # -- forwards that wait ---------------------------------------------------------------------------
 
     def _phase(self, requests: list[_Request]) -> None:
         """Let these requests join those that run, and run one phase."""
-        if self._recording is None:
-            self._recording = self._new_recording()
-        recording, begun = self._recording, time.perf_counter()
+        laps = self.engine.laps.begin()
+        recording = self._recording = self._recording or self._new_recording()
+        before = len(self._running)
+        self._deliver([slot for slot in recording.done if not self._has_values(slot)])
         for request in requests:
             slot = self._free.pop()
             self._running[slot] = request
             recording.begin(slot, self._arguments(request), request.kwargs)
         recording.start()
         took_part, calls = len(self._running), recording.recorder.pending
-        left = self._deliver_plain()
-        started, kernels = time.perf_counter(), self.engine.kernel_seconds
-        times = [started, started]
-
-        def deliver() -> None:
-            nonlocal left
-            times[0] = time.perf_counter()
-            left += self._deliver()
-            times[1] = time.perf_counter()
-
+        laps.lap("python")
         if recording.parked:
-            recording.advance(deliver)
+            recording.advance(lambda: self._deliver(recording.done))
         else:
-            self._close(deliver)
-        end, kernels = time.perf_counter(), self.engine.kernel_seconds - kernels
-        self._counts.phase(
-            PhaseTimes(
-                took_part, len(requests), left, calls, started - begun + end - times[1],
-                times[0] - started - kernels, kernels, times[1] - times[0],
-            )
-        )  # fmt: skip
-        if self._recording is not None and self._recording.done:
-            self._deliver_plain()
-            if not self._recording.begun:
-                self._close(lambda: None)
+            self._close()
+        seconds, left = laps.end("python"), before + len(requests) - len(self._running)
+        if took_part:
+            self._counts.phase(PhaseTimes(took_part, len(requests), left, calls, **seconds))
 
     def _new_recording(self) -> OngoingRecording:
         engine, fn = self.engine, self.decorated.fn
@@ -487,91 +497,73 @@ class Server:
                 raise _ended(error) from error
 
         roots = () if engine.root is None else (engine.root,)
-        return OngoingRecording(forward, engine.table_for_recording(), roots, engine.new_run, self.max_batch)
-
-    def _deliver_plain(self) -> int:
-        """Hand over results that have no values in them: nothing has to be computed for them. How many."""
-        recording = self._recording
-        assert recording is not None
-        waiting: list[int] = []
-        plain: list[int] = []
-        for slot in recording.done:
-            has_values = slot in recording.written or len(Results([recording.results[slot]]).values)
-            (waiting if has_values else plain).append(slot)
-        recording.done = waiting
-        for slot in plain:
-            self._hand_over(slot, recording.results[slot])
-        return len(plain)
-
-    def _deliver(self) -> int:
-        """Hand over the results of all that are done: what they need has run. How many."""
-        recording = self._recording
-        assert recording is not None and isinstance(recording.execution, Run)
-        slots, recording.done = recording.done, []
-        run = recording.execution
-        results = separate(
-            Results([recording.results[slot] for slot in slots]),
-            lambda ids: ids,
-            lambda requests: [run.rows(values) for values in requests],
+        return OngoingRecording(
+            forward, engine.table_for_recording(), roots, engine.execution, self.max_batch
         )
-        recording.give_back(slots)
-        for slot, result in zip(slots, results, strict=True):
-            self._hand_over(slot, result)
-        return len(slots)
 
-    def _close(self, deliver: Callable[[], None]) -> None:
+    def _has_values(self, slot: int) -> bool:
+        """Whether a result has values in it, which have to be computed."""
+        assert self._recording is not None
+        return slot in self._recording.written or len(Results([self._recording.results[slot]]).values) > 0
+
+    def _deliver(self, slots: Sequence[int]) -> None:
+        """Hand over results, for which all has run."""
+        recording, laps = self._recording, self.engine.laps
+        assert recording is not None and isinstance(recording.execution, Run)
+        run = recording.execution
+        laps.lap("planning")
+        if slots:
+            results = separate(
+                Results([recording.results[slot] for slot in slots]),
+                lambda ids: ids,
+                lambda requests: [run.rows(values) for values in requests],
+            )
+            for slot, result in zip(list(slots), results, strict=True):
+                recording.free(slot)
+                self._answer(self._leave(slot), result)
+        laps.lap("results")
+
+    def _close(self) -> None:
         """Nobody waits: the recording ends as that of a minibatch does."""
         recording = self._recording
         assert recording is not None
-        self._note_lines(recording)
-        slots, closed = list(recording.done), recording.close()
-        results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
-        self._recording = None
-        recording.done = []
-        deliver()
-        for slot, result in zip(slots, results, strict=True):
-            request = self._running[slot]
-            self._leave(slot)
-            self._answer(request, result)
-
-    def _note_lines(self, recording: OngoingRecording) -> None:
         for line, n in recording.statistics.lines.items():
             self._lines[line] = self._lines.get(line, 0) + n
-
-    def _hand_over(self, slot: int, result: Any) -> None:
-        """The result of the request in a slot, which is free then."""
-        assert self._recording is not None
-        request = self._running[slot]
-        self._recording.free(slot)
-        self._leave(slot)
-        self._answer(request, result)
+        slots, closed = recording.done, recording.close()
+        results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
+        self._recording = None
+        self.engine.laps.lap("planning")
+        for slot, result in zip(slots, results, strict=True):
+            self._answer(self._leave(slot), result)
+        self.engine.laps.lap("results")
 
     def _all_slots(self) -> list[int]:
         """Every slot, the first one last: it is taken first."""
         return list(range(self.max_batch - 1, -1, -1))
 
-    def _leave(self, slot: int) -> None:
-        del self._running[slot]
+    def _leave(self, slot: int) -> _Request:
+        """The request that was in a slot, which is free from here on."""
         self._free.append(slot)
+        return self._running.pop(slot)
 
     def _begin_anew(self, error: Exception) -> None:
         """A recording has failed: its requests are served by the loop, and all after them where it is the forward that
-        can't be recorded."""
+        can't be recorded, and not somebody else who has changed the model."""
         recording, self._recording = self._recording, None
         running, self._running = dict(self._running), {}
         self._free = self._all_slots()
         undone = recording is None or recording.fail()
-        refused = isinstance(error, TraceError)
+        refused = isinstance(error, TraceError) and not isinstance(error, _ReplacedError)
         if refused and not self.engine.may_loop:
             for request in running.values():
-                self._settle(request, error=error)
+                self._answer(request, error)
             return
         operands = [] if recording is None else versions_now(recording.recorder.operands)
         for slot, request in running.items():
             if undone and (recording is None or recording.can_begin_anew(slot)):
                 self._alone(request)
             else:
-                self._settle(request, error=error)
+                self._answer(request, error)
         if isinstance(error, InPlaceError) and recording is not None and written_to(operands) is None:
             refused = refused and written_to(recording.recorder.operands) is None  # else another thread has
         if refused:
@@ -585,34 +577,14 @@ class Server:
         return request.args if self.owner is None else (self.owner, *request.args)
 
     def _answer(self, request: _Request, result: Any) -> None:
-        """Completes a request with the result of its forward, or with the exception that it raised."""
-        if isinstance(result, BaseException):
-            self._settle(request, error=result)
-        elif _settle(request.future, result):
-            self._counts.of["done"] += 1
+        """Completes a request with the result of its forward, or with an exception."""
+        how = "expired" if isinstance(result, DeadlineError) else "failed"
+        if not request.settle(result):
+            how = "cancelled"
+        elif not isinstance(result, BaseException):
+            how = "done"
             self._counts.latencies.append(time.perf_counter() - request.arrived)
-        else:
-            self._counts.of["cancelled"] += 1
-
-    def _settle(self, request: _Request, *, error: BaseException | None) -> None:
-        """The end of a request without a result; None: it was cancelled."""
-        how = "expired" if isinstance(error, DeadlineError) else "failed"
-        settled = error is not None and _settle(request.future, error=error)
-        self._counts.of[how if settled else "cancelled"] += 1
-
-
-def _settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> bool:
-    """Set what a future has come to; whether anybody waits for it."""
-    try:
-        if not future.set_running_or_notify_cancel():
-            return False
-    except InvalidStateError:
-        return False
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
-    return True
+        self._counts.of[how] += 1
 
 
 def _ended(error: BaseException) -> Exception:

@@ -8,6 +8,7 @@ print(stats.prometheus())     # what a page /metrics gives
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,6 +137,29 @@ class ServerStats:
         return {
             **found, 'batch_size_bucket{le="+Inf"}': batches, "batch_size_count": batches, "batch_size_sum": requests,
         }  # fmt: skip
+
+
+class Laps:
+    """A stopwatch of the parts of a phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(_SECONDS, 0.0)
+        self.last = 0.0
+
+    def begin(self) -> Laps:
+        """A phase begins."""
+        self.seconds, self.last = dict.fromkeys(_SECONDS, 0.0), time.perf_counter()
+        return self
+
+    def lap(self, part: str) -> None:
+        """What was done since the last lap was this part."""
+        last, self.last = self.last, time.perf_counter()
+        self.seconds[part] += self.last - last
+
+    def end(self, part: str) -> dict[str, float]:
+        """The same, of the last part. Seconds of each."""
+        self.lap(part)
+        return self.seconds
 
 
 class Counts:

@@ -1,7 +1,8 @@
-"""`python -m tests.soak [--examples 2000] [--steps 5000] [--seed N]`: random models, then a long run.
+"""`python -m tests.soak [--examples 2000] [--steps 5000] [--requests 100000]`: random models, long runs.
 
 Examples come from a seed that is printed, so that a failure can be had again; a failure is shrunk and
-printed as a Case for a named test in tests/trust/test_generated.py. `--examples 0` or `--steps 0` leaves one out.
+printed as a Case for a named test in tests/trust/test_generated.py. `--examples 0`, `--steps 0` or `--requests 0`
+leaves one out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 
+from tests.live import long_runs
 from tests.trust.generated import Case, cases, check
 from tests.trust.long_runs import train
 
@@ -52,10 +54,21 @@ def long_run(steps: int) -> None:
     print(f"{steps} steps: memory and caches are flat ({time.monotonic() - begin:.0f} s)")
 
 
+def live(requests: int) -> None:
+    """A server of live batches that is never without a request."""
+    begin = time.monotonic()
+    samples = long_runs.serve(requests)
+    for s in samples[:: max(1, len(samples) // 20)]:
+        print(f"  {s.resident >> 20} MB, {s.values} values, {s.rows} rows, {s.calls} calls")
+    long_runs.assert_flat(samples)
+    print(f"{requests} requests: what a server holds is flat ({time.monotonic() - begin:.0f} s)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -64,6 +77,8 @@ def main() -> int:
         generated(args.examples, args.seed)
     if args.steps:
         long_run(args.steps)
+    if args.requests:
+        live(args.requests)
     return 0
 
 

@@ -26,7 +26,7 @@ from fxbatch.trace.objects import (
     take_apart,
     values_in,
 )
-from fxbatch.trace.values import REQUIRES_GRAD, Value
+from fxbatch.trace.values import REQUIRES_GRAD, Value, is_flat
 
 LONGEST = 200  # characters of a structure in a message
 Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
@@ -54,7 +54,7 @@ class Results:
             if isinstance(result, torch.Tensor):  # a Value, or a tensor that the instance brings along
                 self.leaves.append([result])
                 self.specs.append(None)
-            elif type(result) in (tuple, list) and all(type(x) is Value for x in result):
+            elif type(result) in (tuple, list) and is_flat(result):
                 self.leaves.append(list(result))
                 self.specs.append(_row_spec(len(result), type(result) is list))
             else:

@@ -32,6 +32,7 @@ from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
+    MANY_ROWS,
     Arguments,
     ArrayArgument,
     row_of_parameter,
@@ -65,7 +66,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
+from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views, refresh
 from fxbatch.trace.writes import (
     PURE_FORMS,
     call_pure,
@@ -114,6 +115,9 @@ def call_function(
     if _fast is not None and (recorded := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return recorded
     recorder.long_calls += 1
+    key_of_views = None if kwargs else _views_alone(recorder, func, args)
+    if key_of_views and (entry := recorder.knowledge.functions.get(key_of_views)) is not None:
+        return recorder.emit(entry, [refresh(x) for x in args if type(x) is Value])
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])
     if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
@@ -153,7 +157,7 @@ def call_function(
             f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
-        return _call_on_views(recorder, func, args, kwargs)
+        return _call_on_views(recorder, func, args, kwargs, key_of_views)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
@@ -234,9 +238,10 @@ def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
 
 
 def _call_on_views(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object], key: object
 ) -> object:
-    """A call with views of shared operands: the operands themselves are its inputs."""
+    """A call with views of shared operands: the operands themselves are its inputs. key: that it is found by again,
+    None for none."""
     leaves, spec = tree_flatten((args, kwargs))
     comes_again = any(type(t) is BareView for t in leaves)  # the same object, which C can tell
     views = []
@@ -248,17 +253,49 @@ def _call_on_views(
             leaves[i] = row
         elif view_of_shared(recorder, t):
             base = leaves[i] = cast(torch.Tensor, t._base)
-            flipped = (t.is_conj() != base.is_conj(), t.is_neg() != base.is_neg())
-            views.append((i, tuple(t.shape), t.stride(), t.storage_offset(), *flipped))
-    given, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
+            views.append((i, *_place_in(base, t)))
+    before, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
     seen = (func, tuple(views), *args)
     result = call_function(recorder, on_views, seen, kwargs)
-    if comes_again:
+    if comes_again or key:
         arguments = Arguments(recorder, seen, kwargs)
         entry = recorder.knowledge.functions.get((on_views, *arguments.key()))
         if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
-            recorder.remember(func, *given, entry)
+            if comes_again:
+                recorder.remember(func, *before, entry)
+            else:
+                recorder.knowledge.functions[key] = entry
     return result
+
+
+def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
+    """Where and how a view lies in what it is a view of."""
+    flipped = view.is_conj() != base.is_conj(), view.is_neg() != base.is_neg()
+    return (tuple(view.shape), view.stride(), view.storage_offset(), *flipped)
+
+
+def _views_alone(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...]
+) -> tuple[object, ...] | None:
+    """The key of a call with values and views of shared operands, by where these lie; None for a call with anything
+    else, or with rows that are looked up."""
+    key: list[object] = [func]
+    for x in args:
+        if type(x) is Value and x._recorder is recorder:
+            key.append(x._type)
+        elif type(x) is torch.Tensor and (base := x._base) is not None:
+            shared = recorder.shared_operand(base)
+            rows = (
+                ()
+                if shared is None
+                else recorder.table.parameter_rows.get((shared.key, base.dim() - x.dim()), ())
+            )
+            if shared is None or len(rows) > MANY_ROWS or not view_of_shared(recorder, x):
+                return None
+            key.append((shared.key, base.shape, x.dtype, x.device, *_place_in(base, x)))
+        else:
+            return None
+    return ("views", *key) if any(type(x) is tuple for x in key) else None
 
 
 def _by_integer_value(x: Any, index: object) -> bool:

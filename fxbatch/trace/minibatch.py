@@ -31,12 +31,13 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
-from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.torch_private import tree_map
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
 from fxbatch.trace.module_changes import ModuleChanges
+from fxbatch.trace.objects import leaves_of
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_worker, tracing
@@ -160,7 +161,7 @@ class Recording:
 
     def output_ids(self) -> list[int]:
         """Numbers of the values in the results, each once, in order of first appearance."""
-        leaves = (x for r in self.results for x in tree_leaves(r))
+        leaves = (x for r in self.results for x in leaves_of(r))
         return list(dict.fromkeys(x.id for x in leaves if type(x) is Value))
 
 
@@ -220,7 +221,7 @@ def record_minibatch(
 
 def refuse_foreign_values(recorder: Recorder, results: list[object]) -> None:
     for i, result in enumerate(results):
-        for x in (result,) if type(result) is Value else tree_leaves(result):
+        for x in leaves_of(result):
             if type(x) is Value and x._recorder is not recorder:
                 raise TraceError(
                     f"instance {i} returns a value of another minibatch: values live for one call"
@@ -335,11 +336,8 @@ class Turns:
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
         self.execution.run(self.recorder.pending_program([]))
-        answers = {
-            False: self._read(False, self.execution.read), True: self._read(True, self.execution.numbers)
-        }  # fmt: skip
-        for p in self.resuming:
-            p.answer = [answers[p.plain][v._value] for v in p.values]
+        self._give(False, self.execution.read)
+        self._give(True, self.execution.numbers)
 
     def _go_on(self) -> None:
         """Let those go on that were answered, in order."""
@@ -357,11 +355,14 @@ class Turns:
         self._raise()
         self.resuming = []
 
-    def _read(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> dict[int, object]:
-        """What instances wait for as numbers (plain) or as tensors, each value once."""
-        wanted = list(dict.fromkeys([v._value for p in self.resuming if p.plain == plain for v in p.values]))
-        base = self.recorder.base
-        return dict(zip(wanted, read([w - base for w in wanted]), strict=True)) if wanted else {}
+    def _give(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> None:
+        """Give those that go on what they wait for as numbers (plain) or as tensors, each value once, by one `read`."""
+        base, waiting = self.recorder.base, [p for p in self.resuming if p.plain is plain]
+        if waiting:
+            wanted = list(dict.fromkeys([v._value for p in waiting for v in p.values]))
+            answers = dict(zip(wanted, read([w - base for w in wanted]), strict=True))
+            for p in waiting:
+                p.answer = [answers[v._value] for v in p.values]
 
     def _runs(self, instance: int) -> None:
         """The code that runs from here on is this instance's."""
@@ -460,7 +461,7 @@ class Turns:
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.statistics.asked(user_place())
+        self.statistics.asked(user_place(_BETWEEN))
         self.parked.append(parked)
         self.main.switch()
         return list(parked.answer)
@@ -523,6 +524,7 @@ class Turns:
 
 
 _instance = operator.attrgetter("instance")
+_BETWEEN = 3  # two functions of RecordedCalls through which a value asks, and who calls them
 
 
 class LazyBatch:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from fxbatch.errors import ResultError
-from fxbatch.torch_private import TreeSpec, is_pytree_node, tree_flatten, tree_unflatten
-from fxbatch.trace.values import Value
+from fxbatch.torch_private import TreeSpec, is_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from fxbatch.trace.values import Value, is_flat
 
 # What is never looked into.
 _CLOSED = (
@@ -29,6 +29,13 @@ _CLOSED = (
     int, float, complex, type, BaseException, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     types.MethodType, types.GeneratorType, type(None),
 )  # fmt: skip
+
+
+def leaves_of(x: object) -> Sequence[object]:
+    """The leaves of a pytree, at once where they are plain."""
+    if (type(x) is list or type(x) is tuple) and is_flat(x):
+        return x
+    return (x,) if is_flat((x,)) else tree_leaves(x)
 
 
 def has_attributes(x: object) -> bool:

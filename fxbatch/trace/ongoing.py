@@ -25,18 +25,11 @@ from typing import Any
 
 import torch
 
-from fxbatch.torch_private import tree_leaves
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
-from fxbatch.trace.minibatch import (
-    Execution,
-    PhaseStatistics,
-    Recording,
-    Statistics,
-    Turns,
-    refuse_foreign_values,
-)
+from fxbatch.trace.minibatch import Execution, Recording, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
+from fxbatch.trace.objects import leaves_of
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import quicken
 from fxbatch.trace.table import SignatureTable
@@ -45,22 +38,9 @@ from fxbatch.trace.values import Value, Written, refresh
 
 FEWEST = 8192  # values that are made before any is forgotten
 TIMES = 4  # as many as were left the last time
-_SHOWN = 32  # phases that statistics keep
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NOBODY: Arguments = (), {}
-
-
-class OngoingStatistics(Statistics):
-    """Counts of the last phases."""
-
-    def __init__(self, instances: int) -> None:
-        super().__init__(instances)
-        self.recent: deque[PhaseStatistics] = deque(maxlen=_SHOWN)
-
-    def phase(self, calls: int, suspended: Sequence[int]) -> None:
-        """A phase ran `calls` calls for these instances."""
-        self.recent.append(PhaseStatistics(calls, len(suspended)))
 
 
 class OngoingRecording(Turns):
@@ -71,14 +51,14 @@ class OngoingRecording(Turns):
         fn: Callable[..., object],
         table: SignatureTable,
         roots: Sequence[torch.nn.Module],
-        new_execution: Callable[[], Execution],
+        new_execution: Callable[[Execution | None], Execution],
         slots: int,
     ) -> None:
-        """new_execution: gives the state of a new run. slots: how many instances there may be at a time."""
+        """new_execution: gives the state of a new run, after another one. slots: how many instances there may be at a
+        time."""
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.copies, recorder.watches_operands = {}, True
-        super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(), True, None)
-        self.statistics = OngoingStatistics(slots)
+        super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(None), True, None)
         self.new_execution = new_execution
         self.alone = False
         self.to_begin: deque[int] = deque()
@@ -104,7 +84,7 @@ class OngoingRecording(Turns):
         self._start()
 
     def end(self, slot: int) -> None:
-        """Close an instance that waits: its `finally` blocks run, nothing else; the slot is free."""
+        """Close an instance: where it waits, its `finally` blocks run, nothing else; the slot is free."""
         for p in [p for p in self.parked if p.instance == slot]:
             self.parked.remove(p)
             still_open, self.closing = self.changes.open - 1, True
@@ -112,11 +92,16 @@ class OngoingRecording(Turns):
                 self._end(p)
             finally:
                 self.closing, self.failed, self.changes.open = False, None, still_open
-            self.done = [done for done in self.done if done != slot]
-            self.free(slot)
+        for tensor, record in self.written.pop(slot, ()):
+            record.give_back(tensor, None)
+        self.free(slot)
 
     def free(self, slot: int) -> None:
-        """The result of an instance was taken: another may have its slot."""
+        """The result of an instance was taken, for which all has run: another may have its slot. Tensors that it has
+        written to are plain tensors again."""
+        for tensor, record in self.written.pop(slot, ()):
+            record.give_back(tensor, self.execution.read([record.value.id])[0])
+        self.done = [done for done in self.done if done != slot]
         del self.begun[slot]
         self.instances[slot], self.results[slot] = _NOBODY, None
 
@@ -135,7 +120,7 @@ class OngoingRecording(Turns):
         self.done.append(instance)
         result, recorder = self.results[instance], self.recorder
         refuse_foreign_values(recorder, [result])
-        for v in (result,) if type(result) is Value else tree_leaves(result):
+        for v in leaves_of(result):
             if type(v) is Value:
                 refresh(v)
         if recorder.written:
@@ -147,17 +132,11 @@ class OngoingRecording(Turns):
 
     def _take_written(self, instance: int) -> None:
         """Tensors that an instance has written to and that are still there get their content with its result."""
-        recorder = self.recorder
-        left = {
-            key: (t, record)
-            for key, (ref, record) in recorder.written.items()
-            if record.instance == instance and (t := ref()) is not None
-        }
-        for key, (_, record) in left.items():
-            refresh(record.value)
-            del recorder.written[key]
-        if left:
-            self.written[instance] = list(left.values())
+        for key, (ref, record) in list(self.recorder.written.items()):
+            if record.instance == instance and (t := ref()) is not None:
+                refresh(record.value)
+                del self.recorder.written[key]
+                self.written.setdefault(instance, []).append((t, record))
 
     # -- phases ---------------------------------------------------------------------------------------
 
@@ -165,10 +144,8 @@ class OngoingRecording(Turns):
         """One phase: run what is pending, let `deliver` take the results of `done`, and let the instances go on that
         waited. TraceError, and what kernels raise, end the recording: `fail`."""
         self.resuming, self.parked = self.parked, []
-        calls = self.recorder.pending
         with unheard(self.recorder):
             self._answer()
-            self.statistics.phase(calls, [p.instance for p in self.resuming])
             self.recorder.refuse_written_operands()
             deliver()
             if self.recorder.count - self.recorder.base > self.most:
@@ -176,15 +153,10 @@ class OngoingRecording(Turns):
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self._go_on()
 
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Tensors that instances have written to are plain tensors again, after the phase."""
-        for tensor, record in [pair for slot in slots for pair in self.written.pop(slot, ())]:
-            record.give_back(tensor, self.execution.read([record.value.id])[0])
-
     def _forget(self) -> None:
-        before = self.execution
-        left = self.recorder.begin_anew(before.read)
-        self.execution = self.new_execution()
+        left = self.recorder.begin_anew(self.execution.read)
+        self.execution = self.new_execution(self.execution)
+        self.statistics.phases.clear()
         self.most = max(FEWEST, TIMES * left)
 
     # -- the end --------------------------------------------------------------------------------------

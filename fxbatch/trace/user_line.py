@@ -49,9 +49,10 @@ def _is_users(path: str, module: str) -> bool:
     return not (path.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame of the user's code, None when there is none."""
-    frame: FrameType | None = sys._getframe(1)
+def user_frame(inner: int = 1) -> FrameType | None:
+    """The innermost frame of the user's code, None when there is none. inner: how many frames are certainly ours: a
+    frame that is not looked at costs a tenth."""
+    frame: FrameType | None = sys._getframe(inner)
     while frame is not None and not _user_file(frame):
         frame = frame.f_back
     return frame
@@ -68,9 +69,10 @@ def user_line() -> str:
 UserPlace = tuple[CodeType, int] | None  # code and the instruction in it; None: no user code
 
 
-def user_place() -> UserPlace:
-    """Where the user's code is, at a cost of well under a microsecond; `line_of` makes text of it."""
-    frame = user_frame()
+def user_place(inner: int = 0) -> UserPlace:
+    """Where the user's code is, at a cost of well under a microsecond; `line_of` makes text of it. inner: how many
+    frames between the caller and the user's code are certainly ours."""
+    frame = user_frame(inner + 2)
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 

@@ -261,23 +261,22 @@ class Value(torch.Tensor):
         return self._recorder.read([self])[0]
 
     def item(self) -> Any:
-        recorder = self._recorder
-        if not recorder.table.sizes[self._type]:
-            return recorder.read_plain(self)
-        return self._number() if self.shape.numel() == 1 else self._read().item()
+        one = self._one()
+        return one.item() if isinstance(one, torch.Tensor) else one
 
     def tolist(self) -> Any:
         return self._recorder.read_plain(self)
 
-    def _number(self) -> Any:
-        """The only element, as Python's number."""
-        number = self._recorder.read_plain(self)
+    def _one(self, kinds: frozenset[torch.dtype] | None = None) -> Any:
+        """The only element, as Python's number; the tensor where there are others, or it is not of these kinds."""
+        recorder = self._recorder
+        spec = recorder.table.types[self._type]
+        if spec.numel != 1 or (kinds is not None and spec.dtype not in kinds):
+            return self._read()
+        number = recorder.read_plain(self)
         while type(number) is list:
             (number,) = number
         return number
-
-    def _is_one(self, kinds: frozenset[torch.dtype]) -> bool:
-        return self.dtype in kinds and self.shape.numel() == 1
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         if self.requires_grad and not force:
@@ -293,19 +292,19 @@ class Value(torch.Tensor):
         return torch.from_numpy(array)
 
     def __bool__(self) -> bool:
-        return bool(self._number() if self._is_one(_REAL) else self._read())
+        return bool(self._one(_REAL))
 
     def __int__(self) -> int:
-        return int(self._number() if self._is_one(_WHOLE) else self._read())
+        return int(self._one(_WHOLE))
 
     def __float__(self) -> float:
-        return float(self._number() if self._is_one(_REAL) else self._read())
+        return float(self._one(_REAL))
 
     def __complex__(self) -> complex:
         return complex(self._read())
 
     def __index__(self) -> int:
-        return self._number() if self._is_one(_WHOLE) else self._read().__index__()
+        return self._one(_WHOLE).__index__()
 
     def __contains__(self, element: object) -> bool:
         if not isinstance(element, (torch.Tensor, bool, int, float, complex)):
@@ -629,7 +628,7 @@ def refresh(v: Value) -> Value:
     """The same value, with its content as it is now: a view of what was written to is recorded anew."""
     if hasattr(v, "_rows"):
         _put_rows(v)
-    view = view_of(v)
+    view: View | None = getattr(v, "_view", None)
     if view is None or view.seen == view.root._writes:
         return v
     refresh(view.source)
@@ -721,7 +720,7 @@ class WrittenTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__hash__":
             return object.__hash__(args[0])
-        flat = args if not kwargs and _is_flat(args) else tree_leaves((args, kwargs or {}))
+        flat = args if not kwargs and is_flat(args) else tree_leaves((args, kwargs or {}))
         pairs = [(x, value_of(x)) for x in flat if type(x) is WrittenTensor]
         args, kwargs = with_values(tuple(args), kwargs or {})
         if name == "__get__":
@@ -758,8 +757,8 @@ def value_of(t: torch.Tensor) -> Value:
 _FLAT = frozenset({WrittenTensor, Value, torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), str})
 
 
-def _is_flat(args: Sequence[object]) -> bool:
-    """Whether none of these holds others, as in most calls."""
+def is_flat(args: Sequence[object]) -> bool:
+    """Whether none of these holds others, as in most calls and results; a pytree has them as leaves."""
     return _FLAT.issuperset(map(type, args))
 
 
@@ -767,7 +766,7 @@ def with_values(
     args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with values in place of WrittenTensors."""
-    if not kwargs and _is_flat(args):
+    if not kwargs and is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     arguments: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(

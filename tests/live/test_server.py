@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import threading
 import time
@@ -21,6 +19,7 @@ import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.server import Server
 from fxbatch.trace import ongoing
+from tests.live import long_runs
 
 
 class Decoder(nn.Module):
@@ -382,6 +381,69 @@ def test_a_change_without_update_never_mixes_two_models_in_a_request() -> None:
         assert not server.engine.refusals.reason(training=False)
 
 
+def replaced(p: Tensor) -> nn.Parameter:
+    return nn.Parameter(p.detach() * -1.5)
+
+
+CHANGES: dict[str, Callable[[Decoder], None]] = {
+    "another parameter": lambda model: setattr(model.out, "weight", replaced(model.out.weight)),
+    "other memory": lambda model: setattr(model.out.weight, "data", replaced(model.out.weight).data),
+    "written to": lambda model: model.out.load_state_dict(
+        {**model.out.state_dict(), "weight": replaced(model.out.weight)}
+    ),
+    "in its dictionary": lambda model: model.out._parameters.update(weight=replaced(model.out.weight)),
+}
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("fewest", [40, ongoing.FEWEST])
+def test_a_change_under_constant_load_is_in_whole_requests(
+    name: str, fewest: int, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording never ends while some request runs; those after the change see it, and none sees both models."""
+    monkeypatch.setattr(ongoing, "FEWEST", fewest)
+    other = Decoder().eval()
+    CHANGES[name](other)
+    given = requests(300)
+    either = [(alone(decoder, *x), alone(other, *x)) for x in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fxbatch.live(decoder, max_batch=8) as server:
+            warmed(server, decoder)
+            first = [server.submit(*x) for x in given[:150]]
+            first[20].result(60)
+            CHANGES[name](decoder)
+            second = [server.submit(*x) for x in given[150:]]
+            found = [future.result(60) for future in (*first, *second)]
+    for x, (before, after) in zip(found, either, strict=True):
+        assert any(
+            x[0] == wanted[0] and torch.allclose(x[1], wanted[1], rtol=1e-4, atol=1e-5)
+            for wanted in (before, after)
+        )
+    for x, (_, after) in zip(found[150:], either[150:], strict=True):
+        assert_same(x, after)
+    assert not server.engine.refusals.reason(training=False)
+
+
+def test_requests_that_are_cancelled_at_any_time_leave_others_alone(decoder: Decoder) -> None:
+    drawn, given = random.Random(2), requests(400)
+    with fxbatch.live(decoder, max_batch=8) as server:
+        futures = []
+        for x in given:
+            futures.append(server.submit(*x))
+            if drawn.random() < 0.2:
+                drawn.choice(futures[-20:]).cancel()
+            if drawn.random() < 0.2:
+                time.sleep(0.001)
+        for x, future in zip(given, futures, strict=True):
+            if not future.cancelled():
+                assert_same(future.result(60), alone(decoder, *x))
+    stats = server.stats()
+    assert (stats.done + stats.cancelled, stats.failed, stats.running) == (400, 0, 0)
+    assert stats.cancelled == sum(future.cancelled() for future in futures) > 0
+
+
 class Counting(nn.Module):
     """Sets an attribute and waits: the loop's."""
 
@@ -441,35 +503,15 @@ def test_tensors_that_are_written_to_are_plain_afterwards() -> None:
             assert type(out) is Tensor
 
 
-def test_memory_is_flat(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FXBATCH_LIVE_REQUESTS=100000 is the long run."""
-    soak(decoder, int(os.environ.get("FXBATCH_LIVE_REQUESTS", "5000")), monkeypatch)
+@pytest.mark.parametrize("count", [5000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_memory_is_flat(count: int) -> None:
+    long_runs.assert_flat(long_runs.serve(count))
 
 
-def soak(decoder: Decoder, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a moment in which none runs: what is kept does not grow with them."""
-    monkeypatch.setattr(ongoing, "FEWEST", 500)
-    sizes = []
-
-    async def main() -> None:
-        async with fxbatch.live(decoder, max_batch=16, max_queue=64) as ask:
-
-            async def client(k: int) -> None:
-                for i in range(count // 16):
-                    await ask(torch.randn(8), 3 + (i + k) % 5)
-                    if k == 0 and i % (count // 160) == 0:
-                        gc.collect()
-                        recording = ask._recording
-                        if recording is not None:
-                            run: Any = recording.execution
-                            sizes.append((len(recording.recorder.values), len(run.value_row)))
-                            assert len(recording.recorder.written) == 0
-
-            await asyncio.gather(*[client(k) for k in range(16)])
-
-    asyncio.run(main())
-    assert len(sizes) > 3
-    assert max(n for n, _ in sizes) < 4000 and max(n for _, n in sizes) < 4000
+def test_a_recording_that_grows_is_found() -> None:
+    grown = [long_runs.Sample(100, 100 * i, 100, 0, 1 << 28) for i in range(100)]
+    with pytest.raises(AssertionError):
+        long_runs.assert_flat(grown)
 
 
 def test_stats_as_prometheus_reads_them(decoder: Decoder) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError
+from fxbatch.trace import calls
 from fxbatch.trace.arguments import MANY_ROWS, take_parameter_row
 from tests.oracle import check_equal
 from tests.trace.made import value
@@ -148,6 +149,35 @@ def test_few_rows_and_matrices_stay_views() -> None:
     many(*minibatch())
     many(*minibatch())
     assert looked_up(few) == looked_up(many) == 0
+
+
+class OfBuffer(Model):
+    """Few rows of a buffer, and a part of it."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        x = value(x)
+        for row in rows:
+            x = torch.tanh(x + self.places[row]) * self.places[row, 1:2]
+        return x
+
+
+def test_few_rows_of_a_buffer_are_told_by_their_place_the_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, asked = decorated(OfBuffer), []
+    call_on_views = calls._call_on_views
+    monkeypatch.setattr(calls, "_call_on_views", lambda *args: (asked.append(args), call_on_views(*args))[1])
+    for rows, new in [(3, 6), (3, 0), (MANY_ROWS, 2), (MANY_ROWS, 0)]:
+        asked.clear()
+        given = list(torch.randn(8, 4)), [[i % rows, (i + 1) % rows] for i in range(8)]
+        with torch.no_grad():
+            check_equal(model, *given)
+        assert (len(asked) == new) if new else not asked
+    model.places[2:4] = 1.0  # written to between calls
+    check_equal(model, *given)
+    rows = [[i, 8 - i] for i in range(8)]  # from here on all are looked up
+    check_equal(model, list(torch.randn(8, 4)), rows)
+    assert looked_up(model)
 
 
 def test_a_row_that_is_written_to_is_refused() -> None:
