@@ -217,8 +217,10 @@ def _copies(content: object, *, view: bool) -> bool:
 def with_contents(recorder: RecordedCalls, args: object, kwargs: object) -> Any:
     """Arguments with real tensors for the values in them, which are waited for."""
     values = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
+    if not values:
+        return args, kwargs
     real = dict(zip(map(id, values), recorder.read(values), strict=True))
-    return tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs)) if values else (args, kwargs)
+    return tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
 
 
 def _plain(x: object) -> object:
