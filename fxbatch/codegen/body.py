@@ -272,24 +272,21 @@ class IndexByTensor(TorchFunctionMode):
 class TakenApart(IndexByTensor):
     """And a loss of logits keeps what is small: torch.func would take it apart into log(1 + e)."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is F.binary_cross_entropy_with_logits and kwargs["size_average"] is kwargs["reduce"] is None:
             return binary_cross_entropy(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "mean": torch.Tensor.mean, "sum": torch.Tensor.sum, "none": lambda losses: losses,
-}  # fmt: skip
-
-
 def binary_cross_entropy(
-    x: torch.Tensor, target: torch.Tensor, *, weight: Any, pos_weight: Any, reduction: str, **legacy: object
-) -> Any:
+    x: torch.Tensor, target: torch.Tensor, *, weight: torch.Tensor | None, pos_weight: torch.Tensor | None,
+    reduction: str, **legacy: object,
+) -> torch.Tensor:  # fmt: skip
     """`F.binary_cross_entropy_with_logits` by log1p, as torch computes it."""
     ones = target if pos_weight is None else pos_weight * target
     losses = -(ones * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-    return REDUCTIONS[reduction](losses if weight is None else losses * weight)
+    losses = losses if weight is None else losses * weight
+    return {"mean": losses.mean, "sum": losses.sum, "none": losses.clone}[reduction]()
 
 
 def _is_position(index: Any) -> bool:
