@@ -373,12 +373,7 @@ class Value(torch.Tensor):
         return copied
 
     def __copy__(self) -> object:
-        """As torch makes it: the same memory, a leaf."""
-        if self.requires_grad:
-            raise TraceError(
-                f"copy.copy() of a value makes a leaf that requires gradients: clone() it{at_line()}"
-            )
-        return self.detach()
+        return self.detach()  # as torch makes it: the same memory, a leaf
 
     def __reduce_ex__(self, protocol: object) -> Any:
         real = self._recorder.tensor(self)

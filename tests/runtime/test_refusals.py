@@ -75,11 +75,6 @@ def old_constructor(self: Any, x: Any) -> Any:
     return y + torch.FloatTensor([y.detach().sum(), y.detach()[0]]).sum()
 
 
-def copied_leaf(self: Any, x: Any) -> Any:
-    y = self.l(x)
-    return y + copy.copy(y)
-
-
 def hook_of_a_value(self: Any, x: Any) -> Any:
     y = self.l(x)
     y.register_hook(lambda gradient: 2 * gradient)
@@ -121,7 +116,7 @@ def dispatch_mode(self: Any, x: Any) -> Any:
 REFUSED = {
     function_mode: r"a torch mode \(Doubling\)", dispatch_mode: r"a torch mode \(Negating\)",
     batch_norm: "BatchNorm1d in training", max_norm: "max_norm", backward_hook: "backward hook", script: "TorchScript",
-    old_constructor: r"len\(\) of a 0-d tensor", copied_leaf: r"copy\.copy\(\)",
+    old_constructor: r"len\(\) of a 0-d tensor",
     hook_of_a_value: r"register_hook\(\)", detached_leaf: r"requires_grad_\(\)",
     row_view: "another tensor shares its memory", derivative: "torch.autograd.grad", backward: r"backward\(\) inside",
 }  # fmt: skip
