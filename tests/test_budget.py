@@ -50,45 +50,55 @@ CONCEPTS = {
 GUARD = r"^(is_)?(un|first_)?changed$|still_hold|^stale$|differs_from|_fresh$|^_?fits$|_fitting|^is_true$|^unchanged$"
 
 
+Nodes = Sequence[ast.AST]  # of a module
+
+
 @functools.cache
-def trees(rooms: tuple[str, ...] = (*ROOMS, "")) -> tuple[tuple[str, ast.Module], ...]:
-    """The engine's modules, with their paths in fxbatch/."""
+def sources() -> tuple[tuple[str, str, Nodes], ...]:
+    """The package's modules, each parsed and walked once: its room, its path in fxbatch/, its nodes."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         room = inside.parts[0] if len(inside.parts) > 1 else ""
-        if room in rooms and inside.name != "caches.py":
-            found.append((str(inside), ast.parse(path.read_text())))
+        if room not in OUTSIDE and inside.name != "caches.py":
+            found.append((room, str(inside), tuple(ast.walk(ast.parse(path.read_text())))))
     return tuple(found)
 
 
-def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
-    return (n for n in ast.walk(tree) if isinstance(n, (ast.ClassDef, ast.FunctionDef)))
+def modules(rooms: Sequence[str] = (*ROOMS, "")) -> list[tuple[str, Nodes]]:
+    """Those in these rooms: path and nodes."""
+    return [(path, nodes) for room, path, nodes in sources() if room in rooms]
+
+
+def nodes_of(source: str) -> Nodes:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def definitions(nodes: Nodes) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    return (n for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef)))
 
 
 def named_like(concept: Concept) -> list[str]:
     """What counts for a concept, as "file:name"."""
     return [
         f"{path}:{n.name}"
-        for path, tree in trees(concept.rooms)
-        for n in definitions(tree)
+        for path, nodes in modules(concept.rooms)
+        for n in definitions(nodes)
         if re.search(concept.names, n.name)
     ]
 
 
-def literals(tree: ast.AST, callees: Sequence[str]) -> list[str]:
+def literals(nodes: Nodes, callees: Sequence[str]) -> list[str]:
     """The first argument of each call of these, which is a text."""
-    calls = [
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in callees and n.args
-    ]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and n.args and ast.unparse(n.func) in callees]
     return [x.value for n in calls if isinstance(x := n.args[0], ast.Constant)]
 
 
-def unregistered(path: str, tree: ast.AST) -> list[str]:
+def unregistered(path: str, nodes: Nodes) -> list[str]:
     """Caches that are made without caches.py: torch's and Python's own forms, and dictionaries that are bounded by
     hand."""
     wrong = []
-    for n in ast.walk(tree):
+    for n in nodes:
         if isinstance(n, ast.FunctionDef):
             marks = [ast.unparse(d) for d in n.decorator_list]
             arguments = n.args.args or n.args.vararg
@@ -101,44 +111,51 @@ def unregistered(path: str, tree: ast.AST) -> list[str]:
     return [f"{path}: {x}" for x in wrong]
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def dotted(n: ast.AST) -> str:
+    """`a.b.c` of names alone; "" of anything else."""
+    if isinstance(n, ast.Attribute):
+        return f"{of}.{n.attr}" if (of := dotted(n.value)) else ""
+    return n.id if isinstance(n, ast.Name) else ""
+
+
+def private_names(nodes: Nodes) -> set[str]:
     """Names of torch with a part that begins with an underscore."""
     names = set()
-    for n in ast.walk(tree):
+    for n in nodes:
         if isinstance(n, ast.ImportFrom) and n.module:
             names |= {f"{n.module}.{alias.name}" for alias in n.names}
         elif isinstance(n, ast.Attribute):
-            names.add(ast.unparse(n))
-    return {x for x in names if re.match(r"torch\.(\w+\.)*_(?!_)", x) and re.fullmatch(r"[\w.]+", x)}
+            names.add(dotted(n))
+    return {x for x in names if re.match(r"torch\.(\w+\.)*_(?!_)", x)}
 
 
-def uses_of(names: set[str], tree: ast.AST) -> int:
+def uses_of(names: set[str], nodes: Nodes) -> int:
     """How often these are variables, arguments, attributes, functions or classes."""
     return sum(
         (isinstance(n, ast.Name) and n.id in names)
         or (isinstance(n, ast.arg) and n.arg in names)
         or (isinstance(n, ast.Attribute) and n.attr in names)
         or (isinstance(n, ast.FunctionDef) and n.name in names)
-        for n in ast.walk(tree)
+        for n in nodes
     )
 
 
 @functools.cache
 def counted() -> dict[str, int]:
     """All rows of the table, as the source is."""
-    modules = dict(trees())
-    private = set[str]().union(*map(private_names, modules.values()))
-    rooms = dict(trees(ROOMS)).values()
+    every = [nodes for _, nodes in modules()]
+    private = set[str]().union(*map(private_names, every))
+    rooms = [nodes for _, nodes in modules(ROOMS)]
     files = [p for room in ROOMS for p in (PACKAGE / room).iterdir() if p.suffix in (".py", ".c", ".h")]
     return {
         **{name: len(named_like(concept)) for name, concept in CONCEPTS.items()},
-        "guards": sum(len(literals(tree, ["guard"])) for tree in modules.values()),
+        "guards": sum(len(literals(nodes, ["guard"])) for nodes in every),
         "caches": len(CACHES),
         "private names of torch": len(
             [x for x in private if not any(y.startswith(x + ".") for y in private)]
         ),
-        "`Any`": sum(uses_of({"Any"}, tree) for tree in rooms),
-        "the six names": sum(uses_of(SIX, tree) for tree in rooms),
+        "`Any`": sum(uses_of({"Any"}, nodes) for nodes in rooms),
+        "the six names": sum(uses_of(SIX, nodes) for nodes in rooms),
         "lines": sum(len(p.read_text().splitlines()) for p in files if not p.name.endswith("_operations.h")),
     }
 
@@ -163,8 +180,8 @@ def test_the_budget_is_kept(name: str) -> None:
 
 def test_each_cache_is_registered_and_used() -> None:
     forms = ["Cache", "cached", "weak_cache", "kept_by_signatures"]
-    assert {x for _, tree in trees() for x in literals(tree, forms)} == set(CACHES)
-    assert sorted(path for path, tree in trees() for _ in unregistered(path, tree)) == ALLOWED
+    assert {x for _, nodes in modules() for x in literals(nodes, forms)} == set(CACHES)
+    assert sorted(path for path, nodes in modules() for _ in unregistered(path, nodes)) == ALLOWED
 
 
 # Pieces of memory by the number of rows are the workspace itself, which `clear` empties.
@@ -176,11 +193,11 @@ def is_guard(n: ast.ClassDef | ast.FunctionDef) -> bool:
 
 
 def test_each_guard_is_registered_and_used() -> None:
-    assert {x for _, tree in trees() for x in literals(tree, ["guard"])} == set(GUARDS)
+    assert {x for _, nodes in modules() for x in literals(nodes, ["guard"])} == set(GUARDS)
     like = [
         f"{path}:{n.name}"
-        for path, tree in trees()
-        for n in definitions(tree)
+        for path, nodes in modules()
+        for n in definitions(nodes)
         if re.search(GUARD, n.name) and not is_guard(n)
     ]
     assert sorted(like) == NO_GUARDS
@@ -211,11 +228,11 @@ if len(table) > 3:
     table.clear()
 entries = OrderedDict()
 """
-    wrong = unregistered("a", ast.parse(source))
+    wrong = unregistered("a", nodes_of(source))
     assert sorted(wrong) == ["a: OrderedDict()", "a: f", "a: g", "a: len(table) > 3"]
 
 
 def test_private_names_and_uses_are_counted() -> None:
-    tree = ast.parse("from torch._C import f\nx: Any = torch.a._b(found.given)\ndef made(own): ...\n")
-    assert private_names(tree) == {"torch._C.f", "torch.a._b"}
-    assert uses_of({"Any"}, tree) == 1 and uses_of(SIX, tree) == 4
+    nodes = nodes_of("from torch._C import f\nx: Any = torch.a._b(found.given)\ndef made(own): ...\n")
+    assert private_names(nodes) == {"torch._C.f", "torch.a._b"}
+    assert uses_of({"Any"}, nodes) == 1 and uses_of(SIX, nodes) == 4

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -268,6 +269,26 @@ class IndexByTensor(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class TakenApart(IndexByTensor):
+    """And a loss of logits keeps what is small: torch.func would take it apart into log(1 + e)."""
+
+    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func is F.binary_cross_entropy_with_logits and kwargs["size_average"] is kwargs["reduce"] is None:
+            return binary_cross_entropy(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, *, weight: torch.Tensor | None, pos_weight: torch.Tensor | None,
+    reduction: str, **legacy: object,
+) -> torch.Tensor:  # fmt: skip
+    """`F.binary_cross_entropy_with_logits` by log1p, as torch computes it."""
+    ones = target if pos_weight is None else pos_weight * target
+    losses = -(ones * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
+    losses = losses if weight is None else losses * weight
+    return {"mean": losses.mean, "sum": losses.sum, "none": losses.clone}[reduction]()
+
+
 def _is_position(index: Any) -> bool:
     integral = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
     return integral and index.dim() == 0
@@ -281,7 +302,7 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
     def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
-            with watch, IndexByTensor(), sdpa_kernel(SDPBackend.MATH), native_kernels():
+            with watch, TakenApart(), sdpa_kernel(SDPBackend.MATH), native_kernels():
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]

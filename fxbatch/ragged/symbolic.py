@@ -256,9 +256,12 @@ _BUILTINS = {"len": _length, "max": _extreme(max, torch.sym_max), "min": _extrem
 def _spaces_of(code: Iterable[object]) -> list[dict[str, Any]]:
     """The globals of users' functions and modules among these, and of what these globals hold."""
     spaces: dict[int, dict[str, Any]] = {}
-    todo = list(code)
+    todo, seen = list(code), set[int]()
     while todo:
         x = todo.pop()
+        if id(x) in seen or not isinstance(x, (torch.nn.Module, type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(x))
         if isinstance(x, torch.nn.Module):
             todo += [c for m in x.modules() for c in type(m).__mro__]
         elif isinstance(x, type) and not is_library(x.__module__):

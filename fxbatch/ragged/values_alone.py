@@ -89,16 +89,16 @@ class Alone:
 def apart(
     tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
 ) -> list[torch.Tensor]:
-    """A value as the tensors of the instances; lengths: of its own dimensions."""
+    """A value as the tensors of the instances; lengths: of its own dimensions. Contiguous, as views of them may ask."""
     if layout == WHOLE:
         return [tensor] * n
     if layout == DENSE:
         return list(tensor.unbind(0))
     if layout == PACKED:
         parts = tensor.split(lengths[0].list)
-        return [p.movedim(0, axes[0]) for p in parts] if axes[0] else list(parts)
+        return [p.movedim(0, axes[0]).contiguous() for p in parts]
     a, b = lengths
-    return [tensor[i, : a.list[i], : b.list[i]].movedim((0, 1), tuple(axes)) for i in range(n)]
+    return [tensor[i, : a.list[i], : b.list[i]].movedim((0, 1), tuple(axes)).contiguous() for i in range(n)]
 
 
 def together(

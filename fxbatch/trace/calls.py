@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
-from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_map, tree_unflatten
+from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
     MANY_ROWS,
     Arguments,
@@ -123,6 +123,8 @@ def call_function(
     if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
         # A size is a shape there and a tuple is data; pytrees make tuples of sizes.
         func = torch.Tensor.new_empty
+    elif func in COPYING and len(args) > 1 and _copies(args[1], view=func is torch.Tensor.new):
+        return _copied(recorder, func, *args, **kwargs)
     if func in PURE_FORMS:
         result = call_pure(recorder, func, args, kwargs)
         if result is not None:
@@ -199,6 +201,35 @@ def call_function(
     if not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
+
+
+# These make a tensor of numbers, with no gradient to them.
+COPYING = (torch.Tensor.new, torch.Tensor.new_tensor)
+
+
+def _copied(recorder: RecordedCalls, func: Any, like: Any, *contents: object, **kwargs: object) -> object:
+    """`like.new([v, 1.0])`, of which like gives type and device."""
+    contents, kwargs = with_contents(recorder, contents, kwargs)
+    return func(torch.empty(0, dtype=like.dtype, device=like.device), *contents, **kwargs)
+
+
+def _copies(content: object, *, view: bool) -> bool:
+    """Whether numbers of values are copied; view: `h.new(v)` is a view of v."""
+    return not (view and type(content) is Value) and any(type(x) is Value for x in tree_leaves(content))
+
+
+def with_contents(recorder: RecordedCalls, args: object, kwargs: object) -> Any:
+    """Arguments with real tensors for the values in them, which are waited for."""
+    values = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
+    if not values:
+        return args, kwargs
+    real = dict(zip(map(id, values), recorder.read(values), strict=True))
+    return tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
+
+
+def _plain(x: object) -> object:
+    """A real tensor of shape [] as a Python number: factories don't take all of them as tensors."""
+    return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
 def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction:

@@ -41,11 +41,10 @@ from fxbatch.torch_private import (
     mode_addresses,
     stateless,
     tree_leaves,
-    tree_map,
 )
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
-from fxbatch.trace.calls import examined_function
+from fxbatch.trace.calls import examined_function, with_contents
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.places import TABLES
@@ -384,16 +383,8 @@ def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwa
         return plain(*args, **kwargs)
     if recorder.written:
         args, kwargs = with_values(args, kwargs)
-    values = [x for x in tree_leaves((args, kwargs)) if type(x) is Value]
-    if values:
-        real = dict(zip(map(id, values), recorder.read(values), strict=True))
-        args, kwargs = tree_map(lambda x: _plain(real.get(id(x), x)), (args, kwargs))
+    args, kwargs = with_contents(recorder, args, kwargs)
     return plain(*args, **kwargs)
-
-
-def _plain(x: object) -> object:
-    """A real tensor of shape [] as a Python number: factories don't take all of them as tensors."""
-    return x.item() if isinstance(x, torch.Tensor) and not x.dim() and not x.requires_grad else x
 
 
 @stands_for(torch, "as_tensor")

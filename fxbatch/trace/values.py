@@ -97,6 +97,10 @@ class View:
         return args[0][args[1]] if func is GETITEM else self.source._recorder.call(func, args, kwargs)
 
 
+class NoLengthError(TraceError, TypeError):
+    """len() of a tensor without dimensions: a TypeError to Python, as torch's; constructors in C++ can't go on."""
+
+
 class Value(torch.Tensor):
     """A tensor that has a type and no content yet. Made by a Recorder only.
 
@@ -208,7 +212,9 @@ class Value(torch.Tensor):
 
     @data.setter
     def data(self, _: object) -> None:
-        raise InPlaceError("assigning .data of a value can't be recorded: use copy_(), or a new name")
+        raise InPlaceError(
+            f"assigning .data of a value can't be recorded: use copy_(), or a new name{at_line()}"
+        )
 
     def dim(self) -> int:
         return len(self._recorder.table.sizes[self._type])
@@ -249,7 +255,9 @@ class Value(torch.Tensor):
     def __len__(self) -> int:
         shape = self._recorder.table.sizes[self._type]
         if not shape:
-            raise TypeError("len() of a 0-d tensor")
+            raise NoLengthError(
+                f"len() of a 0-d tensor, as torch.Tensor([v]) asks; torch.tensor([v]){at_line()}"
+            )
         return shape[0]
 
     def __hash__(self) -> int:
@@ -371,12 +379,14 @@ class Value(torch.Tensor):
         real = self._recorder.tensor(self)
         if real is not None:
             return real.__reduce_ex__(protocol)
-        raise TraceError("a value can't be pickled: it has no content until its minibatch has run")
+        raise TraceError(
+            f"a value can't be pickled: it has no content until its minibatch has run{at_line()}"
+        )
 
     # What a tensor is beside its numbers
 
     def as_subclass(self, cls: type) -> Any:
-        raise TraceError(f"a value can't become a {cls.__name__}: make one of the result")
+        raise TraceError(f"a value can't become a {cls.__name__}: make one of the result{at_line()}")
 
     # Gradients
 
@@ -388,6 +398,7 @@ class Value(torch.Tensor):
         if requires_grad and not self.requires_grad:
             raise TraceError(
                 "requires_grad_() on a value can't be recorded: make the instance's own tensor require it"
+                f"{at_line()}"
             )
         if not requires_grad and self.requires_grad:
             raise RuntimeError("you can only change requires_grad flags of leaf variables.")
@@ -397,14 +408,14 @@ class Value(torch.Tensor):
         real = self._recorder.tensor(self)
         if real is not None:
             return real.retain_grad()
-        raise TraceError("retain_grad() on a value can't be recorded")
+        raise TraceError(f"retain_grad() on a value can't be recorded{at_line()}")
 
     def register_hook(self, hook: object) -> object:
         real = self._recorder.tensor(self)
         if real is not None:
             return real.register_hook(hook)
         raise TraceError(
-            "register_hook() on a value can't be recorded: register it on a result or a parameter"
+            f"register_hook() on a value can't be recorded: register it on a result or a parameter{at_line()}"
         )
 
 
@@ -465,7 +476,7 @@ def set_attribute(func: object, args: Any) -> None:
     if name == "requires_grad":
         args[0].requires_grad_(args[1])
         return
-    raise InPlaceError(f"assigning .{name} of a value can't be recorded")
+    raise InPlaceError(f"assigning .{name} of a value can't be recorded{at_line()}")
 
 
 def _method(name: str) -> Callable[..., object]:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxbatch.codegen.operation_graphs import Unbatched
-from tests.codegen.operation_cases import assert_equals_rows, build
+from fxbatch.codegen.kernel import Workspace
+from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
+from tests.codegen.operation_cases import assert_equals_rows, build, run_kernels
 
 IDX = torch.tensor
 
@@ -140,6 +141,23 @@ def test_ill_conditioned_numbers_still_batch() -> None:
     """Both gradients are rounding errors: eager's and ours are judged by float64."""
     graphs, _ = build(lambda x: F.normalize(x, dim=-1), [torch.randn(3, 1)])
     assert not isinstance(graphs, Unbatched), graphs
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_small_losses_of_logits_are_exact(label: float) -> None:
+    """torch.func's own form of this loss has log(1 + e): 15% off at 15, zero at 17."""
+    target = torch.full((), label)
+    graphs, _ = build(F.binary_cross_entropy_with_logits, [torch.zeros(()), target])
+    assert isinstance(graphs, OperationGraphs), graphs
+    x = torch.tensor([3.0, 7.0, 10.0, 15.0, 17.0, 30.0]) * (1 if label else -1)
+    rows, grads = [x, target.expand(len(x)).clone()], [torch.ones(len(x))]
+    (losses,), (gradient, _), _ = run_kernels(
+        graphs, rows, [], grads, len(x), given=False, workspace=Workspace()
+    )
+    exact = torch.log1p(torch.exp(-x.abs().double()))
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=0)
+    assert gradient is not None
+    torch.testing.assert_close(gradient.double(), torch.expm1(-exact) * x.sign(), rtol=1e-6, atol=0)
 
 
 # Random fills: the argument list of the method, and which part of the numbers lies below 1.5.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 import fxbatch
 from tests.oracle import check_equal
@@ -60,6 +62,20 @@ def test_instances_written_to_through_data_change_no_gradient() -> None:
     as_they_were = gradient(loop=True, writes=False)
     torch.testing.assert_close(gradient(loop=False, writes=True), as_they_were)
     torch.testing.assert_close(gradient(loop=True, writes=True), 3 * as_they_were)
+
+
+@pytest.mark.parametrize(
+    "leaf", [copy.copy, lambda h: Variable(h, requires_grad=True)], ids=["copy", "Variable"]
+)
+def test_leaves_that_are_made_of_values_require_no_gradient(leaf: Any) -> None:
+    made = model(lambda self, x: (leaf(self.a(x)) * 2, self.b(leaf(self.a(x)))), two(), out="list")
+    xs = vectors(4, 4)
+    results = made(xs)
+    with fxbatch.disabled():
+        expected = made(xs)
+    for (alone, used), (other, wanted) in zip(results, expected, strict=True):
+        assert (alone.requires_grad, other.requires_grad) == (False, True)
+        torch.testing.assert_close((alone, used), (other.detach(), wanted))
 
 
 def test_classes_are_asked_by_isinstance() -> None:

@@ -377,6 +377,13 @@ def test_no_rule_runs_instance_by_instance() -> None:
     assert [name for name, _ in function.lowered.alone] == ["aten.median.dim"]
 
 
+def test_views_of_what_was_made_contiguous_run_instance_by_instance() -> None:
+    """`contiguous()` says nothing about packed rows; a view of an instance's own tensor needs it."""
+    function = check_packed(lambda x: x.t().contiguous().view(-1)[:2], rows, LONG, ((0,),))
+    assert [name for name, _ in function.lowered.alone] == ["aten.view.default"]
+    check_packed(lambda x: (x @ x.t()).t().contiguous().view(-1).sum(), rows, LONG, ((0,),))
+
+
 def test_a_loop_over_a_size_is_refused() -> None:
     with pytest.raises(NoPackedForm, match="plain number"):
         check_packed(lambda x: sum(x[i] for i in range(len(x))), rows, SOME, ((0,),))

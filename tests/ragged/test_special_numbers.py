@@ -3,6 +3,7 @@ NaN, huge and subnormal numbers, zeros of both signs, ties, rows of -inf only, l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -94,6 +95,7 @@ def loop_of(body: Body, rows: Sequence[Sequence[torch.Tensor]]) -> list[list[tor
 INEXACT = {(name, kind) for name in ("group_norm", "instance_norm") for kind in ("all", "large", "larger")}
 
 
+@functools.lru_cache(maxsize=1)  # a body is traced once for all kinds of numbers
 def lowered(body: Body) -> PackedFunction:
     return PackedFunction.of(lambda *tensors: [body(tensors[0])], [torch.randn(3, 5)], ((0,),), [])
 

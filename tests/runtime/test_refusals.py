@@ -70,6 +70,21 @@ def backward(self: Any, x: Any) -> Any:
     return y
 
 
+def old_constructor(self: Any, x: Any) -> Any:
+    y = self.l(x)
+    return y + torch.FloatTensor([y.detach().sum(), y.detach()[0]]).sum()
+
+
+def hook_of_a_value(self: Any, x: Any) -> Any:
+    y = self.l(x)
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y + 1
+
+
+def detached_leaf(self: Any, x: Any) -> Any:
+    return self.l(x) + self.l(x).detach().requires_grad_()
+
+
 class Doubling(TorchFunctionMode):
     """Doubles what linear layers give."""
 
@@ -101,7 +116,9 @@ def dispatch_mode(self: Any, x: Any) -> Any:
 REFUSED = {
     function_mode: r"a torch mode \(Doubling\)", dispatch_mode: r"a torch mode \(Negating\)",
     batch_norm: "BatchNorm1d in training", max_norm: "max_norm", backward_hook: "backward hook", script: "TorchScript",
-    row_view: "another tensor shares its memory", derivative: "torch.autograd.grad", backward: "backward\\(\\) inside",
+    old_constructor: r"len\(\) of a 0-d tensor",
+    hook_of_a_value: r"register_hook\(\)", detached_leaf: r"requires_grad_\(\)",
+    row_view: "another tensor shares its memory", derivative: "torch.autograd.grad", backward: r"backward\(\) inside",
 }  # fmt: skip
 
 

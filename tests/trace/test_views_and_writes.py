@@ -499,6 +499,21 @@ def rows_beyond_the_end(m: Any, x: Tensor) -> Any:
     return None
 
 
+def numbers_of_values_in_new_tensors(m: Any, x: Tensor) -> Any:
+    h = m.one(x[0])
+    a, b = h.detach()[:2]
+    best = h.new_tensor([h.argmax(), 3], dtype=torch.long)
+    return h.new([a, b]), h.new_tensor([b, 1.0]), best, h.new(m.one(x[1]))
+
+
+def length_of_a_number(m: Any, x: Tensor) -> Any:
+    h = m.one(x[0]).sum()
+    try:
+        return h * len(h)
+    except TypeError:
+        return h
+
+
 FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     fills_a_buffer, fills_a_buffer_that_is_read, fills_negative_rows, overwrites_a_row, adds_to_rows,
     adds_to_rows_by_turns, adds_to_rows_of_a_value, sets_several_at_once, writes_columns, writes_a_block,
@@ -513,6 +528,7 @@ FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     adds_and_reads_rows_by_turns, stores_one_row_in_two_places, stores_a_row_of_itself,
     view_that_is_older_than_a_write, rows_with_and_without_gradients, rows_within_no_grad, rows_of_rows,
     rows_of_other_types, rows_beyond_the_end,
+    numbers_of_values_in_new_tensors, length_of_a_number,
 )  # fmt: skip
 UNDEFINED = {new_tensors: 1}  # which result has no defined content, only a type
 

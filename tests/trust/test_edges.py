@@ -48,6 +48,7 @@ POINTWISE: dict[str, Function] = {
     "lerp": lambda x, y: torch.lerp(x, y, 0.3), "lerp to the end": lambda x, y: torch.lerp(x, y, 1.0),
     "lerp by tensors": lambda x, y: torch.lerp(x, y, x), "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5), "where": lambda x, y: torch.where(x > 0, x.log(), y),
+    "binary cross entropy of each": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
     "larger": lambda x, y: x > y, "equal": lambda x, y: x == y, "different": lambda x, y: x != y,
 }  # fmt: skip
 ROWS: dict[str, Function] = {
