@@ -1,7 +1,7 @@
 """What is one operation: the marker, the names, which Python numbers are lifted; and what its body gives and does.
 
 In: torch functions, modules, what the user marks. Out: `ir.Operation`s with the rule that made them so.
-A body runs once on fake tensors, to learn what it gives.
+A body runs once on fake tensors, to learn what it gives; torch's own functions on tensors of the device "meta".
 
     @operation
     def attend(query, keys):
@@ -389,9 +389,15 @@ def run_on_fakes(
 def is_torchs_own(func: object) -> bool:
     """Whether a function is torch's, or one that stands for some of them here; not one that asks for memory."""
     ours = isinstance(func, FunctionType) and func.__module__.startswith(("torch.", "fxbatch."))
-    return (ours or isinstance(func, _IN_C)) and func not in _OF_MEMORY and func not in _RECURRENT
+    return (ours or isinstance(func, _IN_C)) and func not in _OTHER_ON_META
 
 
+# What says something else of tensors without memory, or is run step by step.
+_OTHER_ON_META = (
+    _OF_MEMORY
+    | named_functions("native_batch_norm _native_batch_norm_legit ctc_loss")
+    | {*_RECURRENT, F.ctc_loss}
+)
 _META = torch.device("meta")
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
