@@ -157,7 +157,7 @@ class Laps:
         self.seconds[part] += self.last - last
 
     def end(self, part: str) -> dict[str, float]:
-        """The same, of the last part. Seconds of each."""
+        """The phase ends with this part. Seconds of each part."""
         self.lap(part)
         return self.seconds
 
