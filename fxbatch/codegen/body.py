@@ -284,8 +284,7 @@ def binary_cross_entropy(
 ) -> torch.Tensor:  # fmt: skip
     """`F.binary_cross_entropy_with_logits` by log1p, as torch computes it."""
     ones = target if pos_weight is None else pos_weight * target
-    losses = -(ones * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-    losses = losses if weight is None else losses * weight
+    losses = -(ones * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x)) * (1 if weight is None else weight)
     return {"mean": losses.mean, "sum": losses.sum, "none": losses.clone}[reduction]()
 
 

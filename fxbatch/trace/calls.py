@@ -123,7 +123,7 @@ def call_function(
     if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
         # A size is a shape there and a tuple is data; pytrees make tuples of sizes.
         func = torch.Tensor.new_empty
-    elif func in COPYING and len(args) > 1 and _copies(args[1], view=func is torch.Tensor.new):
+    elif func in (torch.Tensor.new, torch.Tensor.new_tensor) and len(args) > 1 and _copies(func, args[1]):
         return _copied(recorder, func, *args, **kwargs)
     if func in PURE_FORMS:
         result = call_pure(recorder, func, args, kwargs)
@@ -203,19 +203,16 @@ def call_function(
     return result
 
 
-# These make a tensor of numbers, with no gradient to them.
-COPYING = (torch.Tensor.new, torch.Tensor.new_tensor)
-
-
 def _copied(recorder: RecordedCalls, func: Any, like: Any, *contents: object, **kwargs: object) -> object:
     """`like.new([v, 1.0])`, of which like gives type and device."""
     contents, kwargs = with_contents(recorder, contents, kwargs)
     return func(torch.empty(0, dtype=like.dtype, device=like.device), *contents, **kwargs)
 
 
-def _copies(content: object, *, view: bool) -> bool:
-    """Whether numbers of values are copied; view: `h.new(v)` is a view of v."""
-    return not (view and type(content) is Value) and any(type(x) is Value for x in tree_leaves(content))
+def _copies(func: object, content: object) -> bool:
+    """Whether numbers of values are copied, with no gradient to them; `h.new(v)` is a view of v."""
+    is_view = func is torch.Tensor.new and type(content) is Value
+    return not is_view and any(type(x) is Value for x in tree_leaves(content))
 
 
 def with_contents(recorder: RecordedCalls, args: object, kwargs: object) -> Any:

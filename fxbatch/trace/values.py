@@ -397,8 +397,7 @@ class Value(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad and not self.requires_grad:
             raise TraceError(
-                "requires_grad_() on a value can't be recorded: make the instance's own tensor require it"
-                f"{at_line()}"
+                f"requires_grad_() on a value can't be recorded: make the instance's tensor require it{at_line()}"
             )
         if not requires_grad and self.requires_grad:
             raise RuntimeError("you can only change requires_grad flags of leaf variables.")

@@ -19,11 +19,11 @@ from tests.trust.programs import model
 
 EVERY = {**CASES, **public_style_models.CASES}
 RECORDED = {  # their code asks for sizes as plain numbers, or for a view that there is for no size but one
-    "long convolution", "relative shift", "pairs of rows",
+    "long convolution", "pairs of rows",
 }  # fmt: skip
 ALONE = {  # one operator of theirs runs instance by instance
     "graph U-net", "U-net in one dimension", "norm of all rows", "normalised adjacency", "interpolated", "stretched",
-    "overlaps",
+    "overlaps", "relative shift",
 }  # fmt: skip
 if torch.__version__ < "2.12":  # whose spectra take sizes that are symbols
     RECORDED.remove("long convolution")
