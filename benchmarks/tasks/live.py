@@ -28,19 +28,19 @@ WAYS = ("one at a time", "gathered", "live", "by hand, continuous")
 def decoder(settings: Settings) -> tuple[Any, Sequence[Any]]:
     """A GRU decoder, 5 to 80 steps, 23 on average."""
     hidden = settings.size(256, 16)
-    return serve.Decoder(500, hidden).eval(), serve.make_requests(settings.size(400, 12), hidden)
+    return serve.Decoder(500, hidden).eval(), serve.make_requests(settings.size(400, 6), hidden)
 
 
 def dependency_parser(settings: Settings) -> tuple[Any, Sequence[Any]]:
     """The transition parser of the examples, on sentences without data: words and tags at random."""
-    model, sentences = parser.minibatch(sentences=settings.size(200, 6), hidden=settings.size(64, 8))
+    model, sentences = parser.minibatch(sentences=settings.size(200, 3), hidden=settings.size(64, 8))
     return model.eval(), sentences
 
 
 def sentiment(settings: Settings) -> tuple[Any, Sequence[Any]]:
     """The Tree-LSTM of the examples."""
     model, *trees = tree_lstm.minibatch()
-    many = list(trees[0]) * settings.size(20, 1)
+    many = (list(trees[0]) * 20)[: settings.size(10_000, 6)]
     return model.eval(), many
 
 
@@ -71,7 +71,7 @@ def measured(name: str, settings: Settings) -> dict[str, float]:
         }  # fmt: skip
         if isinstance(model, serve.Decoder):
             ways["by hand, continuous"] = serve.by_hand(model)
-        saturated = serve.saturate(ways, requests)
+        saturated = serve.saturate(ways, requests, rounds=settings.size(3, 1))
         rates = {f"{100 * share:.0f} %": share * saturated["live"] for share in SHARES}
         with serve.frozen():
             for way, run in ways.items():
