@@ -244,7 +244,7 @@ class PackedCalls:
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
-        if not packed and not len(_readers(program, held)):
+        if not _some_can_run(program, list(packed)) and not len(_readers(program, held)):
             known.note(program)
             return program
         work = _Resolution(program, known)
@@ -310,6 +310,16 @@ class PackedCalls:
             report(error, "a packed call", verify=self.verify)
             family.reason = f"{type(error).__name__}: {error}"
         return not family.reason
+
+
+def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
+    """Whether a call of these signatures reads constants alone, and values of earlier phases."""
+    reads = np.isin(program.sig[program.reader], packed)
+    values = program.inputs[reads] - program.known
+    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures], dtype=bool)
+    there = (values < 0) | constant[program.sig[program.call_of_value[np.maximum(values, 0)]]]
+    waiting = program.reader[reads]
+    return len(np.setdiff1d(waiting, waiting[~there])) > 0
 
 
 class _Resolution:
