@@ -244,7 +244,7 @@ class PackedCalls:
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
-        if not _some_can_run(program, list(packed)) and not len(_readers(program, held)):
+        if not (packed and _some_can_run(program, list(packed))) and not len(_readers(program, held)):
             known.note(program)
             return program
         work = _Resolution(program, known)

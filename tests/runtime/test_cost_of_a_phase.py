@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from fxbatch_examples import parser, serve
 
 import fxbatch
 from fxbatch.trace.state import _fast
+from tests.lines import lines_of
 
 # Lines of fxbatch's Python for the decoder of examples/serve.py: to be lowered only.
 A_PHASE = 300
@@ -22,27 +19,6 @@ AN_INSTANCE = 98
 pytestmark = pytest.mark.skipif(
     _fast is None, reason="calls are recorded by Python where there is no extension"
 )
-
-
-def lines_of(call: Callable[[], Any]) -> int:
-    """Lines of fxbatch's Python that a call runs."""
-    folder, count = str(Path(fxbatch.__file__).parent), 0
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return line
-
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(folder) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def lines_a_phase(model: Any, batches: dict[int, Any]) -> float:

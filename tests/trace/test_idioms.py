@@ -4,10 +4,7 @@ held value costs more for what came before it."""
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ import fxbatch
 from benchmarks.idiom_models import WAYS, Sizes, Way, random_tree
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
+from tests.lines import lines_of
 from tests.oracle import check_equal
 
 SIZES = Sizes(words=20, embedding=6, hidden=8)
@@ -145,27 +143,6 @@ def holds(m: Any, x: Tensor) -> Any:
     return states[-1] * 2
 
 
-def steps_of(call: Callable[[], Any]) -> int:
-    """Lines of the recorder's Python that a call runs."""
-    folder, count = str(Path(fxbatch.__file__).parent / "trace"), 0
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return line
-
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(folder) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def steps_between(form: Callable[[Any, Tensor], Any], few: tuple[int, int], many: tuple[int, int]) -> int:
     """By how many steps a minibatch of (instances, rows) takes more than another."""
     torch.manual_seed(0)
@@ -174,7 +151,7 @@ def steps_between(form: Callable[[Any, Tensor], Any], few: tuple[int, int], many
         batch = [torch.randn(rows, 4) for _ in range(instances)]
         for _ in range(2):
             model(batch)
-        counts.append(steps_of(lambda batch=batch: model(batch)))  # type: ignore[misc]
+        counts.append(lines_of(lambda batch=batch: model(batch), "trace"))  # type: ignore[misc]
     return counts[1] - counts[0]
 
 
