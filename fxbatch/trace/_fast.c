@@ -53,6 +53,65 @@ static int rewrite(PyObject *recorder, PyObject *v, PyObject *entry, const Input
     return 0;
 }
 
+/* --- Numbers of Python that differ from call to call (python_numbers.py) --------------------------------------- */
+
+/* Which of two arguments is a number, where the other is a value: 0 or 1; -1 for other calls. */
+static int number_place(const Arguments *a, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2 || a->n != 3 || a->read != 1)
+        return -1;
+    int place = Py_IS_TYPE(args[0], Value) ? 1 : 0;
+    return PyFloat_CheckExact(args[place]) || PyLong_CheckExact(args[place]) ? place : -1;
+}
+
+/* The same call with any number of this type there. */
+static Call with_any_number(Call call, int place)
+{
+    call.tokens[place + 1].number = 0;
+    call.mode = ~call.mode;
+    call.hash = call_hash(&call);
+    return call;
+}
+
+/* The number of the value that a number is in this recording; -1 on error. Equal ones are one value, but for zeros. */
+static int64_t number_id(PyObject *recorder, PyObject *entry, int place, PyObject *number)
+{
+    PyObject *all = SLOT(recorder, at.number_ids), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
+    PyObject *ids = sid && all && PyDict_Check(all) ? PyDict_GetItemWithError(all, sid) : NULL;
+    PyObject *id = ids ? Py_XNewRef(PyDict_GetItemWithError(ids, number)) : NULL;
+    if (!id && !PyErr_Occurred()) {
+        PyObject *at_place = PyLong_FromLong(place);
+        id = at_place ? PyObject_CallFunctionObjArgs(slow_number, recorder, entry, at_place, number, NULL) : NULL;
+        Py_XDECREF(at_place);
+    }
+    int64_t found = id ? PyLong_AsLongLong(id) : -1;
+    Py_XDECREF(id);
+    Py_XDECREF(sid);
+    return found;
+}
+
+/* The result of a call of a value with a number, which was met with others; NULL without an error where it was not. */
+static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments *a, PyObject *const *args, Py_ssize_t n)
+{
+    int place = number_place(a, args, n);
+    CallTable *table = table_of(recorder);
+    if (place < 0 || !table || !table->used)
+        return NULL;
+    Call wanted = with_any_number(call_of(recorder, func, a), place);
+    PyObject *entry = call_place(table->calls, table->room, &wanted)->entry, *result = NULL;
+    if (!entry)
+        return NULL;
+    Py_INCREF(entry);
+    int64_t id = number_id(recorder, entry, place, args[place]);
+    if (id >= 0) {
+        Input read[] = {a->inputs[0], a->inputs[0]};
+        read[place] = (Input){NULL, id};
+        result = record(recorder, entry, read, 2);
+    }
+    Py_DECREF(entry);
+    return result;
+}
+
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
 static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
                                PyObject *names, int views)
@@ -78,7 +137,8 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
             link_views(recorder, entry, result, &a, args, n, names) < 0)
             Py_CLEAR(result);
         Py_DECREF(entry);
-    }
+    } else if (!entry && !PyErr_Occurred())
+        result = call_with_number(recorder, func, &a, args, n);
     arguments_free(&a);
     return result;
 }
@@ -144,12 +204,15 @@ static int table_put(CallTable *table, Call call, Arguments *a, PyObject *entry)
     return 0;
 }
 
-/* remember(recorder, func, args, kwargs, entry): such calls are recorded as this entry from now on. */
+/* remember(recorder, func, args, kwargs, entry, any_number=False): such calls are recorded as this entry from now on;
+   any_number: with any number in place of the one among the two arguments, which is an input of the entry. */
 static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *recorder, *func, *given, *kwargs, *entry;
+    int any_number = 0;
     Arguments a;
-    if (!PyArg_ParseTuple(args, "OOO!O!O", &recorder, &func, &PyTuple_Type, &given, &PyDict_Type, &kwargs, &entry))
+    if (!PyArg_ParseTuple(args, "OOO!O!O|p", &recorder, &func, &PyTuple_Type, &given, &PyDict_Type, &kwargs, &entry,
+                          &any_number))
         return NULL;
     CallTable *table = table_of(recorder);
     if (!table || table->used >= MAX_CALLS || !has_columns(recorder))
@@ -159,10 +222,12 @@ static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
     if (known <= 0)
         return known < 0 ? NULL : Py_NewRef(Py_None);
     int foreign = has_foreign_parameter(recorder, &a);
-    if (foreign >= 0 && (table = table_of(recorder))) {
+    int place = any_number ? number_place(&a, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given)) : -1;
+    if (foreign >= 0 && (table = table_of(recorder)) && (place >= 0 || !any_number)) {
+        Call call = call_of(recorder, func, &a);
         table->foreign |= foreign;
         if ((4 * table->used >= 3 * table->room && table_grow(table) < 0) ||
-            table_put(table, call_of(recorder, func, &a), &a, entry) < 0)
+            table_put(table, place < 0 ? call : with_any_number(call, place), &a, entry) < 0)
             foreign = -1;
     }
     arguments_free(&a);
@@ -368,7 +433,7 @@ static struct {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
-    {"row_of_parameter", &slow_row},
+    {"row_of_parameter", &slow_row}, {"number_id", &slow_number},
     {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
@@ -408,7 +473,7 @@ static struct {
     {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "settled", &at.settled},
-    {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls},
+    {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids},
     {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
     {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},

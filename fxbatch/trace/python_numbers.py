@@ -23,7 +23,7 @@ from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry
+from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, REQUIRES_GRAD, Value, link_view, new_value, refresh
 
@@ -180,6 +180,8 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
     if entry.signature.sizes is None:
         recorder.lifted[entry.sid] = True
     refresh(v)
+    if varies(recorder.table, entry):
+        recorder.remember(func, args, {}, entry, any_number=True)
     return recorder.emit(entry, (v, lifted) if position == 1 else (lifted, v))
 
 

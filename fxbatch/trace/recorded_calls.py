@@ -56,7 +56,7 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "payload", "row_calls", "settled",
+        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "number_ids", "payload", "row_calls", "settled",
         "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
@@ -74,6 +74,9 @@ class Columns:
     # By mode and type: the entry of `v[index]`, how many rows, and the numbers of the values that indices are. By mode,
     # type and type of a row: how many rows there are of values that such rows were written to.
     row_calls: dict[tuple[int, ...], Any]
+    number_ids: dict[
+        int, dict[float, int]
+    ]  # by lifted signature: the numbers of the values that its numbers are
 
 
 class Knowledge:
@@ -172,13 +175,16 @@ class RecordedCalls(Columns):
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
-        self.row_calls, self.lifted = {}, {}
+        self.row_calls, self.lifted, self.number_ids = {}, {}, {}
         self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
         self.views_met = {}
+        self.fresh: set[int] = (
+            set()
+        )  # ids of modules that were made in this recording, and are no part of another
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
@@ -263,6 +269,14 @@ class RecordedCalls(Columns):
         self.heard.forget()
         self.lasts = False
 
+    def is_new(self, module: torch.nn.Module) -> bool:
+        """Whether a module was made in this recording, is no part of another, and was never called: no call depends
+        on what it holds."""
+        knowledge, number = self.knowledge, id(module)
+        return (
+            number in self.fresh and number not in knowledge.examined and number not in knowledge.modules.seen
+        )
+
     def is_read(self, name: str) -> bool:
         """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
         return any(name in x.attributes for x in self.knowledge.examined.values() if not x.reason)
@@ -283,11 +297,18 @@ class RecordedCalls(Columns):
         return entry.result(self.row(entry, inputs)) if _fast is None else _fast.emit(self, entry, inputs)
 
     def remember(
-        self, func: object, args: tuple[object, ...], kwargs: dict[str, object], entry: Entry
+        self,
+        func: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        entry: Entry,
+        *,
+        any_number: bool = False,
     ) -> None:
-        """Calls like this one, of a function or a module, are recorded in C from now on."""
+        """Calls like this one, of a function or a module, are recorded in C from now on; any_number: with any number
+        in place of the one among its two arguments, which is an input of the entry."""
         if _fast is not None:
-            _fast.remember(self, func, args, kwargs, entry)
+            _fast.remember(self, func, args, kwargs, entry, any_number)
 
     def row(self, entry: Entry, inputs: Sequence[Value]) -> list[Value]:
         """Record one call; its outputs as a flat list."""
@@ -312,6 +333,7 @@ class RecordedCalls(Columns):
     def let_go(self) -> list[Value]:
         """No more calls, and nothing here refers to values any more: those that the user refers to."""
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
+        self.number_ids = {}
         self.constants.let_go()
         self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
@@ -527,6 +549,14 @@ class RecordedCalls(Columns):
             self.number_of[v._value] = number
         return v
 
+    def number_id(self, entry: Entry, place: int, number: float) -> int:
+        """The number of the value that is input `place` of a lifted call."""
+        t = entry.signature.inputs[place]
+        value: int = self.number(number, t.dtype, t.device)._value
+        if number:  # zeros are equal, and have signs
+            self.number_ids.setdefault(entry.sid, {})[number] = value
+        return value
+
     def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module and name of a parameter or buffer of the modules met; None for other tensors."""
         owners = self.knowledge.owners
@@ -608,7 +638,7 @@ class RecordedCalls(Columns):
         """
         assert not self.pending, "calls that are forgotten have run"
         self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
-        self.index_numbers = {}
+        self.index_numbers, self.number_ids = {}, {}
         self.number_of, self.constants, self.settled = {}, new_constants(), None
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}

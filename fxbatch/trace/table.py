@@ -405,6 +405,11 @@ def varies_now(table: SignatureTable, entry: Entry) -> bool:
     return True
 
 
+def varies(table: SignatureTable, entry: Entry) -> bool:
+    """Whether a lifted call has had several numbers, so that each is an input from now on."""
+    return entry.signature.sizes is not None or table.uniform.get(entry.sid) is _VARIED
+
+
 def _stays_uniform(uniform: dict[int, object], sid: int, number: object, same: bool) -> bool:
     key = static_key(number) if same else _VARIED
     before = uniform.setdefault(sid, key)

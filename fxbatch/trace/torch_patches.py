@@ -105,6 +105,7 @@ if _fast is not None:
             "Knowledge": Knowledge, "Entry": Entry,
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
+            "number_id": RecordedCalls.number_id,
             "link_views": link_views, "refresh": refresh,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
@@ -401,12 +402,11 @@ _CHANGING = (
 )  # fmt: skip
 
 
-@stands_for(torch.nn.Module, "train")
-def _train(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> Any:
-    """It sets the attribute `training`: modules are looked at again at their next call."""
-    result = plain(*args, **kwargs)
-    recorder.forget_modules()
-    return result
+@stands_for(torch.nn.Module, "__init__")
+def _module_begins(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: Any, **kw: Any) -> None:
+    """A module of the instance's own: nothing is known of it until it is called, or becomes a part of another."""
+    plain(self, *args, **kw)
+    recorder.fresh.add(id(self))
 
 
 @stands_for(torch.nn.Module, *_REGISTERING)
@@ -416,8 +416,15 @@ def _registers(
     """A parameter, a buffer or a submodule by its name."""
     recorder.attribute_changes(self, name)
     result = plain(self, name, *args, **kwargs)
-    recorder.forget_modules()
+    _becomes_part(recorder, self, self._modules.get(name))
     return result
+
+
+def _becomes_part(recorder: RecordedCalls, owner: torch.nn.Module, part: object) -> None:
+    """Modules are looked at again, unless nothing is known of this one that has something new."""
+    recorder.fresh.discard(id(part))
+    if not recorder.is_new(owner):
+        recorder.forget_modules()
 
 
 @stands_for(torch.nn.Module, *_CHANGING)
@@ -449,7 +456,12 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     replaces = isinstance(value, (torch.nn.Parameter, torch.nn.Module)) or any(
         name in self.__dict__.get(table, ()) for table in TABLES
     )
-    if name == "training" or replaces or recorder.is_read(name):
+    if replaces:
+        _becomes_part(recorder, self, value)
+    elif name == "training":
+        if self.__dict__.get(name) is not value and not recorder.is_new(self):
+            recorder.forget_modules()
+    elif recorder.is_read(name):
         recorder.forget_modules()
     plain(self, name, value)
 

@@ -60,6 +60,12 @@ def record(model: nn.Module, instances: list[Any], table: SignatureTable) -> Rec
     return record_minibatch(model.forward, [((x,), {}) for x in instances], table, None)  # type: ignore[arg-type]
 
 
+def record_now(model: nn.Module, instances: list[tuple[Any, ...]], table: SignatureTable) -> Recording:
+    """As a call that runs at once records."""
+    given = [((model, *one), {}) for one in instances]
+    return record_minibatch(type(model).forward, given, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
+
+
 def _instances(n: int = 5) -> list[list[torch.Tensor]]:
     return [[torch.randn(3) for _ in range(i % 4 + 1)] for i in range(n)]
 
@@ -395,3 +401,115 @@ def test_setting_an_attribute_that_no_operation_reads_forgets_no_call(recorded_b
     assert recorded_by == "python" or slow[2] == 0
     batched: Any = type("Batched", (Memory,), {"forward": fxbatch.autobatch(adaptive=False)(Memory.forward)})
     check_equal(batched(), list(torch.randn(5, 4)))
+
+
+class _OfItsOwn(nn.Module):
+    """A module that an instance makes for itself, as an interpreter of programs does."""
+
+    def __init__(self, drop: nn.Module, training: bool) -> None:
+        super().__init__()
+        self.shift = 2.0
+        self.train(training)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x) * self.shift
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_of_an_instances_own_forgets_no_call(training: bool, recorded_by: str) -> None:
+    """Its mode was set when it was made, and the whole call table was found anew, twice an instance."""
+
+    class Interpreter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.drop = nn.Dropout(0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            own = _OfItsOwn(nn.Identity(), self.training)
+            return self.drop(self.linear(x).tanh()) * own.shift
+
+    model, table, slow = Interpreter().train(training), SignatureTable(), []
+    for _ in range(3):
+        recording = record_now(model, [(x,) for x in torch.randn(5, 4)], table)
+        recording.pending_program(recording.output_ids())
+        slow.append(recording.recorder.long_calls)
+        del recording
+    assert recorded_by == "python" or slow[2] == 0
+    batched: Any = type(
+        "Batched", (Interpreter,), {"forward": fxbatch.autobatch(adaptive=False)(Interpreter.forward)}
+    )
+    check_equal(batched().train(training), list(torch.randn(5, 4)))
+
+
+def test_a_part_of_a_module_of_an_instances_own_changes_its_mode() -> None:
+    """Dropout(1.0) gives zeros, and x once it is in eval mode: by itself, as a part, as a part that was called."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            alone = nn.Dropout(1.0)
+            a = alone(h)
+            alone.eval()
+            b = alone(h)
+            drop = nn.Dropout(1.0)
+            own = _OfItsOwn(drop, training=True)
+            c = own(h)
+            drop.training = False
+            d = own(h)
+            own.drop = nn.Dropout(1.0)
+            e = own(h)
+            own.drop = drop.train(False)
+            own.shift = 3.0
+            return torch.stack([a, b, c, d, e, own(h)])
+
+    batched: Any = type("Batched", (Model,), {"forward": fxbatch.autobatch(adaptive=False)(Model.forward)})
+    model = batched()
+    for _ in range(2):
+        check_equal(model, list(torch.randn(5, 4)))
+
+
+def test_numbers_that_differ_are_recorded_in_c(recorded_by: str) -> None:
+    """Margins, temperatures and weights of a node's own: a number of each, and those that vary within an instance."""
+
+    class Margins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, weight: float, count: int) -> torch.Tensor:
+            h = self.linear(x)
+            h = (h - 1 + 0.85) / 0.85 / 0.25
+            h = h * weight + count * h
+            h = h * 0.0 - h * -0.0 + h * 2 + h * 2.0 + (h + 0) - (0.0 + h)
+            h *= weight
+            return h / (count + 1) + torch.add(h, weight)
+
+    rng = torch.Generator().manual_seed(0)
+
+    def minibatch() -> list[tuple[Any, ...]]:
+        return [
+            (x, float(torch.rand((), generator=rng)), i)
+            for i, x in enumerate(torch.randn(6, 4, generator=rng))
+        ]
+
+    model, table, slow = Margins(), SignatureTable(), []
+    for _ in range(4):
+        recording = record_now(model, minibatch(), table)
+        recording.pending_program(recording.output_ids())
+        slow.append(recording.recorder.long_calls)
+        del recording
+    assert recorded_by == "python" or slow[3] == 0, slow
+    batched: Any = type(
+        "Batched", (Margins,), {"forward": fxbatch.autobatch(adaptive=False)(Margins.forward)}
+    )()
+    for _ in range(3):
+        batch = minibatch()
+        got = batched(*zip(*batch, strict=True))
+        wanted = torch.stack([Margins.forward(batched, *one) for one in batch])
+        torch.testing.assert_close(got, wanted)
