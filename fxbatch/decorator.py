@@ -43,7 +43,7 @@ from fxbatch.runtime.options import Batching, Options, signature
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import nest, stack_real
-from fxbatch.runtime.strategy import Choice, Strategy
+from fxbatch.runtime.strategy import Choice, Strategy, Trial
 from fxbatch.runtime.watchers import hidden_modes, shown_modes
 from fxbatch.torch_private import (
     dispatch_mode_count,
@@ -290,15 +290,35 @@ class Autobatched:
             return NOT_SETTLED
         return self._put_together(loop_over(self.fn, owner, columns))
 
-    def _batched(self, engine: Engine, instances: Sequence[Instance], out: str, *, first: int = 0) -> Any:
+    def _batched(
+        self,
+        engine: Engine,
+        instances: Sequence[Instance],
+        out: str,
+        *,
+        first: int = 0,
+        trial: Trial | None = None,
+    ) -> Any:
         """The results of instances in one batch; by the loop where they can't be recorded. first: the number of the
-        first of them in the minibatch."""
+        first of them in the minibatch. trial: how many of them are batched, the loop runs the others."""
         try:
             packed = engine.packed.call(self.fn, instances, out)
-            return engine.call(self.fn, list(instances), out, first=first) if packed is NOT_PACKED else packed
+            if packed is not NOT_PACKED:
+                return packed
+            result = engine.call(self.fn, list(instances), out, first=first, trial=trial)
         except TraceError as error:
             self._refuse(engine, error)
-        results = self.loop(instances, first=first)
+            results = self.loop(instances, first=first)
+            return results if out == "list" else self._put_together(results)
+        return self._with_others(result, instances, trial, out, first)
+
+    def _with_others(
+        self, result: Any, instances: Sequence[Instance], trial: Trial | None, out: str, first: int = 0
+    ) -> Any:
+        """The result of a trial with those of the instances that it did not begin, by the loop."""
+        if trial is None or trial.begun is None:
+            return result
+        results = [*result, *self.loop(instances[trial.begun :], first=first + trial.begun)]
         return results if out == "list" else self._put_together(results)
 
     def _refuse(self, engine: Engine, error: TraceError) -> None:
@@ -320,16 +340,19 @@ class Autobatched:
             warnings.warn(text, LoopWarning, stacklevel=outside())
 
     def _batched_with_reasons(
-        self, engine: Engine, instances: Sequence[Instance]
+        self, engine: Engine, instances: Sequence[Instance], trial: Trial | None
     ) -> tuple[Any, Callable[[], list[str]]]:
-        """`_batched`, and what gives the reasons why it took as long as it did."""
+        """`_batched` without what a trial leaves to the loop, and what gives the reasons why it took as long as it
+        did."""
         try:
             packed = engine.packed.call(self.fn, instances, self.options.out)
             if packed is not NOT_PACKED:
                 return packed, list
-            return engine.call_with_reasons(self.fn, list(instances), self.options.out)
+            return engine.call_with_reasons(self.fn, list(instances), self.options.out, trial)
         except TraceError as error:
             self._refuse(engine, error)
+        if trial is not None:
+            trial.begun = None
         return self._put_together(self.loop(instances)), list
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
@@ -337,25 +360,34 @@ class Autobatched:
         and the others otherwise."""
         grad, count = torch.is_grad_enabled(), len(instances)
         choice, begun = strategy.choose(count, grad=grad), stopwatch.now()
-        result = self._as_chosen(engine, strategy, choice, instances)
-        loop = strategy.loop_seconds(count, grad=grad)
+        result, batched = self._as_chosen(engine, strategy, choice, instances)
+        loop, share = strategy.loop_seconds(count, grad=grad), batched / count if count else 0.0
         seconds = loop
-        if choice.batches:
-            seconds = stopwatch.now() - begun - strategy.saved_backward(count, grad=grad)
-        if engine.build_waiting(seconds=seconds, loop=loop) and not engine.queue:
+        if batched:
+            seconds = stopwatch.now() - begun - share * strategy.saved_backward(count, grad=grad)
+        if engine.build_waiting(seconds=seconds, loop=loop, batched=batched > 0) and not engine.queue:
             strategy.look_again()
         return result
 
-    def _as_chosen(self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any]) -> Any:
+    def _as_chosen(
+        self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any]
+    ) -> tuple[Any, int]:
+        """The result, and how many instances were batched."""
         grad, count = torch.is_grad_enabled(), len(instances)
         if choice.batches and not choice.scouts:
             loop = strategy.loop_seconds(count, grad=grad, backward=True)
             with engine.queue.minibatch(count, loop=loop):
                 if choice.timing is None:
-                    return self._batched(engine, instances, self.options.out)
-                result, reasons = choice.timing.of(lambda: self._batched_with_reasons(engine, instances))
+                    return self._batched(engine, instances, self.options.out), count
+                trial = strategy.trial(count, grad=grad)
+                result, reasons = choice.timing.of(
+                    lambda: self._batched_with_reasons(engine, instances, trial)
+                )
             strategy.reasons = "; ".join(reasons())
-            return result
+            if trial is not None and trial.begun is not None:
+                choice.timing.instances = trial.begun
+            result = self._with_others(result, instances, trial, self.options.out)
+            return result, choice.timing.instances
         scouts, rest, unchanged = instances[: choice.scouts], instances[choice.scouts :], None
         if choice.scouts and not engine.changes and engine.root is not None:
             unchanged = ModuleState(engine.root.modules())
@@ -365,7 +397,7 @@ class Autobatched:
             results = choice.timing.of(lambda: self.loop(scouts), apart=True)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
-        batches = choice.batches and bool(rest)
+        batched, batches = 0, choice.batches and bool(rest)
         if batches and unchanged is not None and engine.changes:  # one alone tells whether it waits, too
             with engine.queue.minibatch(1):
                 results += self._batched(engine, rest[:1], "list", first=len(results))
@@ -374,12 +406,14 @@ class Autobatched:
         if batches:
             loop = strategy.loop_seconds(count, grad=grad, backward=True)
             with engine.queue.minibatch(len(rest), loop=loop * len(rest) / count):
-                results += self._batched(engine, rest, "list", first=len(results))
+                trial = strategy.trial(count, grad=grad)
+                results += self._batched(engine, rest, "list", first=len(results), trial=trial)
+            batched = len(rest) if trial is None or trial.begun is None else trial.begun
         else:
             results += self.loop(rest, first=len(results))
         if text := strategy.warning(count, grad=grad):
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
-        return self._put_together(results)
+        return self._put_together(results), batched
 
     def loop(self, instances: Sequence[Instance], *, first: int = 0) -> list[Any]:
         """The result of each instance by the undecorated forward, exactly as the plain loop runs it."""

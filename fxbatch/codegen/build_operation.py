@@ -34,7 +34,7 @@ from fxbatch.codegen.check import (
     check_graphs,
     refuse_backward_arguments,
 )
-from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, Unbatched
+from fxbatch.codegen.operation_graphs import Large, NotBatchable, OperationGraphs, Ref, Unbatched
 from fxbatch.codegen.partition import partition
 from fxbatch.codegen.rewrites import rewrite
 from fxbatch.codegen.simplify import clean, is_random, mark_kept_detaches
@@ -53,20 +53,24 @@ def build_operation(
     shared: Sequence[torch.Tensor],
     autograd: bool = False,
     verify: bool = False,
-) -> OperationGraphs | Unbatched:
+    most: int | None = None,
+) -> OperationGraphs | Unbatched | Large:
     """Build and check the graphs of a signature.
 
     `input_needs`, `shared_needs`: which inputs and shared operands need gradients (all False: inference,
     nothing is saved and there is no backward). `autograd`: autograd will go through the forward graph, which then
-    has to give eager's gradients. What can't be batched is `Unbatched(reason)`, never an exception; so is what a
-    mistake of fxbatch's own keeps from being batched, which is warned of, and raised where `verify`.
+    has to give eager's gradients. `most`: where the body is more calls of ATen it is `Large`, and not built. What
+    can't be batched is `Unbatched(reason)`, never an exception; so is what a mistake of fxbatch's own keeps from being
+    batched, which is warned of, and raised where `verify`.
     """
     if signature.reason:
         return Unbatched(signature.reason)
     try:
         with forget_traces(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            graphs = _build_checked(signature, input_needs, shared_needs, shared)
+            graphs = _build_checked(signature, input_needs, shared_needs, shared, most)
+            if isinstance(graphs, Large):
+                return graphs
             if autograd:
                 refuse_backward_arguments(
                     trace_body(signature, shared, fake_mode(allow_non_fake_inputs=True))
@@ -90,10 +94,14 @@ def _build_checked(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-) -> OperationGraphs:
+    most: int | None,
+) -> OperationGraphs | Large:
     """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
     mode = fake_mode(allow_non_fake_inputs=True)
     body = trace_body(signature, shared, mode)
+    calls = sum(node.op == "call_function" for node in body.graph.nodes)
+    if most is not None and calls > most:
+        return Large(calls)
     needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
     while True:

@@ -97,6 +97,13 @@ class Unbatched:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Large:
+    """An operation whose body is more calls of ATen than are built at once."""
+
+    calls: int
+
+
 class NotBatchable(Exception):
     """Raised inside codegen, with the reason; `build_operation` turns it into `Unbatched`."""
 

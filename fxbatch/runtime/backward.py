@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fxbatch import stopwatch
 from fxbatch.codegen.build_operation import Ref
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import address, extension
@@ -462,10 +463,13 @@ class Backward:
             given_by_output: list[torch.Tensor | None] = [None] * len(outs)
             for j, grad in zip(compiled.grad_outputs, grads, strict=True):
                 given_by_output[j] = grad
+            begun = stopwatch.now() if compiled.is_late else 0.0
             with named_step(compiled.signature.name, n, "backward"):
                 input_grads, shared_grads = compiled.unbatched.backward(
                     phase.tapes[k], given_by_output, keep=self.run.lasting or backward_keeps_graph()
                 )
+            if compiled.is_late:
+                compiled.seconds += stopwatch.now() - begun
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
                 gradient = input_grads[group]
                 target.zero_() if gradient is None else target.copy_(gradient)

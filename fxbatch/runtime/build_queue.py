@@ -7,11 +7,12 @@
     queue.earn(seconds=0.05, loop=0.2)          # a minibatch took so long, where the loop takes so long
     queue.build()                               # what waits, as far as was earned
 
-Building has an account: a tenth of the loop's time, all that batching saves beside the loop, and ahead what AHEAD
-minibatches can save: no more than the loop's time beyond what recording takes. So nothing is built where recording
-alone takes longer than the loop. What is new is built at once, MOST seconds in a minibatch; the rest runs call by call,
-and is built after minibatches that follow, batched or by the loop. What one minibatch alone has met, as where each
-instance has shapes of its own, is not built, nor is what takes little beside what building takes.
+Building has an account: the loop's time of the first minibatch, a tenth of it of each one, all that batching saves
+beside the loop, and ahead what AHEAD minibatches could save: what the loop takes beyond a minibatch without building,
+and without the calls that have come again and ran one by one. So little is built where recording alone takes longer
+than the loop. What is new is built at once, MOST seconds in a minibatch; the rest runs call by call, and is built after
+minibatches that follow, batched or by the loop. What one minibatch alone has met, as where each instance has shapes of
+its own, is not built, nor is what takes little beside what building takes.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ from fxbatch import stopwatch
 from fxbatch.caches import Cache
 
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
-AHEAD = 6.0  # minibatches whose savings may be spent ahead
+AHEAD = 4.0  # minibatches whose savings may be spent ahead
+FIRST = 1.0  # of the loop's time: what may be spent before anything is known of savings
 SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
 # what building one takes
 SHARE = 0.1  # of the loop's time
+LONGEST = 2.0  # seconds that are never spent on one operation
 
 
 class CallByCall(Protocol):
     """An operation that is not built yet."""
 
     seconds: float  # that its calls have taken
+    expected: float  # seconds that building it takes, where it takes far more than others; else 0
 
 
 @dataclass
 class _Waiting:
     operation: CallByCall
-    build: Callable[[], object]
+    build: Callable[[float], object]
     minibatch: int  # that met it first
 
 
@@ -51,6 +55,7 @@ class BuildQueue:
     def __init__(self) -> None:
         self.earned = 0.0
         self._ahead = 0.0  # seconds that batching may save, at most, in AHEAD minibatches
+        self._late = 0.0  # seconds that calls have taken, one by one, of what is not built
         self._loop = 0.0  # seconds that the loop takes for the minibatch that runs
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
         self._begun = 0.0, 0.0  # when it began, and the seconds of building before it
@@ -75,27 +80,31 @@ class BuildQueue:
         """Around a batched minibatch whose building is bounded. loop: seconds that it takes by the loop."""
         self._minibatches += 1
         self._instances, self._loop = instances, loop
+        if self._minibatches == 1:
+            self.earned = FIRST * loop
         self._begun = stopwatch.now(), stopwatch.seconds_of_building()
         try:
             yield
         finally:
             self._instances = 0
 
-    def may_build(self, calls: int | None = None) -> bool:
-        """Whether what is new may be built now. calls: of the operation, in this minibatch."""
+    def may_build(self, calls: int | None = None, seconds: float = 0.0) -> bool:
+        """Whether what is new may be built now. calls: of the operation, in this minibatch; seconds: that it is known
+        to take, at least."""
         if not self._instances:
             return True
         if calls is not None and SELDOM * calls < self._instances:
             return False
-        seconds, built = stopwatch.now() - self._begun[0], stopwatch.seconds_of_building() - self._begun[1]
-        self._ahead = AHEAD * max(0.0, self._loop - max(0.0, seconds - built))
-        return built < MOST and self._ahead + self.earned + self._loop > seconds
+        built = stopwatch.seconds_of_building() - self._begun[1]
+        return built + seconds < min(MOST, self._ahead + self.earned)
 
-    def put(self, key: Hashable, operation: CallByCall, build: Callable[[], object]) -> None:
-        """Let an operation wait that runs call by call now; `build` builds it."""
+    def put(self, key: Hashable, operation: CallByCall, build: Callable[[float], object]) -> None:
+        """Let an operation wait that runs call by call now; `build` builds it, if that takes no more seconds than it is
+        given."""
         with self._lock:
-            if key in self._again:
-                self._looked = False  # its calls have taken longer by now
+            waiting = self._again.get(key)
+            if waiting is not None:
+                waiting.operation, self._looked = operation, False  # its calls have taken longer by now
                 return
             waiting = self._once.get(key)
             if waiting is None:
@@ -105,9 +114,14 @@ class BuildQueue:
                 self._again.put(key, waiting)
                 self._looked = False
 
-    def earn(self, *, seconds: float, loop: float) -> None:
-        """Time for building, after a minibatch that took so long, where the loop takes so long."""
+    def earn(self, *, seconds: float, loop: float, batched: bool = False) -> None:
+        """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
+        of it was batched."""
         self.earned += (1.0 + SHARE) * loop - seconds
+        late, self._late = self._late, self._seconds_late()
+        if batched:
+            built = stopwatch.seconds_of_building() - self._begun[1]
+            self._ahead = AHEAD * min(loop, max(0.0, loop - seconds + built + self._late - late))
         if self._minibatches == 1:  # much of what a first minibatch takes never comes again
             self.earned = max(self.earned, 0.0)
 
@@ -117,22 +131,31 @@ class BuildQueue:
         least, count = max(0.0, self._ahead + self.earned - MOST), 0
         while self._ahead and self._ahead + self.earned > least and (waiting := self._dearest()) is not None:
             begun = stopwatch.seconds_of_building()
-            waiting.build()
+            self._late -= waiting.operation.seconds
+            waiting.build(min(LONGEST, SELDOM * waiting.operation.seconds))
             seconds, count = stopwatch.seconds_of_building() - begun, count + 1
             self.earned -= seconds
             self._builds = self._builds[0] + seconds, self._builds[1] + 1
         return count
 
+    def _seconds_late(self) -> float:
+        """The seconds that calls of what has come again have taken."""
+        with self._lock:
+            return sum(waiting.operation.seconds for _, waiting in self._again.items())
+
     def _dearest(self) -> _Waiting | None:
         """The next to be built, which waits no longer; None where nothing is worth it."""
         with self._lock:
-            waiting = max(self._again.items(), key=lambda x: x[1].operation.seconds, default=None)
-            if waiting is not None and self._is_worth_building(waiting[1].operation):
-                return self._again.pop(waiting[0])
+            worth = [x for x in self._again.items() if self._is_worth_building(x[1].operation)]
+            if worth:
+                return self._again.pop(max(worth, key=lambda x: x[1].operation.seconds)[0])
             self._looked = True
             return None
 
     def _is_worth_building(self, operation: CallByCall) -> bool:
-        """Whether its calls have taken a good part of what one takes to be built, by those before it."""
+        """Whether its calls have taken a good part of what it takes to be built: as long as those before it, where
+        nothing else is known."""
         seconds, count = self._builds
+        if operation.expected:
+            return SELDOM * operation.seconds >= operation.expected <= LONGEST
         return not count or SELDOM * operation.seconds * count >= seconds

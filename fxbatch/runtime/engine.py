@@ -27,6 +27,7 @@ from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
 from fxbatch.runtime.results import Results, Take, nest, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
+from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
 from fxbatch.trace.constants import IntegerColumn
@@ -92,22 +93,30 @@ class Engine(Planner):
         return LazyRun(self) if isinstance(run, Run) else run
 
     def call(
-        self, fn: Callable[..., object], instances: Sequence[Instance], out: str, *, first: int = 0
+        self,
+        fn: Callable[..., object],
+        instances: Sequence[Instance],
+        out: str,
+        *,
+        first: int = 0,
+        trial: Trial | None = None,
     ) -> object:
         """Record all instances, run what is pending, put the results together. first: the number of the first instance
-        in the minibatch."""
+        in the minibatch. trial: how many instances are begun; where these are not all, the results are a list."""
         run = self.execution()
-        return self.finish(run, self.record(fn, instances, run, first=first), out)
+        recording = self.record(fn, instances, run, first=first, trial=trial)
+        return self.finish(run, recording, out if len(recording.results) == len(instances) else "list")
 
     def call_with_reasons(
-        self, fn: Callable[..., object], instances: Sequence[Instance], out: str
+        self, fn: Callable[..., object], instances: Sequence[Instance], out: str, trial: Trial | None
     ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
         run, recording, finishing = self.execution(), Timing(1), Timing(1)
         if not isinstance(run, Run):
             return self.finish(run, self.record(fn, instances, run), out), list
         run.phases_timed = Timing(1)
-        recorded = recording.forward_of(lambda: self.record(fn, instances, run))
+        recorded = recording.forward_of(lambda: self.record(fn, instances, run, trial=trial))
+        out = out if len(recorded.results) == len(instances) else "list"
         result = finishing.forward_of(lambda: self.finish(run, recorded, out))
         phases = [phase for part in (*run.segments, run) for phase in part.phases]
         executed = run.phases_timed.forward
@@ -119,10 +128,10 @@ class Engine(Planner):
 
         return result, found
 
-    def build_waiting(self, *, seconds: float, loop: float) -> int:
-        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long. How
-        much was built."""
-        self.queue.earn(seconds=seconds, loop=loop)
+    def build_waiting(self, *, seconds: float, loop: float, batched: bool) -> int:
+        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long, and
+        of which some was batched. How much was built."""
+        self.queue.earn(seconds=seconds, loop=loop, batched=batched)
         with kernel_modes():
             return self.queue.build()
 
@@ -134,11 +143,13 @@ class Engine(Planner):
         *,
         ahead: bool = False,
         first: int = 0,
+        trial: Trial | None = None,
     ) -> Recording:
         """Run the user's forward on each instance, recording; `run` executes what instances wait for.
 
         ahead: the last phase runs later, with parameters that may be others by then.
         """
+        may_begin = {} if trial is None else {"may_begin": trial.may_begin}
         table, may_loop = self.table_for_recording(), self.may_loop
         if isinstance(run, Run) and not run.lasting and not ahead:
             run.table, run.resolver = table, self.packed_calls
@@ -154,6 +165,7 @@ class Engine(Planner):
                 ahead=ahead,
                 first=first,
                 changes=self.changes if may_loop else None,
+                **may_begin,
             )
         self.changes = recording.changed or recording.recorder.changes.first_set()
         if recording.changed and may_loop:

@@ -31,6 +31,7 @@ from fxbatch.codegen.inductor import (
 )
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
+from fxbatch.codegen.operation_graphs import Large
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
 from fxbatch.stopwatch import building
@@ -42,6 +43,7 @@ MANY_NEW = 64  # new signatures in one program from which on building is put off
 ENOUGH_CALLS = (
     500  # calls that cost about as much as building: 75 ms at 0.15 ms a call, forwards and backwards
 )
+SECONDS_A_CALL = 4e-3  # of building, for each call of ATen in the body
 REASON = "met too few times so far, or too lately, for its graphs to be built"
 
 
@@ -104,6 +106,7 @@ class CompiledOperation:
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
     seconds: float = 0.0  # that its calls have taken, one by one
+    expected: float = 0.0  # seconds that building it takes, where it is a large one that is not built yet
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
     uncompiled: tuple[str, ...] = ()  # why a graph runs uncompiled although `compile=` asked for more
@@ -207,6 +210,9 @@ def compile_operation(
             built = build_operation(
                 signature, input_needs=needs[0], shared_needs=needs[1], shared=shared, **options
             )
+        if isinstance(built, Large):
+            kernel, expected = UnbatchedKernel(signature), SECONDS_A_CALL * built.calls
+            return CompiledOperation(signature, needs, unbatched=kernel, reason=REASON, expected=expected)
         if not isinstance(built, Unbatched):
             return _emit(signature, needs, built, [t.detach() for t in shared], compile, native=native)
         reason = built.reason
@@ -299,24 +305,28 @@ class OperationCache:
         late: bool = False,
         **options: Any,
     ) -> CompiledOperation:
-        """The compiled operation, made now if it is new; one that runs call by call, for now, if it is `late` or may
-        not be built."""
+        """The compiled operation, made now if it is new; one that runs call by call, for now, if it is `late`, may not
+        be built, or is of more than `most` calls."""
+        most = options.pop("most", None)
         state = tuple(
             (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
             for t in shared
         )
         named = tuple(sorted(options.items(), key=lambda x: x[0]))
-        key = (id(signature), needs, state, late, named)
+        key, waiting_key = ((id(signature), needs, state, x, named) for x in (late, True))
         compiled = self._entries.get(key)
         if compiled is not None and compiled.signature is signature:
             self.hits += 1
             return compiled
         self.misses += 1
-        if not late and not may_build():
+        waiting = self._entries.get(waiting_key)
+        expected = waiting.expected if waiting is not None and waiting.signature is signature else 0.0
+        is_large = most is not None and expected > SECONDS_A_CALL * most
+        if not late and (is_large or not may_build()):
             return self.get(signature, needs, shared, late=True, **options)
         with building(), without_saved_tensor_hooks():
-            compiled = compile_operation(signature, needs, shared, late=late, **options)
-        return self._entries.put(key, compiled)
+            compiled = compile_operation(signature, needs, shared, late=late, most=most, **options)
+        return self._entries.put(waiting_key if compiled.is_late else key, compiled)
 
     def clear(self) -> None:
         self._entries.clear()

@@ -15,6 +15,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
+SECONDS = 0.1  # of building a function; of the first, for which torch imports what it needs to know of sizes
+FIRST_SECONDS = 0.8
+_SYMBOLS = "torch.export._trace"
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 
@@ -66,7 +70,7 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool, may_build: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, *, verify: bool, may_build: Callable[..., bool] = lambda **_: True) -> None:
         self.verify = verify
         self.may_build = may_build  # asked before a function is built
         self.families: list[CallFamily] = []
@@ -90,7 +94,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_build():
+            if not self.may_build(seconds=SECONDS if _SYMBOLS in sys.modules else FIRST_SECONDS):
                 return None
             with building():
                 self._build(family, types)

@@ -28,7 +28,13 @@ from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.build_queue import BuildQueue
-from fxbatch.runtime.operation_cache import CompiledOperation, NeededGradients, OperationCache, Postponed
+from fxbatch.runtime.operation_cache import (
+    SECONDS_A_CALL,
+    CompiledOperation,
+    NeededGradients,
+    OperationCache,
+    Postponed,
+)
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.pool import GradientMemory, Pool
 from fxbatch.runtime.refusals import Refusals
@@ -48,6 +54,9 @@ from fxbatch.torch_private import are_deterministic
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.workspace = Workspace()
+
+
+LARGE = 64  # calls of ATen, above which an operation is not built while a minibatch waits for it
 
 
 class Planner:
@@ -97,10 +106,12 @@ class Planner:
         *,
         late: bool = False,
         calls: int | None = None,
+        most: int | None = LARGE,
     ) -> CompiledOperation:
         """The operation of a signature. Needs only grow from call to call, so that graphs are not remade.
 
-        late: it runs call by call this time, its graphs are built later. calls: how many there are.
+        late: it runs call by call this time, its graphs are built later. calls: how many there are. most:
+        where building is bounded, calls of ATen above which an operation is put off.
         """
         if grad:
             before = self._sticky.get(signature)
@@ -119,11 +130,17 @@ class Planner:
             compile=None if unused else self.compile_options,
             may_build=functools.partial(self.queue.may_build, calls),
             late=late,
+            most=most if self.queue.is_bounded or most is not LARGE else None,
         )
         if compiled.is_late:
             if not late:
-                again = functools.partial(self.compiled, signature, needs, shared, grad)
-                self.queue.put((id(signature), needs), compiled, again)
+
+                def build(seconds: float) -> None:
+                    self.compiled(
+                        signature, needs, shared, grad, most=max(LARGE, int(seconds / SECONDS_A_CALL))
+                    )
+
+                self.queue.put((id(signature), needs), compiled, build)
         elif compiled.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):

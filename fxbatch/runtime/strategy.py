@@ -7,7 +7,9 @@
 
 Batching is what the decorator is for: it is done from the first minibatch on. A few instances, the scouts, run
 undecorated, and are timed; so is the minibatch after them, which is batched whole. Such a pair is a round; each mode
-(gradients or none) and each class of sizes (a power of two of instances) has its own. Where the loop is faster it runs,
+(gradients or none) and each class of sizes (a power of two of instances) has its own. Until batching has been found
+faster it is a trial: instances are begun as long as a part of what the loop takes for all of them, and the loop runs
+the others. Where the loop is faster it runs,
 once a whole minibatch by the loop says so too, as it does in all rounds where the two are close; the margin is the
 smaller the more rounds agree. Rounds come again, ever
 more rarely, at once where the two are close, and later where the loop is much faster, so that a round costs a small
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fxbatch import stopwatch
 from fxbatch.stopwatch import Timing
 
 SCOUTS = 4  # instances of a minibatch that run in the loop to be timed, and at most half of it
@@ -31,6 +34,9 @@ CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole mini
 WINDOW = 5  # timings of either way that are looked at
 COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
+TRIAL = 0.25  # of the loop's time, after which no further instance of a trial is begun
+FEWEST = 2  # instances of a trial
+LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
 HOPELESS = 2.0  # times the loop's, above which none is
 WARN = 10  # minibatches by the loop after which a warning says so
 
@@ -51,6 +57,26 @@ class Choice:
     timing: Timing | None = None
 
 
+@dataclass
+class Trial:
+    """A minibatch that is batched before that is known to pay: no instance is begun after so many seconds, building
+    apart. begun: how many were, where the loop is to run the others; None for all."""
+
+    seconds: float
+    begun: int | None = None
+    _until: float = 0.0
+
+    def may_begin(self, instance: int) -> bool:
+        """Whether this instance is begun."""
+        now = stopwatch.now() - stopwatch.seconds_of_building()
+        if not instance:
+            self._until = now + self.seconds
+        if instance < FEWEST or now < self._until:
+            return True
+        self.begun = instance
+        return False
+
+
 class _Case:
     """Minibatches of one mode and of about as many instances: how long they took by either way, and which way runs."""
 
@@ -60,6 +86,8 @@ class _Case:
         self.next_round = 1  # the minibatch that begins one
         self.rounds = 0  # that are over
         self.retimed = 0  # minibatches of this round
+        self.size = 0  # instances of the minibatch before
+        self.begun = 0  # of the trial before it
         self.timed: Literal["", "scouts", "batch", "loop"] = ""  # what of the minibatch before was
         self.loop: deque[Timing] = deque(maxlen=WINDOW)
         self.batch: deque[Timing] = deque(maxlen=WINDOW)
@@ -71,12 +99,7 @@ class _Case:
         """How the next minibatch runs."""
         self.minibatches += 1
         before, self.timed = self.timed, ""
-        if (
-            before == "batch"
-            and self.batch[-1].building
-            and self.retimed < RETIMED
-            and not self._is_hopeless()
-        ):
+        if before == "batch" and self.retimed < RETIMED and self._is_learning():
             self.batch.pop()
             self.retimed += 1
             return self._time_batch(instances)
@@ -98,8 +121,17 @@ class _Case:
             return self._time_loop(instances, "scouts")
         return Choice(not self.loops)
 
+    def _is_learning(self) -> bool:
+        """Whether the minibatch that was timed says less than the next one will: something was built for it, or not
+        all of it was begun, and more than of the one before."""
+        timing, begun = self.batch[-1], self.begun
+        self.begun = timing.instances
+        if timing.instances < self.size:
+            return timing.instances >= LEARNING * begun
+        return bool(timing.building) and not self._is_hopeless()
+
     def _time_batch(self, instances: int) -> Choice:
-        self.timed = "batch"
+        self.timed, self.size = "batch", instances
         self.batch.append(Timing(instances))
         return Choice(True, 0, self.batch[-1])
 
@@ -184,6 +216,16 @@ class Strategy:
             forward = _median([t.forward / t.instances for t in timed])
             back = _median([t.backward / t.instances for t in timed if t.backward]) or forward
             return instances * (forward + (back if grad and backward else 0.0))
+
+    def trial(self, instances: int, *, grad: bool) -> Trial | None:
+        """How long instances of the next minibatch may be begun; None where batching was found faster, or nothing is
+        known of the loop's time."""
+        with self._lock:
+            case = self._cases.get((grad, instances.bit_length()))
+        if case is None or (case.rounds and not case.loops):
+            return None
+        seconds = self.loop_seconds(instances, grad=grad, backward=True)
+        return Trial(TRIAL * seconds) if seconds else None
 
     def saved_backward(self, instances: int, *, grad: bool) -> float:
         """By how much backward passes are faster batched; 0 where one of the two was not timed yet."""

@@ -177,6 +177,7 @@ def record_minibatch(
     ahead: bool = False,
     first: int = 0,
     changes: str | None = "",
+    may_begin: Callable[[int], bool] = lambda _: True,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -188,7 +189,8 @@ def record_minibatch(
     runs_now: the recording is for this one run, so that buffers may be taken as they are; ahead: its last phase runs
     later, with parameters that may be others by then. first: the number of the first instance, in messages. changes:
     what instances are known to change of modules: then none is left where it waits. None: where one waits, a change is
-    an error.
+    an error. may_begin: asked with the number of each instance before it is begun; the results are those of the
+    instances before the first that may not.
     A TraceError says by `again` whether modules are what they were before.
     """
     if roots is None:
@@ -200,7 +202,7 @@ def record_minibatch(
     if changes is not None:
         recorder.changes.watch(instances)
     run = Turns(fn, instances, recorder, execution, return_exceptions, changes)
-    run.first = first
+    run.first, run.may_begin = first, may_begin
     try:
         with patched():
             quicken(recorder.knowledge.modules.classes)
@@ -208,6 +210,8 @@ def record_minibatch(
     except TraceError as error:
         recorder.take_back_changes(error)
         raise
+    recorder.instances = run.last
+    del run.results[run.last :]
     try:
         refuse_foreign_values(recorder, run.results)
         held = Held.of(recorder)
@@ -246,6 +250,7 @@ class Turns:
     minibatch has nobody to wait for, and runs where it is called."""
 
     first = 0  # the number of the first instance, in messages
+    may_begin: Callable[[int], bool] = staticmethod(lambda _: True)
     next = 0  # the next instance to start
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
@@ -269,6 +274,7 @@ class Turns:
         self.changes: ModuleChanges = recorder.changes
         self.changes.refused = self.refuses_changes = known_changes is None
         self.stays = known_changes or ""  # why no instance is left where it waits
+        self.last = len(instances)  # the first that is not begun
         self.results: list[object] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
@@ -390,7 +396,9 @@ class Turns:
 
     def _has_next(self) -> bool:
         """Whether there are instances to start."""
-        return self.next < len(self.instances)
+        if self.next < self.last and not self.may_begin(self.next):
+            self.last = self.next
+        return self.next < self.last
 
     def _take_next(self) -> int:
         """The next instance to start."""

@@ -4,6 +4,7 @@ the real clock: times are given, or a clock of the test's own stands still but w
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import RETIMED, SCOUTS, Choice, Strategy
+from fxbatch.runtime.strategy import RETIMED, SCOUTS, TRIAL, Choice, Strategy
 from fxbatch.stopwatch import Timing, building
 from fxbatch.trace.state import current_recorder
 from tests.clock import Clock
@@ -499,3 +500,56 @@ def test_explain_says_what_was_chosen_and_when_it_is_looked_at_again(clock: Cloc
         good(chains(64))
     assert fxbatch.explain(good, chains(64)).strategy.startswith("a batch: ")
     assert fxbatch.explain(model, chains(4), adaptive=False).strategy == ""
+
+
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_what_is_not_known_to_pay_is_a_trial_of_as_many_instances_as_the_loops_time_allows(
+    clock: Clock,
+) -> None:
+    """Recording takes three times as long as the loop: a part is batched, the loop runs the others, results are in
+    order, and each way has had the instances that it was given."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            recorded = current_recorder() is not None
+            order.append(recorded)
+            clock.time += 3.0 if recorded else 1.0
+            return self.layer(x)
+
+    order: list[bool] = []
+    model, xs = Model(), list(torch.randn(64, 4))
+    f, few = decorated(model), math.ceil(TRIAL * 2 * 64 / 3.0)  # backward counts as much as forward
+    for scouts in (SCOUTS, 0):
+        order.clear()
+        y = f(xs)
+        torch.testing.assert_close(y, model.layer(torch.stack(xs)))
+        assert order == [False] * scouts + [True] * few + [False] * (64 - scouts - few)
+        y.sum().backward()
+    torch.testing.assert_close(model.layer.bias.grad, torch.full((4,), 128.0))
+
+
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_an_error_behind_a_trial_names_its_instance(clock: Clock) -> None:
+    def forward(x: torch.Tensor, number: int) -> torch.Tensor:
+        clock.time += 3.0 if current_recorder() is not None else 1.0
+        if number == 60:
+            raise ValueError("no")
+        return torch.tanh(x)
+
+    f = fxbatch.autobatch(forward)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no") as caught:
+            f(list(torch.randn(64, 4)), list(range(64)))
+        assert any("instance 60" in note for note in caught.value.__notes__)
+
+
+def test_a_batch_that_pays_is_whole_after_its_trials(clock: Clock, batches: list[int]) -> None:
+    model = Chain(clock)
+    f = decorated(model)
+    for _ in range(8):
+        f(chains(16))
+    assert batches[-3:] == [16] * 3
