@@ -112,6 +112,26 @@ static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments 
     return result;
 }
 
+/* The result of a call of parameters alone, which is recorded once a recording: another Value of one number. */
+static PyObject *record_once(PyObject *recorder, PyObject *entry)
+{
+    PyObject *once = SLOT(recorder, at.once), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid)), *result = NULL;
+    PyObject *number = sid && once && PyDict_Check(once) ? PyDict_GetItemWithError(once, sid) : NULL;
+    const char *gradients = number ? gradients_of(recorder, entry, NULL, 0) : NULL;
+    if (gradients)
+        result = value_of_number(recorder, PyLong_AsLongLong(number),
+                                 PyLong_AsLongLong(PyTuple_GET_ITEM(SLOT(entry, at.types), 0)),
+                                 gradients[0] & 2 ? REQUIRES_GRAD : 0);
+    else if (!PyErr_Occurred() && (result = record(recorder, entry, NULL, 0)) && once && PyDict_Check(once)) {
+        number = PyLong_FromLongLong(WHOLE(result, at.value));
+        if (!number || PyDict_SetItem(once, sid, number) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(number);
+    }
+    Py_XDECREF(sid);
+    return result;
+}
+
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
 static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
                                PyObject *names, int views)
@@ -127,7 +147,9 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
         entry = call_place(table->calls, table->room, &wanted)->entry;
     if (entry && holds(entry)) {
         Py_INCREF(entry);
-        if (WHOLE(entry, at.written) == WRITES_NOTHING)
+        if (WHOLE(entry, at.comes_once))
+            result = record_once(recorder, entry);
+        else if (WHOLE(entry, at.written) == WRITES_NOTHING)
             result = record(recorder, entry, a.inputs, a.read);
         else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
                  may_be_rewritten(recorder, a.inputs[0].value) &&
@@ -473,13 +495,13 @@ static struct {
     {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "settled", &at.settled},
-    {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids},
+    {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids}, {&Recorder, "once", &at.once},
     {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
     {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},
     {&View, "grad", &at.through}, {&View, "seen", &at.seen, 1}, {&Written, "value", &at.stands_for},
     {&Entry, "carries", &at.carries}, {&Entry, "operands", &at.operands}, {&Entry, "asked_in", &at.asked_in, 1},
-    {&Entry, "requires", &at.requires, 1}, {&Entry, "written_as", &at.written, 1},
+    {&Entry, "requires", &at.requires, 1}, {&Entry, "written_as", &at.written, 1}, {&Entry, "once", &at.comes_once, 1},
 };
 
 static PyObject *not_as_expected(void)

@@ -7,8 +7,8 @@ static struct {
     Py_ssize_t value, type, flags, writes, recorder, view, rows;        /* of a Value */
     Py_ssize_t source, root, source_type, call, output, again, through, seen; /* of a View */
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
-    Py_ssize_t carries, operands, asked_in, requires, written;
-    Py_ssize_t sigs, inputs, count, base, knowledge, constants, payload, settled, lifted, row_calls, number_ids; /* of the recorder */
+    Py_ssize_t carries, operands, asked_in, requires, written, comes_once;
+    Py_ssize_t sigs, inputs, count, base, knowledge, constants, payload, settled, lifted, row_calls, number_ids, once; /* of the recorder */
     Py_ssize_t values, graded, views_met;
     Py_ssize_t stands_for; /* of a Written */
     Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */

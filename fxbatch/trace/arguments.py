@@ -34,7 +34,7 @@ from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareVie
 from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
-from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
+from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, POSITIONS, Value, WrittenTensor, refresh, value_of
 
@@ -352,7 +352,53 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
         recorded = _is_recorded(recorder, func, args, kwargs)
     if recorded:
         return recorder.call(func, args, kwargs)
-    return _heard_views(recorder, key, func, args, kwargs)
+    return _of_parameters(recorder, key, func, args, kwargs)
+
+
+MANY = 8  # times that something was computed of the same parameters before it is recorded
+
+
+def _of_parameters(
+    recorder: Any, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
+    """What a function gives of parameters alone. The same for the MANY-th time, as for each node of an instance (a
+    normalised embedding, a softmax over weights): a value, which is computed once."""
+    often, counts = None, recorder.table.computed
+    if (
+        func is not torch.Tensor.detach
+        and _is_torchs_own(func)
+        and "out" not in kwargs
+        and all(map(_is_fixed, (*args, *kwargs.values())))
+    ):
+        often = func, tuple(id(x) if isinstance(x, torch.Tensor) else x for x in args), tuple(kwargs.items())
+    count = counts.get(often, 0)
+    if count >= MANY and recorder.watches_operands:
+        result = recorder.call(func, args, kwargs)
+        with DisableTorchFunctionSubclass():
+            entry = recorder.knowledge.functions.get((func, *Arguments(recorder, args, kwargs).key()))
+        if type(entry) is Entry and type(result) is Value and _is_one(entry):
+            entry.once = 1
+            recorder.once.setdefault(entry.sid, result._value)
+        return result
+    result = _heard_views(recorder, key, func, args, kwargs)
+    # What is a number, or no floating point, is often read, for which an instance would have to wait.
+    new = type(result) is torch.Tensor and result.is_floating_point() and result.numel() > 1
+    if often is not None and new and result._base is None and len(counts) < recorder.table.limit:
+        counts[often] = count + 1
+    return result
+
+
+def _is_fixed(x: object) -> bool:
+    return type(x) is BareParameter or type(x) is float or _is_plain(x)
+
+
+def _is_one(entry: Entry) -> bool:
+    """Whether all calls of an entry give the same in a recording."""
+    signature = entry.signature
+    return (
+        not (signature.inputs or entry.aliases or entry.written or signature.operation.random)
+        and entry.single
+    )
 
 
 def _is_plain(x: object) -> bool:
@@ -379,11 +425,16 @@ def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwarg
     nested = kwargs or any(type(x) in _NESTS for x in args)
     if not any(_is_own(recorder, x) for x in (tree_leaves((args, kwargs)) if nested else args)):
         return False
+    return _is_torchs_own(func) and kwargs.get("out") is None
+
+
+def _is_torchs_own(func: object) -> bool:
+    """Whether it is a function of torch that computes something, and writes to nothing."""
     torchs_own = isinstance(func, _TORCHS_OWN) or (
         isinstance(func, types.FunctionType) and func.__module__.startswith("torch.")
     )
     told = func in TELLING or getattr(func, "__name__", "") == "__get__"
-    return torchs_own and not told and not _writes(func) and kwargs.get("out") is None
+    return torchs_own and not told and not _writes(func)
 
 
 def _writes(func: object) -> bool:

@@ -56,8 +56,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "number_ids", "payload", "row_calls",
-        "settled", "sigs", "values", "views_met",
+        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "number_ids", "once", "payload",
+        "row_calls", "settled", "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
@@ -74,6 +74,7 @@ class Columns:
     # By mode and type: the entry of `v[index]`, how many rows, and the numbers of the values that indices are. By mode,
     # type and type of a row: how many rows there are of values that such rows were written to.
     row_calls: dict[tuple[int, ...], Any]
+    once: dict[int, int]  # by signature, of calls of parameters alone: the number of the value that they gave
     number_ids: dict[
         int, dict[float, int]
     ]  # by lifted signature: the numbers of the values that its numbers are
@@ -175,7 +176,7 @@ class RecordedCalls(Columns):
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
-        self.row_calls, self.lifted, self.number_ids = {}, {}, {}
+        self.row_calls, self.lifted, self.number_ids, self.once = {}, {}, {}, {}
         self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
@@ -333,7 +334,7 @@ class RecordedCalls(Columns):
     def let_go(self) -> list[Value]:
         """No more calls, and nothing here refers to values any more: those that the user refers to."""
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
-        self.number_ids = {}
+        self.number_ids, self.once = {}, {}
         self.constants.let_go()
         self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
@@ -557,6 +558,19 @@ class RecordedCalls(Columns):
             self.number_ids.setdefault(entry.sid, {})[number] = value
         return value
 
+    def of_parameters(self, values: Sequence[Value]) -> list[torch.Tensor] | None:
+        """The tensors of values that calls of parameters alone gave, for which nobody has to wait; None where there are
+        others among them."""
+        if not self.once:
+            return None
+        by_number = {number: sid for sid, number in self.once.items()}
+        sids = [by_number.get(v._value) for v in values]
+        signatures = [self.table.signatures[sid] for sid in sids if sid is not None]
+        if len(signatures) < len(sids):
+            return None
+        with torch.no_grad():
+            return [s.run((), [x.resolve() for x in s.shared])[0] for s in signatures]
+
     def owner_of(self, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module and name of a parameter or buffer of the modules met; None for other tensors."""
         owners = self.knowledge.owners
@@ -638,7 +652,7 @@ class RecordedCalls(Columns):
         """
         assert not self.pending, "calls that are forgotten have run"
         self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
-        self.index_numbers, self.number_ids = {}, {}
+        self.index_numbers, self.number_ids, self.once = {}, {}, {}
         self.number_of, self.constants, self.settled = {}, new_constants(), None
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}

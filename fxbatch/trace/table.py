@@ -129,8 +129,8 @@ class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
     __slots__ = (
-        "aliases", "asked_in", "carries", "guards", "is_tuple", "named", "operands", "outcome", "requires", "sid",
-        "signature", "single", "target", "types", "write", "written", "written_as",
+        "aliases", "asked_in", "carries", "guards", "is_tuple", "named", "once", "operands", "outcome", "requires",
+        "sid", "signature", "single", "target", "types", "write", "written", "written_as",
     )  # fmt: skip
 
     def __init__(
@@ -161,6 +161,7 @@ class Entry:
             0  # the recording in which it was asked whether one of these requires a gradient, and the answer
         )
         self.requires = 0
+        self.once = 0  # 1: a call of parameters alone, which all of a recording's calls are one of
 
     def result(self, outputs: Sequence[object]) -> object:
         """The result of the call that gave these."""
@@ -240,6 +241,7 @@ class SignatureTable:
         self.lifted: dict[int, Lifted] = {}
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[object, set[int]] = {}
+        self.computed: dict[object, int] = {}  # how often the same was computed of the same parameters
         self.uniform: dict[
             int, object
         ] = {}  # lifted signature -> key of its one number, None when they varied

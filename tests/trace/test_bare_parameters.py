@@ -15,6 +15,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.trace import arguments
+from tests.oracle import check_equal
 
 D = 4
 
@@ -242,3 +243,61 @@ def test_the_loop_in_another_thread() -> None:
     stop.set()
     thread.join()
     assert found and all(torch.equal(x, wanted) for x in found)
+
+
+class Normalised(nn.Module):
+    """A concept's embedding, normalised at each use; a copy of it that is written to; a scale that Python looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(5, D))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.layer(x)
+        for _ in range(6):
+            unit = self.embedding / self.embedding.norm(2, dim=-1, keepdim=True)
+            weights = torch.softmax(self.embedding, 0)
+            doubled = self.embedding * 2
+            other = self.embedding * 2
+            doubled[0] = h
+            doubled += 1
+            h = h + (unit @ h).softmax(0) @ weights + doubled.sum(0) + other.sum(0)
+            if self.scale.exp() > 0.5:
+                h = h * self.scale.exp()
+        return h, weights
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_computed_of_parameters_alone_again_and_again_is_computed_once(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decorated = fxbatch.autobatch(adaptive=False, out="list")(Normalised.forward)
+    batched: Any = type("Batched", (Normalised,), {"forward": decorated})()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            check_equal(batched, list(torch.randn(6, D)))
+    minibatch = fxbatch.compile_minibatch(batched, list(torch.randn(6, D)))
+    assert len(minibatch.phases) == 1, "nobody waits for a number of parameters alone"
+    program = minibatch.program
+    norms = [s for s, x in enumerate(program.signatures) if x.name in ("norm", "softmax") and not x.inputs]
+    assert len(norms) == 2
+    if arguments._fast is not None:
+        assert all((program.sig == s).sum() == 1 for s in norms)
+
+
+def test_random_numbers_of_parameters_are_drawn_anew() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(500))
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([torch.dropout(self.w, 0.5, True) * x for _ in range(12)])
+
+    model = Model()
+    for _ in range(3):
+        drawn = model(list(torch.ones(4, 1))).flatten(0, 1)
+        assert len(drawn.unique(dim=0)) == len(drawn)
