@@ -373,14 +373,14 @@ def _of_parameters(
         often = func, tuple(id(x) if isinstance(x, torch.Tensor) else x for x in args), tuple(kwargs.items())
     count = counts.get(often, 0)
     if count >= MANY and recorder.watches_operands:
-        result = recorder.call(func, args, kwargs)
+        value = recorder.call(func, args, kwargs)
         with DisableTorchFunctionSubclass():
             entry = recorder.knowledge.functions.get((func, *Arguments(recorder, args, kwargs).key()))
-        if type(entry) is Entry and type(result) is Value and _is_one(entry):
+        if type(entry) is Entry and type(value) is Value and _is_one(entry):
             entry.once = 1
-            recorder.once.setdefault(entry.sid, result._value)
-        return result
-    result = _heard_views(recorder, key, func, args, kwargs)
+            recorder.once.setdefault(entry.sid, value._value)
+        return value
+    result: Any = _heard_views(recorder, key, func, args, kwargs)
     # What is a number, or no floating point, is often read, for which an instance would have to wait.
     new = type(result) is torch.Tensor and result.is_floating_point() and result.numel() > 1
     if often is not None and new and result._base is None and len(counts) < recorder.table.limit:
