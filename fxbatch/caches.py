@@ -52,7 +52,6 @@ CACHES = {
     "strides": Kind("shape", 4096, "process"),
     "size expressions": Kind("expression", 4096, "process"),
     "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
-    "decompositions": Kind("operators left whole", 8, "process"),
     "graphs": Kind("digest of body, types, needs, modes", 1024, "process"),
     # What tuples of signatures have in common goes with the first of them.
     "columns": Kind("signatures", 64, "signature"),
