@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import html
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +63,9 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class SignatureColumns:
     """Columns over a tuple of signatures, made once."""
@@ -77,9 +80,13 @@ class SignatureColumns:
     constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
     random: np.ndarray  # bool [signatures]
     numbers: np.ndarray  # int64 [types]: 0, 1, ...
-    graphs: Cache[bytes, Any] = field(
-        default_factory=lambda: Cache("signature graphs"), repr=False
-    )  # passes/signature_graph.py keeps them here
+    signatures: tuple[Signature, ...]
+    _facts: Cache[Hashable, Any] = field(default_factory=lambda: Cache("facts of signatures"), repr=False)
+
+    def fact(self, find: Callable[..., T], *key: Hashable) -> T:
+        """`find(self, *key)`, made once: what a pass has to know of these signatures."""
+        fact: T | None = self._facts.get((find, key))
+        return self._facts.put((find, key), find(self, *key)) if fact is None else fact
 
 
 @kept_by_signatures("columns")
@@ -103,6 +110,7 @@ def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
         constant,
         random,
         np.arange(len(types)),
+        signatures,
     )
 
 

@@ -465,12 +465,12 @@ class Fuser:
     """Fuses programs; keeps the blocks and the fused Signatures that it has learned (bounded)."""
 
     def __init__(self) -> None:
-        self.signatures: Cache[Wiring, Signature] = Cache("fused signatures")
+        # By members: the Signature of each wiring of them; none where they stay calls.
+        self.signatures: Cache[tuple[Signature, ...], dict[Wiring, Signature]] = Cache("fused signatures")
         self.blocks: list[CallBlock] = []  # all that were learned, the longest first
         self.looked_at: Cache[Signature, int] = Cache("signatures in blocks")  # in how many calls
         self.learned = 0  # how often was cause to learn some
         self.last = _Learned((), b"", 0, [])
-        self.refused: Cache[tuple[Signature, ...], bool] = Cache("refused blocks")  # which stay calls
 
     def __call__(self, program: Program) -> Program:
         """The program with fused calls; the same object when nothing is fused."""
@@ -541,7 +541,7 @@ class Fuser:
         `first`."""
         for group in block.groups:
             alone = tuple(block.signatures[k] for k in group.members)
-            if len(alone) == 1 or alone in self.refused:
+            if len(alone) == 1 or self.signatures.get(alone) == {}:
                 for k in group.members:
                     slots, flat_outputs = (
                         range(*block.first_in[k : k + 2]),
@@ -572,11 +572,14 @@ class Fuser:
 
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
-        self.refused.put(signature.operation.target.members, True)
+        self.signatures.put(signature.operation.target.members, {})
 
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
-        return self.signatures.get(wiring) or self.signatures.put(wiring, wiring.signature())
+        wirings = self.signatures.get(wiring.members) or self.signatures.put(wiring.members, {})
+        if wiring not in wirings:
+            wirings[wiring] = wiring.signature()
+        return wirings[wiring]
 
     def _learned(self, program: Program) -> _Learned:
         marks = called(program)

@@ -66,6 +66,7 @@ class Scope:
     cells: dict[str, Any]
     around: Scope | None
     path: str
+    names: tuple[frozenset[str], frozenset[str]]  # `stored_names`
     variables: dict[str, Things] = dataclasses.field(default_factory=dict)
     results: Things = NOTHING
 
