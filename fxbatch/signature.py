@@ -381,7 +381,7 @@ def _only_reads(function: Any, arguments: Template) -> bool:
         return False
     if type(function) in _IN_C:
         home = getattr(function, "__objclass__", None)
-        return home is torch._C.TensorBase or str(getattr(function, "__module__", "")).startswith("torch")
+        return home is torch.Tensor.__base__ or str(getattr(function, "__module__", "")).startswith("torch")
     inplace = any(x is True for x in arguments.leaves)
     return type(function) is types.FunctionType and function.__module__ in _IN_PYTHON and not inplace
 

@@ -48,7 +48,6 @@ from fxbatch.runtime.structure_cache import (
     PlanKey,
     StructureCache,
 )
-from fxbatch.torch_private import are_deterministic
 
 
 class _PerThread(threading.local):
@@ -146,7 +145,8 @@ class Planner:
     @property
     def strategy(self) -> Strategy | None:
         """The object that chooses between batching and the plain loop; None if everything is to be batched."""
-        return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
+        always = not AdaptiveSwitch.on or torch.are_deterministic_algorithms_enabled()
+        return None if always else self._strategy
 
     @property
     def may_loop(self) -> bool:

@@ -473,8 +473,8 @@ def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     plain(self, name)
 
 
-@stands_for(torch._C.ScriptFunction, "__call__")
-@stands_for(torch._C.ScriptMethod, "__call__")
+@stands_for(torch.jit.ScriptFunction, "__call__")
+@stands_for(torch.ScriptMethod, "__call__")
 def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **kwargs: object) -> Any:
     """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
     if any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
