@@ -47,7 +47,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def _as_before(places: list[Item] | None, reads: Reads) -> bool:
     """Whether modules, and what code reads besides, are as they were when these were made."""
     seen = places is not None and first_changed(places) is None
-    return seen and not has_global_hooks() and reads.unchanged()
+    return seen and not has_global_hooks() and first_changed(reads.items) is None
 
 
 class Examined:
@@ -185,15 +185,10 @@ class KnownModel:
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
         self.ids: Cache[bytes, np.ndarray] = Cache("traces")
 
-    @guard("model")
-    def is_true(self, model: torch.nn.Module | None) -> bool:
-        """Whether it still holds."""
-        return self.model is model and _as_before(self.places, self.reads)
-
 
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:
     """What is known of a model."""
     state = table.known_model
-    if state is None or not state.is_true(model):
+    if state is None or state.model is not model or not _as_before(state.places, state.reads):
         state = table.known_model = KnownModel(table.forward, model)
     return state

@@ -27,6 +27,7 @@ from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import is_own, why_not_plain
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -304,9 +305,9 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
                 record.module, Reads.of_module(record.module, record.method)
             )
         elif not examined.unchanged():
-            reads = examined.reads.again()
-            record.changed = examined.reads.differs_from(reads) or record.changed
-            examined = record.examined = Examined(record.module, reads)
+            changed = first_changed(examined.reads.items)
+            record.changed = record.changed if changed is None else changed.path
+            examined = record.examined = Examined(record.module, examined.reads.again())
         recorder.knowledge.examined[id(record)], recorder.knowledge.places = examined, None
         if id(record.module) not in recorder.knowledge.modules.seen:  # it may change unseen
             recorder.lasts = False

@@ -6,7 +6,7 @@ numbers, functions and classes it reads.
     reads = Reads.of_module(module)
     reads.opaque                     # "calls print() (model.py:12)"; "" for a plain body
     reads.key                        # part of the key of the operation
-    reads.unchanged()                # whether every place holds what it held
+    first_changed(reads.items)       # None while every place holds what it held
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.caches import guard
-from fxbatch.trace.places import Item, first_changed, put, same
+from fxbatch.trace.places import Item, put
 from fxbatch.trace.plain_body import Walk
 from fxbatch.trace.plain_objects import CONSTANTS
 from fxbatch.trace.source import digest
@@ -111,11 +110,6 @@ class Reads:
         reads.key = reads._key()
         return reads
 
-    @guard("places")
-    def unchanged(self) -> bool:
-        """Whether every place still holds what it held."""
-        return first_changed(self.items) is None
-
     def guards(self) -> Guards:
         """What C compares at each call: places that user code may change between two calls without being seen."""
         far = [x for x in self.items if x.far]
@@ -124,16 +118,6 @@ class Reads:
     def near(self) -> bool:
         """Whether those places hold what they held."""
         return all(x.holds() for x in self.items if x.far)
-
-    @guard("places")
-    def differs_from(self, other: Reads) -> str:
-        """The name of the first place where another look found something else, "" if there is none."""
-        before = {x.path: x for x in self.items}
-        for item in other.items:
-            was = before.get(item.path)
-            if was is None or was.kind != item.kind or not same(was.value, item.value):
-                return item.path
-        return ""
 
     def changes(self) -> list[tuple[Item, object]]:
         """The places that hold something else than they held, with what they hold now."""
