@@ -160,7 +160,7 @@ class ModulesMet(NamedTuple):
 
 
 def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
-    """What a trace depends on: the class and mode of each module, the type of each parameter and buffer."""
+    """Lines of text that a trace depends on: class and mode of each module, type of each parameter and buffer."""
     if model is None:
         return ()
     lines = []
@@ -174,7 +174,7 @@ def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
 
 
 class KnownModel:
-    """What lasts while the modules, and what their code reads, are as they were."""
+    """Facts of a model that last while its modules, and what their code reads, are as they were."""
 
     __slots__ = ("fingerprint", "ids", "model", "places", "reads")
 
@@ -187,7 +187,7 @@ class KnownModel:
 
 
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:
-    """What is known of a model."""
+    """The KnownModel of a model: that of last time while it holds, else a new one."""
     state = table.known_model
     if state is None or state.model is not model or not _as_before(state.places, state.reads):
         state = table.known_model = KnownModel(table.forward, model)

@@ -42,7 +42,7 @@ MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequ
 
 
 class ModuleRecord:
-    """What the table knows of one module (or one marked method of it)."""
+    """One module (or one marked method of it) in a table: what was examined, and its entries."""
 
     __slots__ = ("changed", "examined", "method", "module", "through", "variants")
 
@@ -272,7 +272,7 @@ def _ever_another(recorder: RecordedCalls, module: torch.nn.Module, method: str 
 
 
 def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
-    """What tells modules without tensors apart: class, mode, plain attributes, parts; None for other modules."""
+    """A key of modules without tensors, equal for those that do the same: class, mode, attributes, parts; else None."""
     state = module.__dict__
     tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())
     if any(t is not None for t in tensors) or has_hooks(module):
@@ -366,13 +366,13 @@ def _new_entry(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, and of which kind it is, in one line."""
+    """The kind and the text of an error in one line."""
     text = str(error).splitlines()[0][:160] if str(error) else ""
     return f"{type(error).__name__}: {text}"
 
 
 def _why_coupled(module: torch.nn.Module) -> str:
-    """What writes to a parameter or buffer, and what to write instead."""
+    """A text: which part writes to a parameter or buffer, and what to write instead."""
     bounded = next((m for m in module.modules() if getattr(m, "max_norm", None) is not None), None)
     if bounded is not None:
         return (

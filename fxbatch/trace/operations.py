@@ -1,4 +1,4 @@
-"""What is one operation: the marker, the names, which Python numbers are lifted; and what its body gives and does.
+"""Operations: the marker, the names, which Python numbers are lifted; and what a body gives and does.
 
 In: torch functions, modules, what the user marks. Out: `ir.Operation`s with the rule that made them so.
 A body runs once on fake tensors, to learn what it gives; torch's own functions on tensors of the device "meta".
@@ -263,7 +263,7 @@ class BodyError(Exception):
 
 @dataclass(frozen=True)
 class BodyRun:
-    """What one run of a body on fake tensors told."""
+    """Results, writes and reasons of one run of a body on fake tensors."""
 
     outputs: tuple[TensorSpec, ...]
     result: Template  # output slots where the tensors are
@@ -408,7 +408,7 @@ def _run_without_memory(
     *,
     grad: bool,
 ) -> BodyRun | None:
-    """What torch's own code gives, from tensors on the device "meta"; None where it does not run on these, or they
+    """The BodyRun of torch's own code on tensors of the device "meta"; None where it does not run on these, or they
     could say something else than tensors of the real device."""
     devices = {t.device for t in inputs} | {t.device for t in shared}
     if (

@@ -154,7 +154,7 @@ class Walk:
     # What is found in places
 
     def _value(self, x: object, path: str) -> Things:
-        """What stands in a place."""
+        """The Things that an object in a place is; refused where it may not be read."""
         if isinstance(x, CONSTANTS) or x is MISSING:
             return DATA
         if isinstance(x, tuple) and type(x) is not torch.Size:
@@ -378,7 +378,7 @@ class Walk:
         return self._items(everything) | results if calls or is_in(f, GIVING) else DATA
 
     def _called_back(self, things: Things, *, modules: bool) -> Things:
-        """What functions give that are given to others: these may call them, with what is given besides."""
+        """The results of functions that are given to others: these may call them, with what is given besides."""
         results = DATA
         for thing in things:
             function = isinstance(thing.object, (FunctionType, Local, Bound, functools.partial))
@@ -400,7 +400,7 @@ class Walk:
         return frozenset({self._once(("row", parts), lambda: Row(parts), "a tuple")})
 
     def _items(self, things: Things) -> Things:
-        """What iterating over any of these gives: the parts of containers of modules."""
+        """The items of any of these: the parts of containers of modules."""
         out = set(things)
         for thing in things:
             x: object = thing.object
@@ -724,7 +724,7 @@ class Walk:
     # Expressions
 
     def eval(self, e: Any, scope: Scope) -> Things:
-        """What an expression may stand for."""
+        """The Things that an expression may stand for."""
         match e:
             case ast.Constant():
                 return DATA

@@ -1,4 +1,4 @@
-"""What a body reads besides its tensors, and why it is no operation where its code is not plain (`plain_body`).
+"""The places that a body reads besides its tensors, and why it is no operation where it is not plain (`plain_body`).
 
 In: a module, a function. Out: its Reads: a key that is equal exactly where the body does the same, and the places whose
 numbers, functions and classes it reads.
@@ -35,7 +35,7 @@ def _is_number(x: object) -> bool:
 
 
 def _token(x: object) -> object:
-    """What a place holds, as a key: equal for what is equal to a body."""
+    """The content of a place as a key: equal for what is equal to a body."""
     if isinstance(x, tuple) and type(x) is not torch.Size:
         return (type(x), *map(_token, x))
     if isinstance(x, MethodType):
@@ -51,7 +51,7 @@ def _token(x: object) -> object:
 
 
 class Reads:
-    """What a body reads besides its tensors, as it was when this was made; and why it is not plain."""
+    """The places that a body reads besides its tensors, with their content then; and why it is not plain."""
 
     __slots__ = ("fields", "functions", "items", "key", "names", "opaque", "roots")
 
@@ -95,14 +95,14 @@ class Reads:
         return Reads(Roots(module, "forward", function, loose=True))
 
     def again(self) -> Reads:
-        """The same body looked at again, as things are now."""
+        """A new look at the body, as things are now."""
         changed = [x for x in self.items if not x.holds()]
         if changed and all(_is_number(x.value) and _is_number(x.now()) for x in changed):
             return self._with_numbers()
         return Reads(self.roots)
 
     def _with_numbers(self) -> Reads:
-        """The same with the numbers that are in its places now: they don't decide what is read."""
+        """These Reads with the numbers that are in the places now: they don't decide what is read."""
         reads = object.__new__(Reads)
         for name in Reads.__slots__:
             setattr(reads, name, getattr(self, name))
@@ -111,7 +111,7 @@ class Reads:
         return reads
 
     def guards(self) -> Guards:
-        """What C compares at each call: places that user code may change between two calls without being seen."""
+        """For C, to be compared at each call: places that user code may change between two calls without being seen."""
         far = [x for x in self.items if x.far]
         return tuple([part for x in far for part in (x.holder, x.name, x.now())])
 
@@ -136,7 +136,7 @@ class Reads:
                 put(item, now)
 
     def lines(self) -> tuple[str, ...]:
-        """The same as text that does not depend on the process: for traces that are kept."""
+        """The places with their content, as text that does not depend on the process: for traces that are kept."""
         places = {f"{x.path}: {_text(x.value)}" for x in self.items}
         return tuple(sorted(places | {f"{name} {digest(node)}" for name, node in self.functions}))
 
