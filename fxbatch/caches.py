@@ -45,7 +45,6 @@ CACHES = {
     "data classes": Kind("class, weakly", 4096, "process"),
     "files of code": Kind("file, module", 4096, "process"),
     "functions of a file": Kind("source", 64, "process"),
-    "size expressions": Kind("expression", 4096, "process"),
     "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
     "graphs": Kind("digest of body, types, needs, modes", 1024, "process"),
     # What tuples of signatures have in common goes with the first of them.

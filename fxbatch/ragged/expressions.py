@@ -15,7 +15,7 @@ import numpy as np
 import sympy
 import torch
 
-from fxbatch.caches import cached, weak_cache
+from fxbatch.caches import weak_cache
 
 Size: TypeAlias = int | sympy.Basic  # a number, or an expression where it differs between instances
 Shape: TypeAlias = tuple[Size, ...]
@@ -47,7 +47,6 @@ def know_numbers(environment: object, guards: Iterable[object]) -> None:
     _NUMBERS[environment] = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
 
 
-@cached("size expressions")
 def without_exact_quotients(e: sympy.Basic) -> sympy.Basic:
     """(s0 * s1) // s0 => s1: what torch leaves of views of three dimensions as a matrix, and back."""
     if not any(type(x).__name__ == "FloorDiv" for x in sympy.preorder_traversal(e)):

@@ -314,6 +314,14 @@ class Emitter:
             name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
         return self.packed(name, like)
 
+    def of_rows(self, name: str, d: int, val: torch.Tensor) -> Packed:
+        """The value whose rows along dimension d these are, as many in each instance or not."""
+        shape = shape_of(val)
+        if d in own_dimensions(shape):
+            return self.packed(name, val)
+        name = self.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
+        return self.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+
     def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""
         axes = own_dimensions(shape)

@@ -52,15 +52,6 @@ def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> st
     return e.line(f"z.rows({size}, {index.name}, {sizes}, {from_end})")
 
 
-def _back(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
-    """Rows along dimension d as a value: `_table` undone."""
-    shape = shape_of(val)
-    if d in own_dimensions(shape):
-        return e.packed(name, val)
-    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
-
-
 @rule("index")
 def _index(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
@@ -174,7 +165,7 @@ def _index_select(e: Emitter, node: fx.Node) -> Emitted:
         return e.packed(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
     table, size = _table(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
-    return _back(e, name, x, d, val)
+    return e.of_rows(name, d, val)
 
 
 @rule("index_add", "index_copy", "index_reduce", "index_fill")
@@ -192,7 +183,7 @@ def _index_add(e: Emitter, node: fx.Node) -> Emitted:
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
-    return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+    return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
 
 
 @rule("index_put")
@@ -219,7 +210,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Emitted:
         code = f"{table}.index_put(({rows},), {source})"
     else:
         code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
-    return _back(e, e.line(code), x, 0, node.meta["val"])
+    return e.of_rows(e.line(code), 0, node.meta["val"])
 
 
 def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: object) -> Packed:
@@ -260,7 +251,7 @@ def _gather(e: Emitter, node: fx.Node) -> Emitted:
         _same_others(e, x, index, d)
         table, size = _table(e, x, d)
         rows = _flat(e, index, d, _rows(e, index, size))
-        return _back(e, e.line(f"{table}.gather(0, {rows})"), x, d, val)
+        return e.of_rows(e.line(f"{table}.gather(0, {rows})"), d, val)
     _same_others(e, x, index, d)
     return e.packed(f"{x.name}.gather({x.place(d)}, {index.name})", val)
 
@@ -301,7 +292,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Emitted:
         if isinstance(source, Packed):
             a["src"] = Code(_flat(e, source, d, source.name))
         a["self"], a["dim"] = Code(table), 0
-        return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+        return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
     a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
     return e.packed(e.call(node.target, a), node.meta["val"])
 

@@ -275,16 +275,7 @@ def _slice(e: Emitter, node: fx.Node) -> Emitted:
             raise NoRule("a part of one of two sizes of its own, as long in all instances")
         return e.packed(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
     name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
-    return _rows_or_dense(e, name, x, d, val)
-
-
-def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
-    """Rows that were picked along dimension d, as many in each instance or not."""
-    shape = shape_of(val)
-    if d in own_dimensions(shape):
-        return e.packed(name, val)
-    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+    return e.of_rows(name, d, val)
 
 
 def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
@@ -373,7 +364,7 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
         names.append(e.line(f"{name}.reshape({lengths[-1]}.total, *{name}.shape[2:])"))
     order = e.line(f"z.interleaved(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
-    return _rows_or_dense(e, name, parts[0], d, val)
+    return e.of_rows(name, d, val)
 
 
 @rule("slice_scatter")
