@@ -47,7 +47,7 @@ CACHES = {
     "functions of a file": Kind("source", 64, "process"),
     "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
     "graphs": Kind("digest of body, types, needs, modes", 1024, "process"),
-    # What tuples of signatures have in common goes with the first of them.
+    # Of a tuple of signatures, and gone with the first of them.
     "columns": Kind("signatures", 64, "signature"),
     "facts of signatures": Kind("what is found, edges, needs", 1024, "columns"),
     # Of one decorated callable.
@@ -161,32 +161,6 @@ def weak_cache(name: str) -> WeakKeyDictionary[Any, Any]:
     """Entries that go with the objects that they are found by."""
     assert name in CACHES, name
     return _weak.setdefault(name, WeakKeyDictionary())
-
-
-def kept_by_signatures(name: str) -> Callable[[F], F]:
-    """Like `cached`, for functions of a tuple of signatures (and of more, all hashable).
-
-    What they gave is kept by the first of the signatures, and goes with it: a cache of the process would hold the
-    operations of models that nobody has any more, with their parameters.
-    """
-
-    def decorate(function: F) -> F:
-        attribute = f"_cache of {name}"
-
-        @functools.wraps(function)
-        def find(signatures: tuple[Any, ...], *rest: Any) -> Any:
-            if not signatures:
-                return function(signatures, *rest)
-            cache = signatures[0].__dict__.get(attribute)
-            if cache is None:
-                cache = signatures[0].__dict__.setdefault(attribute, Cache(name))
-            key = (signatures, *rest)
-            entry = cache.get(key)
-            return cache.put(key, function(signatures, *rest)) if entry is None else entry
-
-        return find  # type: ignore[return-value]  # called as the function is
-
-    return decorate
 
 
 def guard(name: str) -> Callable[[F], F]:

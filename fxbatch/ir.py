@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache, kept_by_signatures
+from fxbatch.caches import Cache
 from fxbatch.signature import (
     CONSTANT_KINDS,
     Modes,
@@ -89,9 +89,18 @@ class SignatureColumns:
         return self._facts.put((find, key), find(self, *key)) if fact is None else fact
 
 
-@kept_by_signatures("columns")
 def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
-    """The columns of these signatures."""
+    """The columns of these signatures, made once: the first of them keeps them, and they go with it. A cache of the
+    process would hold the operations of models that nobody has any more, with their parameters."""
+    if not signatures:
+        return _signature_columns(signatures)
+    cache: Cache[tuple[Signature, ...], SignatureColumns] | None = signatures[0].__dict__.get("_columns")
+    if cache is None:
+        cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
+    return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures))
+
+
+def _signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))
     ids = {t: i for i, t in enumerate(types)}
     arity = np.array([len(s.inputs) for s in signatures], dtype=np.int64)
