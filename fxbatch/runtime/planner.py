@@ -48,6 +48,7 @@ from fxbatch.runtime.structure_cache import (
     PlanKey,
     StructureCache,
 )
+from fxbatch.torch_private import are_deterministic
 
 
 class _PerThread(threading.local):
@@ -145,8 +146,7 @@ class Planner:
     @property
     def strategy(self) -> Strategy | None:
         """The object that chooses between batching and the plain loop; None if everything is to be batched."""
-        always = not AdaptiveSwitch.on or torch.are_deterministic_algorithms_enabled()
-        return None if always else self._strategy
+        return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
 
     @property
     def may_loop(self) -> bool:
