@@ -20,7 +20,7 @@ from torch import fx
 from benchmarks.kernel_cost import Cell, graphs_of, native
 from fxbatch.codegen.inductor import CompiledGraph, CompileOptions, compile_graph
 from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
-from fxbatch.torch_private import compile_guarded
+from fxbatch.torch_private import find_backend
 
 PRODUCTS, KERNEL, NATIVE = "products alone", "kernel", "native"
 DIRECT, WRAPPER, GUARDED = "inductor", "inductor, cpp_wrapper", "torch.compile"
@@ -42,7 +42,7 @@ def ways_of(module: fx.GraphModule, cell: Cell) -> dict[str, Kernel | CompiledGr
 
 def guarded_inductor(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
     """Inductor as torch.compile calls it, behind Dynamo's guards."""
-    return compile_guarded(graph, examples)
+    return find_backend("inductor")(graph, examples)
 
 
 def products_alone(name: str, cell: Cell, n: int) -> Callable[[], object]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import fxbatch
 from benchmarks.models import Node, TreeLSTM, gated, losses_once, random_trees
-from fxbatch.torch_private import while_loop
 
 Work = Callable[[int], Any]
 
@@ -74,7 +73,7 @@ def looping(model: TreeLSTM, *, training: bool) -> Callable[[Tensor, Tensor, Ten
             return i + 1, h.index_copy(0, at, new_h), c.index_copy(0, at, new_c)
 
         start = torch.zeros(1, dtype=torch.int64)
-        _, h, _ = while_loop(more, step, (start, torch.cat([h, rows]), torch.cat([c, rows])))
+        _, h, _ = torch.while_loop(more, step, (start, torch.cat([h, rows]), torch.cat([c, rows])))
         if training:
             return nn.functional.cross_entropy(model.out(h), labels, reduction="none")
         return model.out(h[-1:])

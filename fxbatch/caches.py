@@ -39,49 +39,33 @@ CACHES = {
     # Functions of values, for the process.
     "tensor types": Kind("shape, dtype, device", 65536, "process"),
     "argument functions": Kind("text", 4096, "process"),
-    "attribute readers": Kind("name", 4096, "process"),
     "pass-through signatures": Kind("tensor type", 4096, "process"),
-    "row structures": Kind("leaves, list or tuple", 4096, "process"),
     "packed arguments": Kind("number of tensors", 64, "process"),
     "sizes of integers": Kind("number", 1024, "process"),
     "data classes": Kind("class, weakly", 4096, "process"),
     "files of code": Kind("file, module", 4096, "process"),
     "functions of a file": Kind("source", 64, "process"),
-    "names of a function": Kind("syntax tree", 4096, "process"),
-    "digests of functions": Kind("syntax tree", 4096, "process"),
-    "strides": Kind("shape", 4096, "process"),
-    "size expressions": Kind("expression", 4096, "process"),
     "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
-    "decompositions": Kind("operators left whole", 8, "process"),
     "graphs": Kind("digest of body, types, needs, modes", 1024, "process"),
-    # What tuples of signatures have in common goes with the first of them.
+    # Of a tuple of signatures, and gone with the first of them.
     "columns": Kind("signatures", 64, "signature"),
-    "needs": Kind("signatures, edges, needs", 64, "signature"),
-    "reductions of stacks": Kind("signatures", 256, "signature"),
-    "rows of stacks": Kind("signatures", 256, "signature"),
-    "signature graphs": Kind("edges", 256, "columns"),
-    "wanted gradients": Kind("reached outputs", 256, "needs"),
+    "facts of signatures": Kind("what is found, edges, needs", 1024, "columns"),
     # Of one decorated callable.
     "structures": Kind("kind, content", 64 << 20, "engine", "bytes"),
     "structures met once": Kind("hash of kind, content", 256, "engine"),
     "operations": Kind("signature, needs, types of shared operands, options", 4096, "engine"),
-    "needs of signatures": Kind("signature", 4096, "engine"),
-    "operations that wait": Kind("signature", 4096, "engine"),
-    "operations that were met": Kind("signature", 4096, "engine"),
+    "signatures that were met": Kind("signature", 4096, "engine"),
     "idle passes": Kind("columns, which signatures are called", 256, "engine"),
     "sums of values": Kind("operation, types, modes", 256, "engine"),
     "signatures in blocks": Kind("signature", 4096, "engine"),
-    "fused signatures": Kind("wiring", 1024, "engine"),
-    "refused blocks": Kind("signatures", 1024, "engine"),
+    "fused signatures": Kind("members", 1024, "engine"),
     "equal calls": Kind("checksum of columns", 256, "engine"),
-    "templates": Kind("who needs gradients", 64, "family"),
     "rows of arrays": Kind("array", 4096, "pool"),
     "gradient memory": Kind("shape, dtype", 64, "engine"),
     "traces": Kind("digest of a trace", 256, "model"),
     "views of parameters": Kind("parameter, geometry", 4096, "signature table"),
     "packed families": Kind("content, arguments, modes", 32, "engine"),
     "contents": Kind("what a module and its code read", 32, "engine"),
-    "operations met once": Kind("signature, needs", 4096, "engine"),
     "operations to build": Kind("signature, needs", 4096, "engine"),
     "compiled rows": Kind("number of rows", 4096, "compiled graph"),
 }
@@ -177,32 +161,6 @@ def weak_cache(name: str) -> WeakKeyDictionary[Any, Any]:
     """Entries that go with the objects that they are found by."""
     assert name in CACHES, name
     return _weak.setdefault(name, WeakKeyDictionary())
-
-
-def kept_by_signatures(name: str) -> Callable[[F], F]:
-    """Like `cached`, for functions of a tuple of signatures (and of more, all hashable).
-
-    What they gave is kept by the first of the signatures, and goes with it: a cache of the process would hold the
-    operations of models that nobody has any more, with their parameters.
-    """
-
-    def decorate(function: F) -> F:
-        attribute = f"_cache of {name}"
-
-        @functools.wraps(function)
-        def find(signatures: tuple[Any, ...], *rest: Any) -> Any:
-            if not signatures:
-                return function(signatures, *rest)
-            cache = signatures[0].__dict__.get(attribute)
-            if cache is None:
-                cache = signatures[0].__dict__.setdefault(attribute, Cache(name))
-            key = (signatures, *rest)
-            entry = cache.get(key)
-            return cache.put(key, function(signatures, *rest)) if entry is None else entry
-
-        return find  # type: ignore[return-value]  # called as the function is
-
-    return decorate
 
 
 def guard(name: str) -> Callable[[F], F]:

@@ -19,10 +19,10 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,13 @@ from fxbatch.errors import CheckWarning, DifferenceError, FxbatchError
 from fxbatch.ir import Program, Schedule
 from fxbatch.judge import (
     DRAWS,
+    Draw,
     Judged,
     difference,
+    differences,
     double_by_default,
     doubled,
-    largest_of,
     nudged,
-    own_error,
 )
 from fxbatch.passes.plan import is_constant
 from fxbatch.runtime.autograd import DifferentiableRun
@@ -55,7 +55,6 @@ from fxbatch.views import constant_tensor
 SHOWN = 5  # differences in an error's text
 
 Key = tuple[int, int] | str  # (instance, leaf of its result), or whose gradient
-Kind = int | str  # a leaf, of whatever instance's result, or whose gradient
 Prepared = Sequence[tuple[Program, Schedule]]
 
 
@@ -68,6 +67,13 @@ class Outcome:
 
     results: list[list[Any]]  # the leaves of each instance's result
     gradients: dict[str, Any] = field(default_factory=dict)  # by parameter or input; None where there is none
+
+    def leaf(self, key: Key) -> Any:
+        """A leaf of a result, or a gradient; None where it has no such."""
+        if isinstance(key, str):
+            return self.gradients.get(key)
+        i, j = key
+        return self.results[i][j] if i < len(self.results) and j < len(self.results[i]) else None
 
 
 @dataclass
@@ -82,79 +88,44 @@ def judge(
     batched: Outcome,
     loop: Outcome,
     exact: Outcome | None = None,
+    draw: Callable[[int], tuple[Outcome, Outcome | None]] | None = None,
     *,
     coarsest: float = 0.0,
-    others: Mapping[Kind, float] = MappingProxyType({}),
 ) -> Judgement:
-    """Each leaf of each result, and each gradient. others: the loop's own errors on other numbers."""
-    out = Judgement({}, 0.0)
+    """Each leaf of each result, and each gradient. exact: the loop in float64. draw: by a seed the loop on other
+    numbers, and its float64 run, where one gradient, or one number, may be exact by chance."""
+    wrong: dict[Key, Judged] = {}
     if len(batched.results) != len(loop.results):
         text = f"{len(batched.results)} results, the loop has {len(loop.results)}"
-        out.differences["the minibatch"] = Judged(text, math.inf, False)
-        return out
-    largest = max((largest_of(x) for leaves in loop.results for x in leaves), default=0.0)
-    errors = larger(own_errors(loop, exact), others)
+        return Judgement({"the minibatch": Judged(text, math.inf, False)}, 0.0)
+    keys: list[Key] = []
     for i, (ours, leaves) in enumerate(zip(batched.results, loop.results, strict=True)):
-        if len(ours) != len(leaves):
+        if len(ours) == len(leaves):
+            keys += [(i, j) for j in range(len(leaves))]
+        else:
             text = f"a result of {len(ours)} parts, the loop's has {len(leaves)}"
-            out.differences[i, 0] = Judged(text, math.inf, False)
-            continue
-        precise = exact.results[i] if exact is not None and len(exact.results) > i else []
-        for j, leaf in enumerate(leaves):
-            true = precise[j] if j < len(precise) else None
-            own = errors.get(j, 0.0)
-            _note(out, (i, j), difference(ours[j], leaf, true, own=own, largest=largest, coarsest=coarsest))
-    largest = max(map(largest_of, loop.gradients.values()), default=0.0)
-    for name, gradient in loop.gradients.items():
-        true = None if exact is None else exact.gradients.get(name)
-        own, same = errors.get(name, 0.0), batched.gradients.get(name)
-        _note(out, name, difference(same, gradient, true, own=own, largest=largest, coarsest=coarsest))
-    return out
+            wrong[i, 0] = Judged(text, math.inf, False)
+    keys += loop.gradients
 
+    def drawn() -> Iterator[Draw]:
+        for seed in range(DRAWS if draw is not None else 1):
+            try:
+                other, precise = (loop, exact) if draw is None or not seed else draw(seed)
+            except Exception:  # noqa: BLE001  # the user's code, on numbers that it was not written for
+                return
+            if precise is None:
+                return
+            yield Draw([*map(other.leaf, keys)], [*map(precise.leaf, keys)])
 
-def own_errors(loop: Outcome, exact: Outcome | None) -> dict[Kind, float]:
-    """How far the loop is from its float64 run, by kind: of the leaf of any instance, and of each gradient."""
-    errors: dict[Kind, float] = {}
-    if exact is None:
-        return errors
-    for leaves, precise in zip(loop.results, exact.results, strict=False):
-        for j, (leaf, true) in enumerate(zip(leaves, precise, strict=False)):
-            errors[j] = max(errors.get(j, 0.0), own_error(leaf, true))
-    return errors | {name: own_error(g, exact.gradients.get(name)) for name, g in loop.gradients.items()}
-
-
-def larger(errors: Mapping[Kind, float], others: Mapping[Kind, float]) -> dict[Kind, float]:
-    """By kind the larger one."""
-    return {kind: max(errors.get(kind, 0.0), others.get(kind, 0.0)) for kind in {**errors, **others}}
-
-
-def judge_by_draws(
-    batched: Outcome,
-    loop: Outcome,
-    exact: Outcome | None,
-    draw: Callable[[int], tuple[Outcome, Outcome | None]],
-    *,
-    coarsest: float = 0.0,
-) -> Judgement:
-    """`judge`; what differs is judged again by the errors that the loop has on other numbers, draw(seed): it and its
-    float64 run. One gradient, or one number, can be exact by chance."""
-    judgement, others = judge(batched, loop, exact, coarsest=coarsest), own_errors(loop, exact)
-    for seed in range(1, DRAWS):
-        if exact is None or not any(math.isfinite(d.share) for d in judgement.differences.values()):
-            break
-        try:
-            others = larger(others, own_errors(*draw(seed)))
-        except Exception:  # noqa: BLE001  # the user's code, on numbers that it was not written for
-            break
-        judgement = judge(batched, loop, exact, coarsest=coarsest, others=others)
-    return judgement
-
-
-def _note(out: Judgement, key: Key, judged: Judged) -> None:
-    if judged.message:
-        out.differences[key] = judged
-    else:
-        out.worst = max(out.worst, judged.share)
+    judged = differences(
+        [*map(batched.leaf, keys)],
+        [*map(loop.leaf, keys)],
+        drawn(),
+        kinds=[key if isinstance(key, str) else key[1] for key in keys],
+        groups=[isinstance(key, str) for key in keys],
+        coarsest=coarsest,
+    )
+    return Judgement({**wrong, **{keys[i]: one for i, one in judged.items()}}, judged.worst)
 
 
 def coarsest_of(signatures: Iterable[Signature]) -> float:
@@ -499,7 +470,7 @@ def _compare_with_loop(
         return
     exact = _float64(run_loop)
     coarsest = coarsest_of([s for program, _ in programs() for s in program.signatures])
-    found = judge_by_draws(batched, loop, exact, draw, coarsest=coarsest).differences
+    found = judge(batched, loop, exact, draw, coarsest=coarsest).differences
     if not found:
         return
     repeated = judge(run_loop(), loop, exact, coarsest=coarsest).differences

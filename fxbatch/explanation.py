@@ -144,7 +144,7 @@ class Explanation:
         advice: a list of what would help.
         unbatched: a list with one `UnbatchedRow` per operation that runs call by call.
         traced_through: submodules that were recorded by their parts, each with name, reason and location.
-        deduplicated: how many calls were equal to others, and ran once with them.
+        deduplicated: how many calls, constants apart, were equal to others, and ran once with them.
         strategy: whether such minibatches are batched or run the plain loop, and why.
         packed: lines about forwards or submodules that run on tensors with sizes of their own.
         gathers_elided: inputs of steps that are read where they lie.

@@ -302,7 +302,9 @@ def _describe(minibatch: Minibatch) -> Explanation:
         kept_bytes=minibatch.engine.structures.bytes,
         bytes_held=minibatch.engine.pool.bytes,  # its only run has given everything back
         deduplicated=sum(
-            r.before - r.after for r in minibatch.engine.rewrites.records if r.name.startswith("deduplicate")
+            r.before - r.after - r.constants
+            for r in minibatch.engine.rewrites.records
+            if r.name.startswith("deduplicate")
         ),
         unbatched=list(unbatched.values()),
         traced_through=[dataclasses.asdict(t) for t in table.traced_through.values()],

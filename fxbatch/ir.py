@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import html
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache, kept_by_signatures
+from fxbatch.caches import Cache
 from fxbatch.signature import (
     CONSTANT_KINDS,
     Modes,
@@ -63,6 +63,9 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class SignatureColumns:
     """Columns over a tuple of signatures, made once."""
@@ -77,14 +80,27 @@ class SignatureColumns:
     constant: np.ndarray  # bool [signatures]: constants and lifted numbers, which have no body
     random: np.ndarray  # bool [signatures]
     numbers: np.ndarray  # int64 [types]: 0, 1, ...
-    graphs: Cache[bytes, Any] = field(
-        default_factory=lambda: Cache("signature graphs"), repr=False
-    )  # passes/signature_graph.py keeps them here
+    signatures: tuple[Signature, ...]
+    _facts: Cache[Hashable, Any] = field(default_factory=lambda: Cache("facts of signatures"), repr=False)
+
+    def fact(self, find: Callable[..., T], *key: Hashable) -> T:
+        """`find(self, *key)`, made once: what a pass has to know of these signatures."""
+        fact: T | None = self._facts.get((find, key))
+        return self._facts.put((find, key), find(self, *key)) if fact is None else fact
 
 
-@kept_by_signatures("columns")
 def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
-    """The columns of these signatures."""
+    """The columns of these signatures, made once: the first of them keeps them, and they go with it. A cache of the
+    process would hold the operations of models that nobody has any more, with their parameters."""
+    if not signatures:
+        return _signature_columns(signatures)
+    cache: Cache[tuple[Signature, ...], SignatureColumns] | None = signatures[0].__dict__.get("_columns")
+    if cache is None:
+        cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
+    return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures))
+
+
+def _signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
     types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))
     ids = {t: i for i, t in enumerate(types)}
     arity = np.array([len(s.inputs) for s in signatures], dtype=np.int64)
@@ -103,6 +119,7 @@ def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
         constant,
         random,
         np.arange(len(types)),
+        signatures,
     )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -202,49 +201,60 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 # -- many leaves ------------------------------------------------------------------------------------
 
 
+class Differences(dict[int, Judged]):
+    """By position, the leaves that differ."""
+
+    worst = 0.0  # the largest error of the others, as a share of what is allowed
+
+
 def differences(
-    batched: Sequence[Any],
-    loop: Sequence[Any],
+    batched: Sequence[object],
+    loop: Sequence[object],
     drawn: Iterable[Draw] = (),
     *,
     kinds: Sequence[Hashable] | None = None,
+    groups: Sequence[Hashable] | None = None,
     coarsest: float = 0.0,
-) -> dict[int, Judged]:
-    """By position, the leaves that differ.
+) -> Differences:
+    """The leaves that differ.
 
     drawn: the loop and its float64 run, first on the numbers of `loop`, then on others (`draws`). It is asked only as
     long as a leaf would be refused. kinds: the loop's errors in leaves of one kind, the same of several instances, are
-    one; without it each leaf is a kind.
+    one; without it each leaf is a kind. groups: of leaves whose largest number is one; without it all are.
     """
+    out = Differences()
     if len(batched) != len(loop):
-        return {0: Judged(f"{len(batched)} tensors, the loop has {len(loop)}", math.inf, False)}
-    largest = max(map(largest_of, loop), default=0.0)
+        out[0] = Judged(f"{len(batched)} tensors, the loop has {len(loop)}", math.inf, False)
+        return out
     kinds = range(len(loop)) if kinds is None else kinds
-    own: dict[Hashable, float] = dict.fromkeys(kinds, 0.0)
-    exact: list[Any] = [None] * len(loop)
-
-    def judge(positions: Iterable[int]) -> dict[int, Judged]:
-        bounds = {"largest": largest, "coarsest": coarsest}
-        return {i: difference(batched[i], loop[i], exact[i], own=own[kinds[i]], **bounds) for i in positions}
-
+    groups = [0] * len(loop) if groups is None else groups
+    largest, own = dict.fromkeys(groups, 0.0), dict.fromkeys(kinds, 0.0)
+    for group, leaf in zip(groups, loop, strict=True):
+        largest[group] = max(largest[group], largest_of(leaf))
     # As near to the loop as rounding, so near enough to float64, whatever the loop's own error is.
     near = 1.0 / (1.0 + FACTOR)
-    rest = {
-        i: judged for i, judged in judge(range(len(loop))).items() if judged.message or judged.share > near
-    }
-    if any(math.isfinite(judged.share) for judged in rest.values()):
-        for number, draw in enumerate(islice(drawn, DRAWS)):
-            if len(draw.loop) != len(loop) or len(draw.exact) != len(loop):
-                break
-            if number == 0:
-                exact = list(draw.exact)
-            coarsest = max(coarsest, draw.coarsest)
-            for kind, leaf, *pair in zip(kinds, loop, draw.loop, draw.exact, strict=True):
-                own[kind] = max(own[kind], own_error(*pair) * _finer(leaf, pair[0]))
-            rest = {i: judged for i, judged in judge(rest).items() if judged.message}
-            if not rest:
-                break
-    return {i: judged for i, judged in rest.items() if judged.message}
+    rest, exact, number = list(range(len(loop))), [None] * len(loop), 0
+    draws_left = iter(drawn)
+    while True:
+        for i in rest:
+            bounds = {"own": own[kinds[i]], "largest": largest[groups[i]], "coarsest": coarsest}
+            out[i] = difference(batched[i], loop[i], exact[i], **bounds)
+        rest = [i for i in rest if out[i].message or (not number and out[i].share > near)]
+        draw = (
+            next(draws_left, None)
+            if number < DRAWS and any(math.isfinite(out[i].share) for i in rest)
+            else None
+        )
+        if draw is None or len(draw.loop) != len(loop) or len(draw.exact) != len(loop):
+            break
+        exact, number = exact if number else list(draw.exact), number + 1
+        coarsest = max(coarsest, draw.coarsest)
+        for kind, leaf, *pair in zip(kinds, loop, draw.loop, draw.exact, strict=True):
+            own[kind] = max(own[kind], own_error(*pair) * _finer(leaf, pair[0]))
+    out.worst = max((judged.share for judged in out.values() if not judged.message), default=0.0)
+    for i in [i for i, judged in out.items() if not judged.message]:
+        del out[i]
+    return out
 
 
 def _finer(leaf: Any, drawn: Any) -> float:

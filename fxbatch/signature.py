@@ -8,9 +8,11 @@ signature.run([x], [weight])                    # the per-instance body
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import keyword
 import math
+import operator
 import re
 import threading
 import types
@@ -47,10 +49,13 @@ class TensorSpec:
     device: torch.device
     numel: int = field(init=False, repr=False, compare=False)  # elements in one value
     nbytes: int = field(init=False, repr=False, compare=False)  # of one value
+    strides: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of contiguous ones
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
+        sizes = itertools.accumulate((max(d, 1) for d in reversed(self.shape)), operator.mul, initial=1)
+        object.__setattr__(self, "strides", tuple(reversed([*sizes])))
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
@@ -376,7 +381,7 @@ def _only_reads(function: Any, arguments: Template) -> bool:
         return False
     if type(function) in _IN_C:
         home = getattr(function, "__objclass__", None)
-        return home is torch._C.TensorBase or str(getattr(function, "__module__", "")).startswith("torch")
+        return home is torch.Tensor.__base__ or str(getattr(function, "__module__", "")).startswith("torch")
     inplace = any(x is True for x in arguments.leaves)
     return type(function) is types.FunctionType and function.__module__ in _IN_PYTHON and not inplace
 

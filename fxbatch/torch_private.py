@@ -83,7 +83,8 @@ from torch.utils._pytree import register_pytree_node as register_node
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import _StopRecomputationError as EndOfCheckpoint
 
-# Checked against 2.11.0 and 2.13.0: what torch.are_deterministic_algorithms_enabled() asks.
+# Checked against 2.11.0 and 2.13.0: what torch.are_deterministic_algorithms_enabled() asks, without a frame of Python:
+# it is asked at each wait of each instance.
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
@@ -222,13 +223,6 @@ def inductor_mode_options(name: str | None) -> dict[str, Any]:
     import torch._inductor
 
     return dict(torch._inductor.list_mode_options(name)) if name else {}
-
-
-def while_loop(more: Any, step: Any, carried: tuple[Any, ...]) -> Any:
-    """torch's own loop inside a compiled graph, for comparison. Checked: 2.11.0, 2.13.0."""
-    from torch._higher_order_ops.while_loop import while_loop as found
-
-    return found(more, step, carried)
 
 
 def find_backend(backend: Any) -> Callable[..., Any]:
@@ -402,13 +396,6 @@ def no_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before)
 
 
-def compile_guarded(module: Any, examples: list[torch.Tensor]) -> Any:
-    """Inductor as torch.compile calls it, for comparison. Checked: 2.11.0, 2.13.0."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(module, examples)
-
-
 @contextlib.contextmanager
 def forget_traces() -> Iterator[None]:
     """Let go of what torch would keep for ever of the graphs that are made within, 10 KB an operation.
@@ -516,7 +503,7 @@ def memory_is_real() -> bool:
     The modes of FakeTensorMode, make_fx (PROXY) and functionalization are asked for by their places on the stack;
     other dispatch modes (counters of operations, say) only watch. Checked: 2.11.0, 2.13.0.
     """
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
+    if torch.jit.is_tracing():
         return False
     if not torch._C._len_torch_dispatch_stack():
         return True
@@ -595,9 +582,9 @@ __all__ = [
     "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
-    "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_guarded", "compile_symbolic",
+    "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_symbolic",
     "find_backend", "forget_traces", "let_dynamo_read_torch", "product_address",
-    "thread_addresses", "while_loop", "inductor_mode_options", "DataDependentOutputException",
+    "thread_addresses", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "fake_mode", "function_mode_count", "function_modes",
     "function_modes_enabled", "functions_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",

@@ -179,7 +179,7 @@ def test_the_budget_is_kept(name: str) -> None:
 
 
 def test_each_cache_is_registered_and_used() -> None:
-    forms = ["Cache", "cached", "weak_cache", "kept_by_signatures"]
+    forms = ["Cache", "cached", "weak_cache"]
     assert {x for _, nodes in modules() for x in literals(nodes, forms)} == set(CACHES)
     assert sorted(path for path, nodes in modules() for _ in unregistered(path, nodes)) == ALLOWED
 

@@ -36,7 +36,6 @@ from fxbatch.checking import (
     coarsest_of,
     first_difference,
     judge,
-    judge_by_draws,
     name_of,
     outcome_of,
     parameter_users,
@@ -147,9 +146,7 @@ def compare(
 
     for n in range(ROUNDS):
         varying = judge(again[n], loop[n], exact[n], coarsest=coarsest).differences
-        judgement = judge_by_draws(
-            batched[n], loop[n], exact[n], functools.partial(draw, n), coarsest=coarsest
-        )
+        judgement = judge(batched[n], loop[n], exact[n], functools.partial(draw, n), coarsest=coarsest)
         found.worst = max(found.worst, judgement.worst)
         found.unrepeatable += [_line(n, key, d.message) for key, d in varying.items()]
         for key, judged in judgement.differences.items():

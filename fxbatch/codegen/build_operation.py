@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -28,7 +27,6 @@ from fxbatch.codegen.body import (
 from fxbatch.codegen.built import content_of, find, forget, keep, warn_of_folder
 from fxbatch.codegen.call_by_call import UnbatchedKernel
 from fxbatch.codegen.check import (
-    Checked,
     ZeroGradient,
     check_autograd,
     check_graphs,
@@ -109,7 +107,7 @@ def _build_checked(
         try:
             stored = find(content, signature)
             if stored is not None:
-                return _judged(stored, check_graphs(stored, *needs, shared))
+                return check_graphs(stored, *needs, shared)
         except Exception:  # noqa: BLE001  # a custom gradient, a file that somebody changed: built like any other
             forget(content)
         joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros)
@@ -122,14 +120,10 @@ def _build_checked(
                 raise
             zeros += ((missing.shared, missing.index),)
             continue
-        if not checked.numbers and not graphs.random:
+        if not checked.checked and not graphs.random:
             build_joint(body, signature, needs, shared, mode, zeros, third=True)
         keep(content, graphs)
-        return _judged(graphs, checked)
-
-
-def _judged(graphs: OperationGraphs, checked: Checked) -> OperationGraphs:
-    return replace(graphs, checked=checked.numbers, without_gradient=checked.without_gradient)
+        return checked
 
 
 def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, ...]) -> OperationGraphs:

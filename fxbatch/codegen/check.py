@@ -17,7 +17,7 @@ from torch import fx
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
 from fxbatch.ir import Signature, TensorSpec
-from fxbatch.judge import Draw, Judged, dense, differences, draws, on_common_rows
+from fxbatch.judge import Differences, Draw, dense, differences, draws, on_common_rows
 from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
@@ -134,8 +134,12 @@ class ValuesAndGradients(NamedTuple):
     shared: list[torch.Tensor | None]
 
     @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [*self.inputs, *self.shared]
+
+    @property
     def all(self) -> list[torch.Tensor | None]:
-        return [*self.outputs, *self.inputs, *self.shared]
+        return [*self.outputs, *self.gradients]
 
 
 @dataclass(frozen=True)
@@ -229,23 +233,27 @@ class _Check:
                 raise NotBatchable(f"it keeps {x.dtype}{list(x.shape[1:])}, {kind} on fake tensors")
         return ValuesAndGradients(results[:width], input_grads, shared_grads)
 
-    def agrees(self, draw: Numbers) -> ValuesAndGradients | None:
-        """Eager on several of these numbers; None where they can't be compared on. Raises NotBatchable where the
-        graphs differ from eager."""
-        several: ValuesAndGradients | None = None
-        for n in (1, 3):
-            inputs, numbers = self.eager.draw(draw, n, n)
-            several = self.eager.run(inputs, numbers, n)
-            if several is None:
-                return None
-            self.compare(inputs, numbers, several)
-        return several
-
-    def compare(self, inputs: Rows, grads: Rows, reference: ValuesAndGradients) -> None:
-        """Raises NotBatchable where what the graphs give of these numbers differs from eager's."""
-        n = len(reference.outputs[0])
+    def on(self, draw: Numbers, n: int, seed: int) -> ValuesAndGradients | None:
+        """Eager on n of these numbers; None where they can't be compared on. Raises NotBatchable where the graphs give
+        something else."""
+        inputs, grads = self.eager.draw(draw, n, seed)
+        reference = self.eager.run(inputs, grads, n)
+        if reference is None:
+            return None
+        ours = self.batched(inputs, grads, n)
+        names = [f"output {i}" for i in range(len(reference.outputs))]
+        pairs = (("input", ours.inputs, reference.inputs), ("shared operand", ours.shared, reference.shared))
+        for what, gradients, references in pairs:
+            for i, (x, y) in enumerate(zip(gradients, references, strict=True)):
+                names.append(f"the gradient of {what} {i}")
+                if x is None and y is not None and not y.any():
+                    raise ZeroGradient(what, i)
         drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *grads, *self.shared])
-        _compare(self.batched(inputs, grads, n), reference, drawn, self.graphs)
+        for i in _compare(ours.all, reference.all, drawn, self.graphs.signature):
+            if reference.all[i] is None and names[i].startswith("the gradient of input"):
+                continue  # nobody reads it
+            raise NotBatchable(f"{names[i]} differs from eager")
+        return reference
 
     def eager_of(self, tensors: Rows, n: int) -> ValuesAndGradients:
         """Eager on inputs, gradients of outputs, and shared operands."""
@@ -288,18 +296,7 @@ class _Check:
                     return _normal(kind, n, gen)
                 return torch.randint(low, high, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
 
-            inputs, numbers = self.eager.draw(integers, 3, high)
-            reference = self.eager.run(inputs, numbers, 3)
-            if reference is not None:
-                self.compare(inputs, numbers, reference)
-
-
-class Checked(NamedTuple):
-    """numbers: whether there were any to compare on; without_gradient: the inputs that eager gives none, of those
-    that need one (a custom backward that returns None)."""
-
-    numbers: bool
-    without_gradient: tuple[int, ...] = ()
+            self.on(integers, 3, high)
 
 
 def check_graphs(
@@ -307,17 +304,21 @@ def check_graphs(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-) -> Checked:
-    """Compares an operation's graphs with eager on random rows. Raises NotBatchable if they differ."""
+) -> OperationGraphs:
+    """An operation's graphs, compared with eager on random rows: with `checked` where there were any, and with the
+    inputs that eager gives no gradient (a custom backward that returns None). Raises NotBatchable if they differ."""
     if graphs.random:
-        return Checked(False)
+        return replace(graphs, checked=False, without_gradient=())
     check = _Check(graphs, _eager(graphs.signature, input_needs, shared_needs, shared))
-    references = [x for x in map(check.agrees, (_normal, _positive, _definite)) if x is not None]
-    if not references:
-        return Checked(False)
-    check.check_large()
-    check.check_integers()
-    return Checked(True, _without_gradient(check.eager.needs, references))
+    references = []
+    for draw in (_normal, _positive, _definite):
+        reference = check.on(draw, 1, 1) and check.on(draw, 3, 3)
+        references += [] if reference is None else [reference]
+    if references:
+        check.check_large()
+        check.check_integers()
+    without = _without_gradient(check.eager.needs, references)
+    return replace(graphs, checked=bool(references), without_gradient=without)
 
 
 def inputs_without_gradient(
@@ -386,29 +387,22 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
         inputs, numbers = check.eager.draw(draw, 3, 3)
         reference = check.eager.run(inputs, numbers, 3)
         if reference is not None:
-            _compare_by_autograd(check, inputs, numbers, weights, reference)
-            return
-
-
-def _compare_by_autograd(
-    check: _Check, inputs: Rows, grads: Rows, weights: Rows, eager: ValuesAndGradients
-) -> None:
-    operands = [
-        *(x.requires_grad_(need) for x, need in zip(inputs, check.eager.needs, strict=True)),
-        *weights,
-    ]
-    outputs = check.graphs.forward(3, *_grouped(check.graphs, inputs), *weights)[: len(eager.outputs)]
-    by_autograd = gradients_of(outputs, grads, operands)
-    for i, (x, y) in enumerate(zip(by_autograd, (*eager.inputs, *eager.shared), strict=True)):
+            break
+    else:
+        return
+    operands = [*(x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)), *weights]
+    outputs = graphs.forward(3, *_grouped(graphs, inputs), *weights)[: len(reference.outputs)]
+    by_autograd = gradients_of(outputs, numbers, operands)
+    for i, (x, y) in enumerate(zip(by_autograd, reference.gradients, strict=True)):
         if x is not None and y is None:
             raise NotBatchable(f"operand {i} has a gradient by autograd, and none in eager")
-    ours = _or_zeros(by_autograd, operands)
 
-    def gradients(reference: ValuesAndGradients) -> Rows:
-        return _or_zeros([*reference.inputs, *reference.shared], operands)
+    def eager(tensors: Rows) -> Rows:
+        return _or_zeros(check.eager_of(tensors, 3).gradients, operands)
 
-    drawn = draws(lambda tensors: gradients(check.eager_of(tensors, 3)), [*inputs, *grads, *check.shared])
-    for i in _differences(ours, gradients(eager), drawn):
+    drawn = draws(eager, [*inputs, *numbers, *shared])
+    ours, theirs = _or_zeros(by_autograd, operands), _or_zeros(reference.gradients, operands)
+    for i in _compare(ours, theirs, drawn):
         raise NotBatchable(f"the gradient of operand {i} by autograd differs from eager")
 
 
@@ -417,33 +411,18 @@ def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Ten
 
 
 def _compare(
-    ours: ValuesAndGradients, eager: ValuesAndGradients, drawn: Iterator[Draw], graphs: OperationGraphs
-) -> None:
-    """Raises NotBatchable where values or gradients differ; drawn: eager's, as `differences` takes them."""
-    names = [f"output {i}" for i in range(len(eager.outputs))]
-    pairs = (("input", ours.inputs, eager.inputs), ("shared operand", ours.shared, eager.shared))
-    for what, gradients, references in pairs:
-        for i, (x, y) in enumerate(zip(gradients, references, strict=True)):
-            names.append(f"the gradient of {what} {i}")
-            if x is None and y is not None and not y.any():
-                raise ZeroGradient(what, i)
-    signature = graphs.signature
-    types = {t.dtype for t in (*signature.inputs, *signature.outputs) if t.differentiable}
-    types |= {dtype for _, dtype in signature.modes.autocast}
-    coarsest = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
-    for i in _differences(ours.all, eager.all, drawn, coarsest):
-        if eager.all[i] is None and names[i].startswith("the gradient of input"):
-            continue  # nobody reads it
-        raise NotBatchable(f"{names[i]} differs from eager")
-
-
-def _differences(
     ours: Sequence[torch.Tensor | None],
     eager: Sequence[torch.Tensor | None],
     drawn: Iterator[Draw],
-    coarsest: float = 0.0,
-) -> dict[int, Judged]:
-    """`differences`; gradients of tables may be sparse in one of the two only."""
+    signature: Signature | None = None,
+) -> Differences:
+    """The positions that differ; gradients of tables may be sparse in one of the two only. signature: of what is
+    computed, for the coarsest type in it."""
+    types: set[torch.dtype] = set()
+    if signature is not None:
+        types |= {t.dtype for t in (*signature.inputs, *signature.outputs) if t.differentiable}
+        types |= {dtype for _, dtype in signature.modes.autocast}
+    coarsest = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
     both = [
         x is not None and y is not None and x.is_sparse and y.is_sparse
         for x, y in zip(ours, eager, strict=True)

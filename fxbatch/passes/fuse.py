@@ -32,8 +32,7 @@ from torch.nn import functional as F
 from fxbatch.caches import Cache
 from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
-from fxbatch.passes.fuse_runs import RunTables, find_runs, put_runs
-from fxbatch.passes.select import reorder, select_calls
+from fxbatch.passes.fuse_runs import FOUND, OUT_OF_ORDER, RunTables, find_runs, put_runs
 from fxbatch.passes.signature_graph import called, source_calls
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
@@ -466,35 +465,25 @@ class Fuser:
     """Fuses programs; keeps the blocks and the fused Signatures that it has learned (bounded)."""
 
     def __init__(self) -> None:
-        self.signatures: Cache[Wiring, Signature] = Cache("fused signatures")
+        # By members: the Signature of each wiring of them; none where they stay calls.
+        self.signatures: Cache[tuple[Signature, ...], dict[Wiring, Signature]] = Cache("fused signatures")
         self.blocks: list[CallBlock] = []  # all that were learned, the longest first
         self.looked_at: Cache[Signature, int] = Cache("signatures in blocks")  # in how many calls
         self.learned = 0  # how often was cause to learn some
         self.last = _Learned((), b"", 0, [])
-        self.refused: Cache[tuple[Signature, ...], bool] = Cache("refused blocks")  # which stay calls
 
     def __call__(self, program: Program) -> Program:
         """The program with fused calls; the same object when nothing is fused."""
         if len(program.sig) < 2:
             return program
         blocks = self._learned(program).blocks
-        if not blocks:
-            return program
-        walked = self._put_in_one_walk(program, blocks)
-        if walked is not None:
-            return walked
-        stream = Stream(program)
-        if not stream.ordered:
-            return program
-        matches = [m for m in find_matches(program, stream, blocks) if len(m.calls)]
-        return _Fusing(program, self, matches).run() if matches else program
+        return self._put_runs(program, blocks) if blocks else program
 
-    def _put_in_one_walk(self, program: Program, blocks: list[CallBlock]) -> Program | None:
-        """The program with fused calls; None where its calls don't stand as this needs them."""
+    def _put_runs(self, program: Program, blocks: list[CallBlock]) -> Program:
+        """The program with a call for each group of a block that occurs; itself where none does, or where its calls
+        don't stand instance after instance."""
         number = {id(s): n for n, s in enumerate(program.signatures)}
-        members = [[number.get(id(s), -1) for s in block.signatures] for block in blocks]
-        if len({run[0] for run in members}) < len(members) or min(map(min, members)) < 0:
-            return None
+        members = [[number[id(s)] for s in block.signatures] for block in blocks]
         c, signatures = program.columns, program.signatures
         alias = [{slot: o for g in b.groups for slot, o in g.alias.items()} for b in blocks]
         tables = RunTables(
@@ -502,12 +491,20 @@ class Fuser:
         )
         head, place = np.empty(len(program), dtype=np.int64), np.empty(len(program), dtype=np.int64)
         outside = np.zeros(int(tables.first_output[-1]), dtype=np.uint8)
-        if not find_runs(
+        walked = find_runs(
             program.sig, program.instance, program.inputs, program.outputs, c.width, c.arity,
             c.constant.view(np.uint8), program.known, tables.begins, tables.member, tables.first_member,
             tables.wired, tables.first_slot, tables.alias, tables.first_output, head, place, outside,
-        ):  # fmt: skip
-            return None
+        )  # fmt: skip
+        if walked == OUT_OF_ORDER:
+            return program
+        if (
+            walked != FOUND
+        ):  # a slot does not read what it read in all programs before: from now on they are two
+            run = int(np.searchsorted(tables.first_slot, walked, side="right")) - 1
+            for group in blocks[run].groups:
+                group.alias.pop(walked - int(tables.first_slot[run]), None)
+            return self._put_runs(program, blocks)
         occurring = np.bincount(program.sig[head[head >= 0]], minlength=len(signatures))
         added: list[Signature] = []
         pieces: list[tuple[int, list[int], list[int]]] = []  # signature, slots that are read, outputs
@@ -544,7 +541,7 @@ class Fuser:
         `first`."""
         for group in block.groups:
             alone = tuple(block.signatures[k] for k in group.members)
-            if len(alone) == 1 or alone in self.refused:
+            if len(alone) == 1 or self.signatures.get(alone) == {}:
                 for k in group.members:
                     slots, flat_outputs = (
                         range(*block.first_in[k : k + 2]),
@@ -575,11 +572,14 @@ class Fuser:
 
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
-        self.refused.put(signature.operation.target.members, True)
+        self.signatures.put(signature.operation.target.members, {})
 
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
-        return self.signatures.get(wiring) or self.signatures.put(wiring, wiring.signature())
+        wirings = self.signatures.get(wiring.members) or self.signatures.put(wiring.members, {})
+        if wiring not in wirings:
+            wirings[wiring] = wiring.signature()
+        return wirings[wiring]
 
     def _learned(self, program: Program) -> _Learned:
         marks = called(program)
@@ -639,85 +639,6 @@ def _flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """int64: all of the rows, one after another; where each begins, and the end."""
     flat = np.array([x for row in rows for x in row], dtype=np.int64)
     return flat, np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
-
-
-class _Fusing:
-    """Puts fused calls in the place of matched ones."""
-
-    def __init__(self, program: Program, fuser: Fuser, matches: list[Match]) -> None:
-        self.program, self.fuser, self.matches = program, fuser, matches
-        self.signatures = list(program.signatures)
-        self.value_of = np.arange(program.values)  # of each value the one that takes its place
-        self.values = program.values
-        # All calls of a block go to the place of its last one, in the order of the block's groups.
-        self.ranks = 1 + max(len(m.block.groups) for m in matches)
-        # Columns of the program's calls, then of fused ones; inputs are those of the whole program.
-        self.position = [np.arange(len(program)) * self.ranks]
-        self.sig, self.inputs, self.instance = [program.sig], [program.inputs], [program.instance]
-
-    def run(self) -> Program:
-        """The program with fused calls."""
-        program = self.program
-        group_of = np.arange(len(program))  # of each call: itself, or a number a fused call
-        added, jobs = len(program), []
-        for match in self.matches:
-            for rank, group in enumerate(match.block.groups):
-                calls, place = match.calls[:, list(group.members)], match.calls[:, -1] * self.ranks + rank
-                members = tuple(match.block.signatures[k] for k in group.members)
-                if len(members) == 1 or members in self.fuser.refused:
-                    self.position[0][calls] = place[:, None]
-                    continue
-                group_of[calls] = added + np.arange(len(calls))[:, None]
-                added += len(calls)
-                jobs.append((match, group, place))
-        outside = np.zeros(
-            program.values, dtype=bool
-        )  # whether a result needs it, or a call of another group
-        outside[program.outputs] = True
-        crossing = program.inputs < program.known
-        maker = program.call_of_value[np.maximum(program.inputs - program.known, 0)]
-        crossing |= group_of[maker] != group_of[program.reader]
-        outside[program.inputs[crossing]] = True
-        for match, group, place in jobs:
-            self._fuse(match, group, place, outside)
-        keep = np.ones(added, dtype=bool)
-        keep[: len(program)] = group_of < len(program)
-        wide = dataclasses.replace(
-            program,
-            signatures=tuple(self.signatures),
-            sig=np.concatenate(self.sig).astype(np.int32),
-            inputs=self.value_of[np.concatenate(self.inputs)],
-            instance=np.concatenate(self.instance).astype(np.int32),
-            outputs=self.value_of[program.outputs],
-        )
-        order = np.argsort(np.concatenate(self.position)[keep], kind="stable")
-        return reorder(select_calls(wide, keep), order)
-
-    def _fuse(self, match: Match, group: Group, place: np.ndarray, outside: np.ndarray) -> None:
-        program, block = self.program, match.block
-        for slot, other in list(group.alias.items()):
-            if (match.values[:, slot] != match.values[:, other]).any():
-                del group.alias[slot]  # from now on they are two inputs
-        new_values = {
-            o: program.first_value[match.calls[:, k]] + (o - block.first_out[k])
-            for o, k in enumerate(block.owner_out)
-            if k in group.members
-        }
-        group.outputs += [o for o in new_values if o not in group.outputs and outside[new_values[o]].any()]
-        if not group.outputs:  # dead calls: any one output keeps the operation well formed
-            group.outputs.append(next(iter(new_values)))
-        inputs = [slot for slot in group.slots if slot not in group.alias]
-        signature = self.fuser.signature(_wiring(block, group, inputs))
-        if signature not in self.signatures[len(program.signatures) :]:
-            self.signatures.append(signature)
-        number = self.signatures.index(signature, len(program.signatures))
-        self.position.append(place)
-        self.sig.append(np.full(len(place), number))
-        self.inputs.append(match.values[:, inputs].reshape(-1))
-        self.instance.append(program.instance[match.calls[:, 0]])
-        for j, output in enumerate(group.outputs):
-            self.value_of[new_values[output]] = self.values + np.arange(len(place)) * len(group.outputs) + j
-        self.values += len(place) * len(group.outputs)
 
 
 def _wiring(block: CallBlock, group: Group, inputs: list[int]) -> Wiring:

@@ -2,9 +2,9 @@
 
 In: the columns of a program whose calls stand instance after instance, and the runs as tables. Out: for each call its
 place in an occurrence of a run, and which outputs are read from outside; then the columns with the run's pieces in
-place of each occurrence. `fuse.py` says what a run is, and has the general form of this.
+place of each occurrence. `fuse.py` says what a run is.
 
-    find_runs(sig, instance, inputs, ..., head, place, outside)      # False: not of this simple kind
+    find_runs(sig, instance, inputs, ..., head, place, outside)      # FOUND, OUT_OF_ORDER, or a slot
     calls, entries = put_runs(sig, instance, inputs, ..., new_sig, new_instance, new_inputs, new_outputs)
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
@@ -30,6 +30,8 @@ Written = cython.typedef(cython.longlong[::1])
 WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 
+# What `find_runs` gives besides slots.
+FOUND, OUT_OF_ORDER = -1, -2
 NOT_THERE = "a column names a call or a value that is not there"
 
 
@@ -79,10 +81,11 @@ def find_runs(
     head: Written,
     place: Written,
     outside: Marks,
-) -> bool:
+) -> int:
     """Fill, for each call, `head` (the first call of its occurrence, -1: in none) and `place` (which member it is), and
-    for each flat output of each run whether something outside reads it. False where slots that were learned to be
-    the same are not, or the calls don't stand instance after instance: then nothing is to be used."""
+    for each flat output of each run whether something outside reads it: FOUND. OUT_OF_ORDER where the calls don't stand
+    instance after instance, and a slot that does not read what its alias reads, counted over all runs: then nothing is
+    to be used."""
     calls: Int = sig.shape[0]
     scratch: Written = np.empty(3 * calls + 2, dtype=np.int64)
     value: Written = scratch[: calls + 1]  # of each call its first value
@@ -93,7 +96,7 @@ def find_runs(
     begin[0] = 0
     for c in range(calls):
         if not 0 <= sig[c] < width.shape[0] or (c and instance[c] < instance[c - 1]):
-            return False
+            return OUT_OF_ORDER
         value[c + 1] = value[c] + width[sig[c]]
         begin[c + 1] = begin[c] + arity[sig[c]]
         head[c] = -1
@@ -148,7 +151,7 @@ def find_runs(
             for i in range(begin[c], begin[c + 1]):
                 other: Int = alias[slot]
                 if other >= 0 and inputs[i] != _read_by(other, p, order, begin, inputs):
-                    return False
+                    return slot
                 slot += 1
         p += length
     for c in range(calls):
@@ -164,7 +167,7 @@ def find_runs(
         source = maker[v]
         if source >= 0 and head[source] >= 0:
             outside[first_output[begins[sig[head[source]]]] + place[source] + v - value[source]] = 1
-    return True
+    return FOUND
 
 
 @cython.cfunc

@@ -43,6 +43,7 @@ class PassRecord(NamedTuple):
     before: int  # calls
     after: int
     seconds: float
+    constants: int = 0  # of the calls that went
 
 
 class Pipeline:
@@ -85,13 +86,19 @@ class Pipeline:
             except Exception as error:
                 error.add_note(f"in pass {name}, on a program of {before} calls")
                 raise
+            constants = 0
             if rewritten is not program:
+                constants = _constants(program) - _constants(rewritten)
                 program, calls = rewritten, len(rewritten.sig)
             clock = time.perf_counter()
-            did.append(PassRecord(name, before, calls, clock - start))
+            did.append(PassRecord(name, before, calls, clock - start, constants))
         self._did = did
         if program is first and family is not None:
             others = [*self.passes.values()][1:]
             least = min(x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others)
             self._idle.put(family, least)
         return program
+
+
+def _constants(program: Program) -> int:
+    return sum(map(len, program.constants.values()))

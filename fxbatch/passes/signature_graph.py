@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from fxbatch.caches import Cache, kept_by_signatures
-from fxbatch.ir import Program, Signature, SignatureColumns, offsets, signature_columns
+from fxbatch.ir import Program, SignatureColumns, offsets
 from fxbatch.passes.components import components
 
 try:
@@ -139,7 +138,7 @@ def _survey(program: Program) -> Survey:
     counts, longest, present, pairs = _walk(
         program.sig, program.inputs, c.first_slot, c.first_output, program.known, before
     )
-    graph = _graph(c, _find_pairs(program) if pairs is None else pairs)
+    graph = c.fact(_graph, (_find_pairs(program) if pairs is None else pairs).tobytes())
     return Survey(counts, before, longest, graph, present)
 
 
@@ -198,10 +197,8 @@ def _walk(
     return columns[:signatures], columns[signatures:], marks[:signatures].tobytes(), pairs
 
 
-def _graph(columns: SignatureColumns, pairs: np.ndarray) -> SignatureGraph:
-    graphs: Cache[bytes, SignatureGraph] = columns.graphs
-    key = pairs.tobytes()
-    return graphs.get(key) or graphs.put(key, SignatureGraph(columns, pairs))
+def _graph(columns: SignatureColumns, pairs: bytes) -> SignatureGraph:
+    return SignatureGraph(columns, np.frombuffer(pairs, dtype=np.int64))
 
 
 def source_calls(program: Program) -> np.ndarray:
@@ -243,46 +240,13 @@ def _find_pairs(program: Program) -> np.ndarray:
 # -- gradients --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Needs:
     """Per signature: gradients needed for each input, and whether its outputs carry gradients."""
 
     inputs: tuple[tuple[bool, ...], ...]
     outputs: np.ndarray  # bool [signatures' outputs, flat]
     feeds: tuple[np.ndarray, np.ndarray]  # pairs (flat slot, flat output): which output feeds which slot
-    _wanted: Cache[bytes, tuple[np.ndarray, np.ndarray]] = field(
-        default_factory=lambda: Cache("wanted gradients"), init=False, repr=False, compare=False
-    )
-
-    def wanted(self, columns: SignatureColumns, reached: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs; uint8
-        [their inputs]: these inputs."""
-        wanted = self._wanted.get(reached)
-        return wanted or self._wanted.put(
-            reached, self._find_wanted(columns, np.frombuffer(reached, dtype=bool))
-        )
-
-    def _find_wanted(self, columns: SignatureColumns, reached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        slots, outs = self.feeds
-        owner_of_out = np.repeat(np.arange(len(columns.width)), columns.width).tolist()
-        feeders: dict[int, list[int]] = {}
-        for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
-            feeders.setdefault(slot, []).append(out)
-        wanted = np.zeros(len(columns.width), dtype=bool)
-        waiting = [owner_of_out[o] for o in np.flatnonzero(reached & self.outputs).tolist()]
-        while waiting:
-            s = waiting.pop()
-            if wanted[s]:
-                continue
-            wanted[s] = True
-            for i, need in enumerate(self.inputs[s]):
-                if need:
-                    feeding = feeders.get(int(columns.first_slot[s]) + i, ())
-                    waiting.extend(owner_of_out[o] for o in feeding if self.outputs[o])
-        wanted.setflags(write=False)
-        through = np.array([need for needs in self.inputs for need in needs], dtype=np.uint8)
-        through *= np.repeat(wanted, columns.arity)
-        return wanted, through
 
 
 def find_needs(
@@ -298,7 +262,7 @@ def find_needs(
     early = early_needs(program, known_needs) or bytes(int(program.arity.sum()))
     present = facts.counts.nonzero()[0].tolist()
     begin = tuple(s for s in present if shared_needs[s] or constant_needs.get(s))
-    return _spread_needs(program.signatures, *facts.graph.key, tuple(present), begin, early)
+    return program.columns.fact(_spread_needs, *facts.graph.key, tuple(present), begin, early)
 
 
 def early_needs(program: Program, known_needs: np.ndarray | None) -> bytes:
@@ -331,9 +295,8 @@ def _mark_early(sig: Shorts, first: Ints, inputs: Ints, needs: Flags, earlier: I
     return any_early
 
 
-@kept_by_signatures("needs")
 def _spread_needs(
-    signatures: tuple[Signature, ...],
+    columns: SignatureColumns,
     slots_bytes: bytes,
     outs_bytes: bytes,
     present: tuple[int, ...],
@@ -344,7 +307,7 @@ def _spread_needs(
     own, `present` all that are called."""
     slots, outs = np.frombuffer(slots_bytes, dtype=np.int64), np.frombuffer(outs_bytes, dtype=np.int64)
     slot_needs = np.frombuffer(needs_bytes, dtype=bool).copy()
-    columns = signature_columns(signatures)
+    signatures = columns.signatures
     first_slot, first_out = columns.first_slot, columns.first_output
     out_needs = np.zeros(int(columns.width.sum()), dtype=bool)
     owner = np.repeat(np.arange(len(signatures)), columns.arity)
@@ -379,6 +342,32 @@ def _spread_needs(
     return Needs(inputs, out_needs, (slots, outs))
 
 
+def _wanted(columns: SignatureColumns, needs: Needs, reached_bytes: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """bool [signatures]: whose outputs reach one of these outputs (a byte each) by differentiable inputs; uint8
+    [their inputs]: these inputs."""
+    reached = np.frombuffer(reached_bytes, dtype=bool)
+    slots, outs = needs.feeds
+    owner_of_out = np.repeat(np.arange(len(columns.width)), columns.width).tolist()
+    feeders: dict[int, list[int]] = {}
+    for slot, out in zip(slots.tolist(), outs.tolist(), strict=True):
+        feeders.setdefault(slot, []).append(out)
+    wanted = np.zeros(len(columns.width), dtype=bool)
+    waiting = [owner_of_out[o] for o in np.flatnonzero(reached & needs.outputs).tolist()]
+    while waiting:
+        s = waiting.pop()
+        if wanted[s]:
+            continue
+        wanted[s] = True
+        for i, need in enumerate(needs.inputs[s]):
+            if need:
+                feeding = feeders.get(int(columns.first_slot[s]) + i, ())
+                waiting.extend(owner_of_out[o] for o in feeding if needs.outputs[o])
+    wanted.setflags(write=False)
+    through = np.array([need for of_inputs in needs.inputs for need in of_inputs], dtype=np.uint8)
+    through *= np.repeat(wanted, columns.arity)
+    return wanted, through
+
+
 def find_wanted(
     phases: Sequence[tuple[Program, Needs]], results: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -392,7 +381,7 @@ def find_wanted(
         c = program.columns
         hit = np.zeros(len(c.output_types), dtype=np.uint8)
         _reach(program.sig, c.first_output, program.known, marked, hit)
-        wanted, through = needs.wanted(c, hit.tobytes())
+        wanted, through = c.fact(_wanted, needs, hit.tobytes())
         leads = np.zeros(len(c.width), dtype=np.uint8)
         _mark_read(
             program.sig, c.first_output, c.first_slot, program.inputs, program.known, through, wanted, marked, leads,

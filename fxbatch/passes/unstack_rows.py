@@ -14,8 +14,7 @@ import sys
 
 import numpy as np
 
-from fxbatch.caches import kept_by_signatures
-from fxbatch.ir import Program, Signature
+from fxbatch.ir import Program, Signature, SignatureColumns
 from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.unstack_sums import is_stack
 from fxbatch.trace.operations import take_row
@@ -24,10 +23,10 @@ from fxbatch.trace.values import GETITEM
 _NO_ROW, _LIFTED = -(2**62), -(2**62) + 1
 
 
-@kept_by_signatures("rows of stacks")
-def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
+def _kinds(columns: SignatureColumns) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension; which row each takes of its first input
     (_LIFTED: its second says, _NO_ROW: none); the number of its modes. Empty where nothing takes a row of a stack."""
+    signatures = columns.signatures
     modes = list(dict.fromkeys(s.modes for s in signatures))
     rows = [(is_stack(s), _row(s), modes.index(s.modes)) for s in signatures]
     kinds = np.array(rows, dtype=np.int64).reshape(-1, 3).T
@@ -47,7 +46,7 @@ def _row(signature: Signature) -> int:
 
 def unstack_rows(program: Program) -> Program:
     """The program without rows that are taken of stacks; the same object where there are none."""
-    kinds = _kinds(program.signatures)
+    kinds = program.columns.fact(_kinds)
     if not len(kinds):
         return program
     stacks, rows, modes = kinds[:, program.sig]
@@ -106,4 +105,4 @@ class RowUnstacker:
 
     def idle_below(self, program: Program) -> int:
         """Programs of these signatures with fewer calls are left as they are."""
-        return 0 if len(_kinds(program.signatures)) else sys.maxsize
+        return 0 if len(program.columns.fact(_kinds)) else sys.maxsize

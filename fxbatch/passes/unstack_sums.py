@@ -22,8 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache, kept_by_signatures
-from fxbatch.ir import Operation, Program, Signature, Slot, Template, TensorSpec, tensor_spec
+from fxbatch.caches import Cache
+from fxbatch.ir import (
+    Operation,
+    Program,
+    Signature,
+    SignatureColumns,
+    Slot,
+    Template,
+    TensorSpec,
+    tensor_spec,
+)
 from fxbatch.passes.select import eliminate_dead, reorder
 
 _SUMS = (torch.sum, torch.Tensor.sum)
@@ -34,10 +43,10 @@ _RULE = "a sum over a stack, as additions"
 _PLACES = 64  # positions that what replaces one call may take: fewer rounds than an int64 has bits
 
 
-@kept_by_signatures("reductions of stacks")
-def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
+def _kinds(columns: SignatureColumns) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension, whether it reduces that (1: a sum, 2: a
     mean), the number of its modes; empty where nothing can reduce a stack."""
+    signatures = columns.signatures
     modes = list(dict.fromkeys(s.modes for s in signatures))
     kinds = np.array(
         [(is_stack(s), _reduction(s), modes.index(s.modes)) for s in signatures], dtype=np.int64
@@ -47,7 +56,7 @@ def _kinds(signatures: tuple[Signature, ...]) -> np.ndarray:
 
 def summed_stacks(program: Program) -> np.ndarray:
     """bool [calls]: stacks that nothing reads but sums and means which become additions, and these."""
-    kinds = _kinds(program.signatures)
+    kinds = program.columns.fact(_kinds)
     if not len(kinds):
         return np.zeros(len(program), dtype=bool)
     stacks, sums, modes = kinds[:, program.sig]
@@ -71,7 +80,7 @@ class Unstacker:
 
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
-        kinds = _kinds(program.signatures)
+        kinds = program.columns.fact(_kinds)
         if not len(kinds):
             return program
         stacks, sums, modes = kinds[:, program.sig]  # of each call
@@ -87,7 +96,7 @@ class Unstacker:
 
     def idle_below(self, program: Program) -> int:
         """Programs of these signatures with fewer calls are left as they are."""
-        return 0 if len(_kinds(program.signatures)) else sys.maxsize
+        return 0 if len(program.columns.fact(_kinds)) else sys.maxsize
 
     def signature(self, like: Signature, operation: str, inputs: tuple[TensorSpec, ...]) -> Signature:
         """The Signature of `operation` in the modes of `like`, which gives what it gives."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Emitter, Packed
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Emitted, Emitter, Packed
 from fxbatch.ragged.rules import RULES
 from fxbatch.ragged.symbolic import NoPackedForm
 from fxbatch.torch_private import FakeTensor
@@ -31,8 +30,8 @@ _lock = threading.RLock()
 
 
 def _fake(
-    x: Any, mean: object, var: object, weight: object, bias: object, momentum: object, eps: object
-) -> Any:
+    x: torch.Tensor, mean: object, var: object, weight: object, bias: object, momentum: object, eps: object
+) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -47,10 +46,10 @@ def batch_norm_as_nodes() -> Iterator[None]:
 
         def call(
             input: torch.Tensor,
-            running_mean: Any = None,
-            running_var: Any = None,
-            weight: Any = None,
-            bias: Any = None,
+            running_mean: torch.Tensor | None = None,
+            running_var: torch.Tensor | None = None,
+            weight: torch.Tensor | None = None,
+            bias: torch.Tensor | None = None,
             training: bool = False,
             momentum: float = 0.1,
             eps: float = 1e-5,
@@ -69,7 +68,7 @@ def batch_norm_as_nodes() -> Iterator[None]:
             F.batch_norm = plain
 
 
-def _batch_norm(e: Emitter, node: fx.Node) -> Any:
+def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = a["x"]
     parts = [a[name] for name in ("mean", "var", "weight", "bias")]

@@ -7,22 +7,26 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import sympy
 import torch
 
-from fxbatch.caches import cached, weak_cache
+from fxbatch.caches import weak_cache
+
+Size: TypeAlias = int | sympy.Basic  # a number, or an expression where it differs between instances
+Shape: TypeAlias = tuple[Size, ...]
+ColumnsFunction = Callable[..., list[np.ndarray | float]]
 
 
 class UnknownExpressionError(Exception):
     """An expression of sizes that has no form over columns."""
 
 
-def expression(size: object) -> Any:
+def expression(size: object) -> sympy.Expr:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         size_expression = without_exact_quotients(sympy.sympify(size.node.expr))
@@ -32,7 +36,7 @@ def expression(size: object) -> Any:
 
 
 # By shape environment: what guards say.
-_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = weak_cache("numbers of sizes")
+_NUMBERS: WeakKeyDictionary[object, dict[sympy.Basic, sympy.Basic]] = weak_cache("numbers of sizes")
 
 
 def know_numbers(environment: object, guards: Iterable[object]) -> None:
@@ -43,15 +47,14 @@ def know_numbers(environment: object, guards: Iterable[object]) -> None:
     _NUMBERS[environment] = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
 
 
-@cached("size expressions")
-def without_exact_quotients(e: Any) -> Any:
+def without_exact_quotients(e: sympy.Basic) -> sympy.Basic:
     """(s0 * s1) // s0 => s1: what torch leaves of views of three dimensions as a matrix, and back."""
     if not any(type(x).__name__ == "FloorDiv" for x in sympy.preorder_traversal(e)):
         return e
     return e.replace(lambda x: type(x).__name__ == "FloorDiv", _quotient)
 
 
-def _quotient(e: Any) -> Any:
+def _quotient(e: sympy.Basic) -> sympy.Basic:
     quotient = sympy.cancel(e.args[0] / e.args[1])
     exact = quotient.is_polynomial() and all(c.is_Integer for c in quotient.as_coefficients_dict().values())
     return quotient if exact else e
@@ -76,7 +79,7 @@ _CALLS = {
 _TO_INTEGERS = {"CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "trunc", "RoundToInt": "rint"}
 
 
-def column_source(e: Any, names: Mapping[Any, str]) -> str:
+def column_source(e: Size, names: Mapping[Size, str]) -> str:
     """Python source of an expression; the symbols are the columns `names`."""
     if e in names:
         return names[e]
@@ -114,9 +117,10 @@ def _unknown(e: object) -> str:
     raise UnknownExpressionError(f"a size {e} ({type(e).__name__})")
 
 
-def columns_function(expressions: list[Any], symbols: list[Any]) -> Any:
+def columns_function(expressions: Sequence[Size], symbols: Sequence[sympy.Symbol]) -> ColumnsFunction:
     """`function(*columns)`: the value of each expression for all instances, one list."""
     names = {s: f"s{i}" for i, s in enumerate(symbols)}
     sources = [column_source(e, names) for e in expressions]
     code = f"lambda {', '.join(names.values())}: [{', '.join(sources)}]"
-    return eval(code, {"np": np})  # the source was made above, of sizes only
+    function: ColumnsFunction = eval(code, {"np": np})  # the source was made above, of sizes only
+    return function

@@ -153,7 +153,7 @@ class Lengths:
             raise IndexError("an instance without rows has no extreme")
         return self
 
-    def extended(self, rows: torch.Tensor, fill: Any = 0) -> torch.Tensor:
+    def extended(self, rows: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """[total, ...] => [total + 1, ...]: a last row that is no instance's."""
         return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)])
 
@@ -175,7 +175,7 @@ class Lengths:
         shape[dim] = self.longest
         return padded.masked_fill(self.padding.view(shape), 0)
 
-    def hide(self, padded: torch.Tensor, dim: int, fill: Any = float("-inf")) -> torch.Tensor:
+    def hide(self, padded: torch.Tensor, dim: int, fill: float = float("-inf")) -> torch.Tensor:
         """Padding along dimension `dim` of [n, ...] becomes `fill`."""
         if self.uniform:
             return padded
@@ -355,11 +355,22 @@ def looped(rows: torch.Tensor) -> bool:
     return COMPILED and rows.dtype == torch.float32 and 0 < rows.numel() <= LOOPED and rows.is_cpu
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
     """Applies an autograd function; if no gradients are recorded, its forward alone."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[1:]):
         return function.apply(*arguments)
     return function.forward(None, *arguments)
+
+
+class Saved(torch.autograd.function.FunctionCtx):
+    """What a forward leaves to its backward."""
+
+    size: Lengths
+    how: str
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
+Gradients = torch.Tensor | None | tuple[torch.Tensor | None, ...]
 
 
 def _width(rows: torch.Tensor) -> int:
@@ -371,12 +382,12 @@ class _Spread(torch.autograd.Function):
     zero where that is infinite."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, size: Lengths) -> torch.Tensor:
+    def forward(ctx: Saved, rows: torch.Tensor, size: Lengths) -> torch.Tensor:
         ctx.size = size
         return size._repeated(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         return ctx.size.unpad(gradients[0]), None
 
 
@@ -384,12 +395,12 @@ class WithoutNaN(torch.autograd.Function):
     """Zeros in place of NaN. As in torch's own, their gradient is what comes times zero: NaN where it is infinite."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Saved, rows: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows)
         return rows.masked_fill(rows.isnan(), 0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         return gradients[0] * ctx.saved_tensors[0].isnan().logical_not()
 
 
@@ -397,7 +408,7 @@ class _Mean(torch.autograd.Function):
     """The mean over the rows of each instance."""
 
     @staticmethod
-    def forward(ctx: Any, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Saved, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
         if ctx is not None:
             ctx.size = size
         rows = rows.contiguous()
@@ -406,7 +417,7 @@ class _Mean(torch.autograd.Function):
         return reduced
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         gradient, size = gradients[0].contiguous(), ctx.size
         if torch.is_grad_enabled():  # a gradient of it may be asked for
             return None, size.each(size.divided(gradient, 1))
@@ -419,7 +430,7 @@ class _Weighted(torch.autograd.Function):
     """The sum of the rows of each instance, each times its weight."""
 
     @staticmethod
-    def forward(ctx: Any, size: Lengths, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Saved, size: Lengths, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         weights, rows = weights.contiguous(), rows.contiguous()
         if ctx is not None:
             ctx.size = size
@@ -429,7 +440,7 @@ class _Weighted(torch.autograd.Function):
         return reduced
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         (weights, rows), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
         if torch.is_grad_enabled():  # a gradient of it may be asked for
             each = size.each(gradient)
@@ -446,7 +457,7 @@ class _Softmax(torch.autograd.Function):
     """The softmax over the rows of each instance, without padding."""
 
     @staticmethod
-    def forward(ctx: Any, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Saved, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
         result = torch.empty_like(rows)
         softmax(rows.data_ptr(), size.sizes, _width(rows), result.data_ptr())
@@ -456,7 +467,7 @@ class _Softmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         (result,), gradient, size = ctx.saved_tensors, gradients[0].contiguous(), ctx.size
         if torch.is_grad_enabled():  # a gradient of it may be asked for
             row_gradients = gradient * result
@@ -472,7 +483,7 @@ class _Extreme(torch.autograd.Function):
     """The largest (or smallest) row of each instance, feature by feature."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, size: Lengths, fill: Any, how: str) -> torch.Tensor:
+    def forward(ctx: Saved, rows: torch.Tensor, size: Lengths, fill: float, how: str) -> torch.Tensor:
         padded = size.pad(rows, fill)
         result = padded.amax(1) if how == "amax" else padded.amin(1)
         ctx.size = size
@@ -480,7 +491,7 @@ class _Extreme(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         rows, result = ctx.saved_tensors
         (gradient,), size = gradients, ctx.size
         chosen = (rows.detach() == size.each(result.detach())).to(rows.dtype)
@@ -492,7 +503,7 @@ class _ExtremeOfAll(torch.autograd.Function):
     """The largest (or smallest) element of each instance."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, size: Lengths, fill: Any, how: str) -> torch.Tensor:
+    def forward(ctx: Saved, rows: torch.Tensor, size: Lengths, fill: float, how: str) -> torch.Tensor:
         padded = size.pad(rows, fill).flatten(1)
         extreme = padded.amax(1) if how == "max" else padded.amin(1)
         ctx.size = size
@@ -500,7 +511,7 @@ class _ExtremeOfAll(torch.autograd.Function):
         return extreme
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         rows, extreme = (t.detach() for t in ctx.saved_tensors)
         (gradient,), size = gradients, ctx.size
         reference = size.each(extreme).view(-1, *[1] * (rows.dim() - 1))
@@ -513,7 +524,7 @@ class _Variance(torch.autograd.Function):
     """The variance or standard deviation of the rows of each instance, on the CPU in double, as torch's own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, size: Lengths, count: torch.Tensor, how: str) -> torch.Tensor:
+    def forward(ctx: Saved, rows: torch.Tensor, size: Lengths, count: torch.Tensor, how: str) -> torch.Tensor:
         wide = rows.double() if rows.is_cpu else rows
         centred = wide - size.each(size.divided(size.sum(wide), 1))
         variance = size.sum(centred.square()) / count
@@ -523,7 +534,7 @@ class _Variance(torch.autograd.Function):
         return spread
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         rows, count, spread = ctx.saved_tensors
         (gradient,), size = gradients, ctx.size
         if ctx.how == "std":

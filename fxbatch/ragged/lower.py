@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import UnknownExpressionError, column_source, depends, expression
+from fxbatch.ragged.expressions import Shape, Size, UnknownExpressionError, column_source, depends, expression
 from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
 from fxbatch.torch_private import (
@@ -63,7 +64,7 @@ class Packed:
 
     name: str
     layout: str
-    shape: tuple[Any, ...]  # of one instance: ints and expressions
+    shape: Shape  # of one instance
     dtype: torch.dtype
 
     @property
@@ -90,12 +91,22 @@ class Packed:
         return _LEADING[self.layout] + self.rest.index(d)
 
 
+Emitted = Packed | Sequence[Packed | None] | None  # what a node gives; None for what is no tensor
+Operator = torch._ops.OpOverload | Callable[..., object]  # of aten, or a function that stands for one
+
+
+def operator_of(node: fx.Node) -> torch._ops.OpOverload:
+    """The operator that a node calls."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target
+
+
 def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
     """Dimensions whose size differs between instances."""
     return tuple(i for i, e in enumerate(shape) if depends(e))
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def shape_of(tensor: torch.Tensor) -> Shape:
     """A traced tensor's shape: ints and expressions of sizes."""
     sizes = []
     for size in tensor.shape:
@@ -109,10 +120,10 @@ class Lowered:
     """The function of a sized graph."""
 
     source: str
-    constants: dict[str, Any]
+    constants: dict[str, object]
     outputs: list[Packed]
-    lengths: list[Any]  # expressions of sizes that the function asks for
-    columns: list[Any]  # other numbers of each instance
+    lengths: list[Size]  # that the function asks for
+    columns: list[Size]  # other numbers of each instance
     alone: list[tuple[str, str]]  # operators that run instance by instance, and why
     layouts: dict[str, str]  # by node of the graph: of what it gives
     reasons: dict[str, str]  # by node: why it runs instance by instance
@@ -126,10 +137,10 @@ class Emitter:
     def __init__(self, graph: SizedGraph) -> None:
         self.graph = graph
         self.lines: list[str] = []
-        self.constants: dict[str, Any] = {"torch": torch, "np": np}
-        self.env: dict[fx.Node, Any] = {}
-        self.lengths_of: dict[Any, str] = {}
-        self.columns_of: dict[Any, str] = {}
+        self.constants: dict[str, object] = {"torch": torch, "np": np}
+        self.env: dict[fx.Node, Emitted] = {}
+        self.lengths_of: dict[Size, str] = {}
+        self.columns_of: dict[Size, str] = {}
         self.alone: list[tuple[str, str]] = []
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
@@ -138,9 +149,7 @@ class Emitter:
             False  # whether gradients or autocast were switched: equal code may give something else then
         )
         self.reasons: dict[str, str] = {}
-        self.counted: dict[
-            Any, str
-        ] = {}  # symbol of a size that depends on values -> the column that holds it
+        self.counted: dict[Size, str] = {}  # symbol of a size that depends on values -> its column
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
 
@@ -176,11 +185,11 @@ class Emitter:
         """Whether several nodes read it, or one that may be in other modes: its one reader can't take its place."""
         return len(node.users) > 1 or self.switched
 
-    def const(self, value: Any) -> str:
+    def const(self, value: object) -> str:
         """An expression for a Python object."""
         if type(value) in (int, bool, str, type(None)):
             return repr(value)
-        if type(value) in (list, tuple):
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             inner = ", ".join(map(self.const, value))
             return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
         for name, constant in self.constants.items():
@@ -211,7 +220,7 @@ class Emitter:
 
     def _by_values(self, e: object) -> str:
         """The source of a size that depends on values, "" of another."""
-        unseen: set[Any] = getattr(e, "free_symbols", set()) - self._names.keys()
+        unseen: set[sympy.Symbol] = getattr(e, "free_symbols", set()) - self._names.keys()
         if not unseen <= self.counted.keys():
             raise NoRule("a size that depends on values")
         names = {s: f"z.sizes[{i}]" for i, s in enumerate(self._names)}
@@ -226,7 +235,7 @@ class Emitter:
         self.counted[size] = self.line(f"z.counted({sizes}, {flags})")
         return self.line(f"{flags}.nonzero().squeeze(1)")
 
-    def packed(self, code: str, like: Packed | Any, layout: str | None = None) -> Packed:
+    def packed(self, code: str, like: Packed | torch.Tensor, layout: str | None = None) -> Packed:
         """A new value of the shape and type of a traced tensor (or of another value)."""
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
         if layout is None:
@@ -235,7 +244,7 @@ class Emitter:
             raise NoRule(f"a tensor with {len(own_dimensions(shape))} sizes of its own")
         return Packed(self.line(code), layout, shape, like.dtype)
 
-    def results(self, node: fx.Node, code: str) -> Any:
+    def results(self, node: fx.Node, code: str) -> Emitted:
         """The result or the results of a node, which `code` makes; None for what is no tensor."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
@@ -284,7 +293,7 @@ class Emitter:
             name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {v.place(a)}, 0)")
         return name
 
-    def gathered_as(self, index: Packed, code: str, val: Any) -> Packed:
+    def gathered_as(self, index: Packed, code: str, val: torch.Tensor) -> Packed:
         """The layout of `x[index]` with a padded index: the index's dimensions, then those of a picked row."""
         before = [*index.axes, *index.rest]
         after = [*own_dimensions(shape_of(val))]
@@ -293,7 +302,7 @@ class Emitter:
             raise NoRule("indices whose sizes change places")
         return self.packed(code, val)
 
-    def gathered(self, name: str, like: Any) -> Packed:
+    def gathered(self, name: str, like: Packed | torch.Tensor) -> Packed:
         """The value of a padded tensor [n, *shape]: the inverse of `spread`."""
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
         axes = own_dimensions(shape)
@@ -304,6 +313,14 @@ class Emitter:
         if len(axes) == 1:
             name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
         return self.packed(name, like)
+
+    def of_rows(self, name: str, d: int, val: torch.Tensor) -> Packed:
+        """The value whose rows along dimension d these are, as many in each instance or not."""
+        shape = shape_of(val)
+        if d in own_dimensions(shape):
+            return self.packed(name, val)
+        name = self.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
+        return self.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
 
     def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""
@@ -379,7 +396,7 @@ class Emitter:
                 by_name[argument.name] = argument.default_value
         return by_name
 
-    def call(self, target: Any, arguments: dict[str, Any]) -> str:
+    def call(self, target: Operator, arguments: dict[str, Any]) -> str:
         """The source of a call of an operator; Packed arguments are given as source already."""
         schema = target._schema
         parts = []
@@ -417,16 +434,17 @@ def expression_or_number(x: object) -> Any:
     return x
 
 
-def _plain(e: Any) -> Any:
+def _plain(e: sympy.Basic) -> Any:
     if getattr(e, "is_Integer", False):
         return int(e)
     return float(e) if getattr(e, "is_Float", False) or getattr(e, "is_Rational", False) else e
 
 
-Rule = Callable[[Emitter, fx.Node], Any]
+Rule = Callable[[Emitter, fx.Node], Emitted]
+RuleOf = Callable[[torch._ops.OpOverload], Rule | None]
 
 
-def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule, shared: int) -> Lowered:
+def lower(graph: SizedGraph, rule_of: RuleOf, alone: Rule, shared: int) -> Lowered:
     """The function of a graph. The last `shared` of its inputs are the same for all instances."""
     e = Emitter(graph)
     first_shared = len(graph.inputs) - shared
@@ -449,6 +467,7 @@ def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule,
                 if not isinstance(x, fx.Node) or is_size(x):
                     raise NoPackedForm("it returns a size")
                 value = e.env[x]
+                assert isinstance(value, Packed)
                 for a in value.axes:
                     size = e.lengths(value.shape[a])
                     if value.shape[a] not in e.lengths_of:
@@ -461,7 +480,7 @@ def lower(graph: SizedGraph, rule_of: Callable[[Any], Rule | None], alone: Rule,
     return _assembled(e, outputs)
 
 
-def _lower_node(e: Emitter, node: fx.Node, rule_of: Callable[[Any], Rule | None], alone: Rule) -> None:
+def _lower_node(e: Emitter, node: fx.Node, rule_of: RuleOf, alone: Rule) -> None:
     if node.target is operator.getitem:
         e.env[node] = e.env[node.args[0]][node.args[1]]
         return

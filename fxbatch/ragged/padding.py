@@ -11,11 +11,10 @@ padding that repeats a row of infinities gives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fxbatch.ragged.lengths import Lengths
+from fxbatch.ragged.lengths import Gradients, Lengths
 
 Along = Sequence[
     tuple[Lengths, int]
@@ -60,16 +59,30 @@ def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:
     return padded
 
 
+class Padded(torch.autograd.function.FunctionCtx):
+    """Along which dimensions a tensor is padded."""
+
+    along: Along
+
+
+class Factors(torch.autograd.function.FunctionCtx):
+    """Two factors, and along which dimensions each is padded."""
+
+    along: tuple[Along, Along]
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _WithoutGradients(torch.autograd.Function):
     """The identity in forward; backward sets the gradients of padding to zero."""
 
     @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, along: Along) -> torch.Tensor:
+    def forward(ctx: Padded, padded: torch.Tensor, along: Along) -> torch.Tensor:
         ctx.along = along
         return padded.view_as(padded)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Padded, *gradients: torch.Tensor) -> Gradients:
         return cleared(gradients[0], ctx.along), None
 
 
@@ -78,7 +91,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
+        ctx: Factors, left: torch.Tensor, right: torch.Tensor, left_along: Along, right_along: Along
     ) -> torch.Tensor:
         product = torch.matmul(left, right)
         # Autocast multiplies in its own type, and so does backward.
@@ -87,7 +100,7 @@ class _Product(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Factors, *gradients: torch.Tensor) -> Gradients:
         left_along, right_along = ctx.along
         left, right = ctx.saved_tensors
         outer = [(size, dim) for size, dim in left_along if dim != -1]

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -35,15 +34,17 @@ def _shapes(x: torch.Tensor, states: list[torch.Tensor], bidirectional: bool) ->
     return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
 
 
-def _fake(x: Any, hx: Any, params: Any, has_biases: Any, num_layers: Any, *modes: Any) -> Any:
-    _dropout, _train, bidirectional, _batch_first = modes
-    return _shapes(x, list(hx) if isinstance(hx, (list, tuple)) else [hx], bidirectional)
+def _fake(
+    x: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], params: object, has_biases: object, num_layers: object,
+    dropout: object, train: object, bidirectional: bool, batch_first: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return _shapes(x, [hx] if isinstance(hx, torch.Tensor) else [*hx], bidirectional)
 
 
 for _name in NAMES:
     torch.library.register_fake(f"fxbatch_ragged::{_name}", _fake)
 
-NODES: dict[Any, Any] = {
+NODES: dict[object, torch._ops.OpOverload] = {
     getattr(torch.ops.fxbatch_ragged, name).default: getattr(torch.ops.aten, name).input for name in NAMES
 }  # the node in a graph -> what runs
 
@@ -51,7 +52,7 @@ NODES: dict[Any, Any] = {
 @contextlib.contextmanager
 def recurrent_as_nodes() -> Iterator[None]:
     """Recurrent layers on fake tensors are one node; on others what they always are, in any thread."""
-    functions: Any = torch._VF
+    functions: object = torch._VF
     with _lock:
         for name in NAMES:
             setattr(functions, name, _one_node(name, getattr(functions, name)))
@@ -62,10 +63,10 @@ def recurrent_as_nodes() -> Iterator[None]:
                 delattr(functions, name)
 
 
-def _one_node(name: str, plain: Callable[..., object]) -> Callable[..., Any]:
-    node = getattr(torch.ops.fxbatch_ragged, name).default
+def _one_node(name: str, plain: Callable[..., object]) -> Callable[..., object]:
+    node: Callable[..., object] = getattr(torch.ops.fxbatch_ragged, name).default
 
-    def call(*args: object) -> Any:
+    def call(*args: object) -> object:
         if isinstance(args[0], FakeTensor) and len(args) == 9 and isinstance(args[2], (list, tuple)):
             return node(*args)
         return plain(*args)

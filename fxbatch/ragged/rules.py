@@ -8,8 +8,10 @@ In: a node of a sized graph and the emitter that holds its arguments. Out: the n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -21,11 +23,13 @@ from fxbatch.ragged.lower import (
     PADDED,
     WHOLE,
     Code,
+    Emitted,
     Emitter,
     NoRule,
     Packed,
     Rule,
     keeps_all,
+    operator_of,
     own_dimensions,
     shape_of,
 )
@@ -37,7 +41,7 @@ from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Any:
+def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for operators of these names."""
 
     def register(function: Rule) -> Rule:
@@ -71,13 +75,13 @@ _POINTWISE = POINTWISE_COMPOSITES | {
 }  # fmt: skip
 
 
-def rule_of(target: Any) -> Rule:
+def rule_of(target: torch._ops.OpOverload) -> Rule:
     """The rule of an operator: its own, that of its kind, or the one for what has no size of its own."""
     name = target._schema.name
     own = RULES.get(name)
     pointwise = torch.Tag.pointwise in target.tags or name in _POINTWISE
 
-    def apply(e: Emitter, node: fx.Node) -> Any:
+    def apply(e: Emitter, node: fx.Node) -> Emitted:
         values = tensors_of(e, node)
         random = e.draws and not keeps_all(e, node)
         if all(v.layout == WHOLE for v in values) and not random and _fixed(node):
@@ -137,7 +141,7 @@ def _by_rows(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
     return bool(values) and _fixed(node) and all(v.layout in (WHOLE, DENSE) for v in values)
 
 
-def whole(e: Emitter, node: fx.Node) -> Any:
+def whole(e: Emitter, node: fx.Node) -> Emitted:
     """An operator on what is the same for all instances: once."""
     if node.target in NODES:
         raise NoRule("no instance in it")
@@ -154,7 +158,7 @@ def whole(e: Emitter, node: fx.Node) -> Any:
 # -- pointwise ------------------------------------------------------------------------------------------
 
 
-def point(e: Emitter, node: fx.Node) -> Any:
+def point(e: Emitter, node: fx.Node) -> Emitted:
     """Elements by themselves: all arguments in the layout of the result."""
     arguments = e.bound(node)
     results = results_of(node)
@@ -177,7 +181,7 @@ def point(e: Emitter, node: fx.Node) -> Any:
     arguments.pop("memory_format", None)
     if columns:
         return e.packed(_packet_call(e, node, arguments), results[0])
-    target: Any = node.target
+    target = operator_of(node)
     if "memory_format" in {a.name for a in target._schema.arguments}:
         arguments["memory_format"] = None
         if target._schema.name == "aten::contiguous":
@@ -191,7 +195,7 @@ def point(e: Emitter, node: fx.Node) -> Any:
 
 def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
     """A call of an operator with a tensor where it has a number."""
-    target: Any = node.target
+    target = operator_of(node)
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
     parts = []
     named = False
@@ -204,7 +208,7 @@ def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
     return f"{e.const(packet)}({', '.join(parts)})"
 
 
-def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[object, ...]) -> str:
+def _number(e: Emitter, x: sympy.Expr, like: Packed | None, shape: tuple[object, ...]) -> str:
     """A number of each instance as a tensor that promotes as the number does."""
     integral = bool(x.is_integer)
     dtype = torch.int64 if integral else torch.get_default_dtype()
@@ -217,7 +221,7 @@ def _number(e: Emitter, x: Any, like: Packed | None, shape: tuple[object, ...]) 
 
 
 @rule("masked_fill")
-def _masked_fill(e: Emitter, node: fx.Node) -> Any:
+def _masked_fill(e: Emitter, node: fx.Node) -> Emitted:
     """A value that is a tensor may be another one in each instance."""
     a = e.bound(node)
     value = a["value"]
@@ -229,7 +233,7 @@ def _masked_fill(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("copy")
-def _copy(e: Emitter, node: fx.Node) -> Any:
+def _copy(e: Emitter, node: fx.Node) -> Emitted:
     """x.copy_(y), of which y is left: torch has no derivative of it as a function."""
     a = e.bound(node)
     val = node.meta["val"]
@@ -241,14 +245,14 @@ def _copy(e: Emitter, node: fx.Node) -> Any:
 # -- rows by themselves, or over rows ---------------------------------------------------------------------
 
 
-def dims_of(x: Packed, dims: Any) -> list[int]:
+def dims_of(x: Packed, dims: int | Sequence[int] | None) -> list[int]:
     """Dimensions that an operator acts on, none given for all."""
     if dims is None or dims == []:
         return list(range(x.rank))
     return [d % max(x.rank, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ...] = ()) -> Any:
+def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ...] = ()) -> Emitted:
     """An operator along dimensions that are the same for all instances: the same, elsewhere.
 
     values: names of further tensors of the same shape.
@@ -269,7 +273,7 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
     return e.results(node, e.call(node.target, arguments))
 
 
-def crosses(e: Emitter, node: fx.Node, dims: object) -> tuple[Packed, list[int]]:
+def crosses(e: Emitter, node: fx.Node, dims: int | Sequence[int] | None) -> tuple[Packed, list[int]]:
     """The only tensor of a node and its dimensions."""
     x = e.to_dense(e.bound(node)["self"])
     return x, dims_of(x, dims)
@@ -292,8 +296,8 @@ def _register_along() -> None:
 def _along_rule(name: str) -> Rule:
     where = _DIMS_ARGUMENT.get(name, "dim")
 
-    def apply(e: Emitter, node: fx.Node) -> Any:
-        target: Any = node.target
+    def apply(e: Emitter, node: fx.Node) -> Emitted:
+        target = operator_of(node)
         arguments = e.bound(node)
         over = OVER.get(name)
         if "other" in arguments:  # torch.max(a, b): element by element
@@ -317,13 +321,14 @@ def _along_rule(name: str) -> Rule:
     return apply
 
 
-OVER: dict[str, Any] = {}
+OverRows = Callable[[Emitter, fx.Node, Packed, list[int]], Emitted]
+OVER: dict[str, OverRows] = {}
 
 
-def over(*names: str) -> Any:
+def over(*names: str) -> Callable[[OverRows], OverRows]:
     """Register what operators do over the rows of each instance."""
 
-    def register(function: object) -> Any:
+    def register(function: OverRows) -> OverRows:
         for name in names:
             OVER[name] = function
         return function
@@ -364,7 +369,7 @@ def _count(x: Packed, dims: list[int]) -> int:
     return count
 
 
-def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Any:
+def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Emitted:
     """Over one or both of two own sizes: padding is `fill`, and reduces to nothing. how: a method, or a call of what is
     reduced and its dimensions."""
     name = x.name
@@ -385,7 +390,7 @@ def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fil
 
 
 @over("sum")
-def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if e.bound(node).get("dtype") is not None or x.dtype != node.meta["val"].dtype:
         dtype = node.meta["val"].dtype
         x = Packed(e.line(f"{x.name}.to({e.const(dtype)})"), x.layout, x.shape, dtype)
@@ -427,7 +432,7 @@ def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
 
 
 @over("mean")
-def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout == PADDED:
         total = _masked_reduction(e, node, x, dims, "0", "sum")
         for a in dims:
@@ -444,7 +449,7 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("amax", "amin")
-def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     if x.layout == PADDED:
         fill = e.line(f"z.fill({e.const(x.dtype)}, {how[1:]!r})")
@@ -456,7 +461,7 @@ def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("max", "min")
-def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     if "dim" not in e.bound(node):
         return _extreme_of_all(e, node, x, how)
@@ -484,7 +489,7 @@ def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> 
     return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
 
 
-def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
+def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Emitted:
     """torch.max(x): its elements as one row each; equal ones share the gradient, as those of amax do."""
     if x.layout != PACKED:
         raise NoRule("an extreme of all elements of two sizes of its own")
@@ -496,7 +501,7 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Any:
 
 
 @over("argmax", "argmin")
-def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     if x.layout == PADDED and len(dims) == 1:
         name = e.line(f"{_hidden(e, x, dims[0], how[3:])}.{how}({x.place(dims[0])})")
@@ -508,7 +513,7 @@ def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("any", "all")
-def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     fill = "False" if how == "any" else "True"
     name = e.line(f"({x.name} != 0)")
@@ -520,7 +525,7 @@ def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("logsumexp")
-def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "float('-inf')", "logsumexp")
     if x.layout != PACKED:
@@ -531,7 +536,7 @@ def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("softmax", "log_softmax", "_softmax", "_log_softmax")
-def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::").lstrip("_")
     dtype = node.meta["val"].dtype
     start = x.name if x.dtype == dtype else f"{x.name}.to({e.const(dtype)})"
@@ -545,13 +550,13 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("prod")
-def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED or dims != list(x.axes) or x.dtype != node.meta["val"].dtype:
         raise NoRule("a product of more than the rows")
     return _kept(e, node, f"{e.const(product_of_rows)}({x.name}, {e.lengths(x.shape[x.axes[0]])}, 'prod')")
 
 
-def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """prod or cumprod along a dimension of fixed size."""
     how, val = node.target._schema.name.removeprefix("aten::"), node.meta["val"]
     if x.layout == PADDED or not x.rank or x.dtype != val.dtype or len(dims) != 1:
@@ -564,18 +569,18 @@ def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -
 
 
 @over("count_nonzero")
-def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     name = e.line(f"({x.name} != 0).to(torch.int64)")
     return _summed(e, node, Packed(name, x.layout, x.shape, torch.int64), dims)
 
 
 @over("nansum")
-def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     name = e.line(f"{e.const(WithoutNaN)}.apply({x.name})")
     return _summed(e, node, Packed(name, x.layout, x.shape, x.dtype), dims)
 
 
-def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "0", "sum")
     name, size = _reduced(e, node, x, dims, "sum")
@@ -583,7 +588,7 @@ def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("var_mean", "std_mean")
-def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::").removesuffix("_mean")
     spread, mean = _variance(e, node, x, dims, how)
     values = zip((spread, mean), node.meta["val"], strict=True)
@@ -593,7 +598,7 @@ def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("flip")
-def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED:
         raise NoRule("two sizes of its own")
     name = e.line(f"{x.name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.reversed)")
@@ -602,7 +607,7 @@ def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("var", "std")
-def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     return _kept(e, node, _variance(e, node, x, dims, node.target._schema.name.removeprefix("aten::"))[0])
 
 
@@ -622,7 +627,7 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
 
 
 @over("norm", "linalg_vector_norm")
-def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Zeros add nothing to a norm."""
     arguments = e.bound(node)
     order = arguments.get("p", arguments.get("ord"))
@@ -655,7 +660,7 @@ _register_along()
 
 
 @rule("batch_norm")
-def _batch_norm(e: Emitter, node: fx.Node) -> Any:
+def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
     """Normalisation by what is known of each channel, the second dimension: all other dimensions are rows."""
     a = e.bound(node)
     x = a["input"]
@@ -671,7 +676,7 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("group_norm", "instance_norm")
-def _group_norm(e: Emitter, node: fx.Node) -> Any:
+def _group_norm(e: Emitter, node: fx.Node) -> Emitted:
     """Groups of channels of items as long as the instance says: [items, channels, T]."""
     a = e.bound(node)
     x, weight, bias = a["input"], a["weight"], a["bias"]
@@ -692,7 +697,7 @@ def _group_norm(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("layer_norm", "rms_norm")
-def _layer_norm(e: Emitter, node: fx.Node) -> Any:
+def _layer_norm(e: Emitter, node: fx.Node) -> Emitted:
     arguments = e.bound(node)
     x = e.to_dense(arguments["input"])
     last = range(x.rank - len(arguments["normalized_shape"]), x.rank)
@@ -707,7 +712,7 @@ def _layer_norm(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("embedding")
-def _embedding(e: Emitter, node: fx.Node) -> Any:
+def _embedding(e: Emitter, node: fx.Node) -> Emitted:
     arguments = e.bound(node)
     if arguments["weight"].layout != WHOLE:
         raise NoRule("a table of each instance")

@@ -7,7 +7,7 @@ writes another instance's rows.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from fxbatch.ragged.lower import (
     PADDED,
     WHOLE,
     Code,
+    Emitted,
     Emitter,
     NoRule,
     Packed,
@@ -51,17 +52,8 @@ def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> st
     return e.line(f"z.rows({size}, {index.name}, {sizes}, {from_end})")
 
 
-def _back(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
-    """Rows along dimension d as a value: `_table` undone."""
-    shape = shape_of(val)
-    if d in own_dimensions(shape):
-        return e.packed(name, val)
-    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
-
-
 @rule("index")
-def _index(e: Emitter, node: fx.Node) -> Any:
+def _index(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, indexed = a["self"], a["indices"]
     places = [i for i, v in enumerate(indexed) if v is not None]
@@ -96,7 +88,9 @@ def _index(e: Emitter, node: fx.Node) -> Any:
     return e.packed(f"{table}[{', '.join(names)}]", val)
 
 
-def _columns(e: Emitter, x: Packed, indices: Any, places: list[int], val: object) -> Packed:
+def _columns(
+    e: Emitter, x: Packed, indices: Sequence[Packed | None], places: list[int], val: object
+) -> Packed:
     """x[:, index] with an index that is the same for all instances: the same columns, elsewhere."""
     if places != list(range(places[0], places[0] + len(places))):
         raise NoRule("indices of later dimensions")  # what they give is put in front
@@ -107,7 +101,7 @@ def _columns(e: Emitter, x: Packed, indices: Any, places: list[int], val: object
     return e.packed(f"{x.name}[{', '.join([':'] * held[0] + picks)}]", val)
 
 
-def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: Any) -> Packed:
+def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: torch.Tensor) -> Packed:
     """The rows that a mask of one dimension picks: how many of each instance is known when it runs."""
     if len(indices) > 1 or indices[0].rank != 1 or x.shape[places[0]] != indices[0].shape[0]:
         raise NoRule("a mask")
@@ -140,7 +134,9 @@ def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object
     return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {size})")
 
 
-def _of_whole(e: Emitter, node: fx.Node, x: Packed, parts: Any, places: list[int], val: Any) -> Packed:
+def _of_whole(
+    e: Emitter, node: fx.Node, x: Packed, parts: Sequence[Packed | None], places: list[int], val: torch.Tensor
+) -> Packed:
     """A parameter by indices of the instances."""
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
@@ -155,7 +151,7 @@ def _of_whole(e: Emitter, node: fx.Node, x: Packed, parts: Any, places: list[int
 
 
 @rule("index_select")
-def _index_select(e: Emitter, node: fx.Node) -> Any:
+def _index_select(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, index = a["self"], e.to_dense(a["index"])
     d = a["dim"] % x.rank
@@ -169,11 +165,11 @@ def _index_select(e: Emitter, node: fx.Node) -> Any:
         return e.packed(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
     table, size = _table(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
-    return _back(e, name, x, d, val)
+    return e.of_rows(name, d, val)
 
 
 @rule("index_add", "index_copy", "index_reduce", "index_fill")
-def _index_add(e: Emitter, node: fx.Node) -> Any:
+def _index_add(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % x.rank
@@ -187,11 +183,11 @@ def _index_add(e: Emitter, node: fx.Node) -> Any:
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
-    return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+    return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
 
 
 @rule("index_put")
-def _index_put(e: Emitter, node: fx.Node) -> Any:
+def _index_put(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = e.to_dense(a["self"])
     indices = a["indices"]
@@ -214,7 +210,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Any:
         code = f"{table}.index_put(({rows},), {source})"
     else:
         code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
-    return _back(e, e.line(code), x, 0, node.meta["val"])
+    return e.of_rows(e.line(code), 0, node.meta["val"])
 
 
 def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: object) -> Packed:
@@ -230,7 +226,7 @@ def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: 
     return e.packed(code, val)
 
 
-def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -> Any:
+def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -> Emitted:
     """x[i, j] = values, where i and j are as many."""
     a = e.bound(node)
     common = indices[0].shape
@@ -244,7 +240,7 @@ def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -
 
 
 @rule("gather")
-def _gather(e: Emitter, node: fx.Node) -> Any:
+def _gather(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % max(x.rank, 1)
@@ -255,7 +251,7 @@ def _gather(e: Emitter, node: fx.Node) -> Any:
         _same_others(e, x, index, d)
         table, size = _table(e, x, d)
         rows = _flat(e, index, d, _rows(e, index, size))
-        return _back(e, e.line(f"{table}.gather(0, {rows})"), x, d, val)
+        return e.of_rows(e.line(f"{table}.gather(0, {rows})"), d, val)
     _same_others(e, x, index, d)
     return e.packed(f"{x.name}.gather({x.place(d)}, {index.name})", val)
 
@@ -277,7 +273,7 @@ def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:
 
 
 @rule("scatter_add", "scatter", "scatter_reduce")
-def _scatter(e: Emitter, node: fx.Node) -> Any:
+def _scatter(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % max(x.rank, 1)
@@ -296,7 +292,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Any:
         if isinstance(source, Packed):
             a["src"] = Code(_flat(e, source, d, source.name))
         a["self"], a["dim"] = Code(table), 0
-        return _back(e, e.line(e.call(node.target, a)), x, d, node.meta["val"])
+        return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
     a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
     return e.packed(e.call(node.target, a), node.meta["val"])
 

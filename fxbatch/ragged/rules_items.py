@@ -6,13 +6,11 @@ In: a convolution, pooling or normalisation over `[T, channels, ...]` of each in
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, own_dimensions, shape_of
+from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, operator_of, own_dimensions, shape_of
 from fxbatch.torch_private import tree_leaves
 
 ITEMWISE_COMPOSITES = frozenset(
@@ -51,7 +49,7 @@ def results_of(node: fx.Node) -> list[torch.Tensor]:
 
 def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
     """Whether each item along the first dimension, which alone differs between instances, is worked on by itself."""
-    target: Any = node.target
+    target = operator_of(node)
     name = target._schema.name
     if name not in _ITEMWISE and (name not in _OF_MATRICES or any(v.rank < 3 for v in values if v.axes)):
         return False

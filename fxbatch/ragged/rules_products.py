@@ -6,16 +6,16 @@ factor; padded products, in which padding is zero along what is summed, where bo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from fxbatch.ragged.expressions import Shape
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     WHOLE,
     Code,
+    Emitted,
     Emitter,
     NoRule,
     Packed,
@@ -27,7 +27,7 @@ from fxbatch.ragged.rules import rule
 
 
 @rule("linear")
-def _linear(e: Emitter, node: fx.Node) -> Any:
+def _linear(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
     if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
@@ -39,7 +39,7 @@ def _linear(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
-def _matmul(e: Emitter, node: fx.Node) -> Any:
+def _matmul(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     left = a["self"]
     if node.target is torch.ops.aten.vdot.default and left.dtype.is_complex:
@@ -49,7 +49,7 @@ def _matmul(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("addmm", "addbmm", "baddbmm", "addmv")
-def _addmm(e: Emitter, node: fx.Node) -> Any:
+def _addmm(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     name = node.target._schema.name
     if name == "aten::addbmm":
@@ -123,7 +123,7 @@ def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> s
 
 
 @rule("_cdist_forward")
-def _distances(e: Emitter, node: fx.Node) -> Any:
+def _distances(e: Emitter, node: fx.Node) -> Emitted:
     """Distances between the rows of two tensors of an instance."""
     a = e.bound(node)
     x, y = e.to_dense(a["x1"]), e.to_dense(a["x2"])
@@ -134,7 +134,7 @@ def _distances(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("linalg_matrix_power")
-def _matrix_power(e: Emitter, node: fx.Node) -> Any:
+def _matrix_power(e: Emitter, node: fx.Node) -> Emitted:
     """Of matrices by themselves; whole, as the power 0 has a gradient of zeros."""
     a = e.bound(node)
     x = e.to_dense(a["self"])
@@ -145,7 +145,7 @@ def _matrix_power(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(e: Emitter, node: fx.Node) -> Any:
+def _attention(e: Emitter, node: fx.Node) -> Emitted:
     """Attention of each instance by itself: queries, keys and values padded, padding hidden from the queries."""
     a = e.bound(node)
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
@@ -196,7 +196,7 @@ def _heads(e: Emitter, x: Packed) -> str:
     return e.line(f"{name}.reshape(n, -1, *{name}.shape[-2:])")
 
 
-def _mask(e: Emitter, mask: Packed, rank: int, shape: tuple[Any, ...], time_k: object) -> str:
+def _mask(e: Emitter, mask: Packed, rank: int, shape: Shape, time_k: object) -> str:
     """An attention mask as something that broadcasts to [n, heads, queries, keys]."""
     heads = [int(d) for d in shape[:-1]]
     for d in mask.axes:

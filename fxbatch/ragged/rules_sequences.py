@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.expressions import Shape, depends
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     PADDED,
     WHOLE,
     Code,
+    Emitted,
     Emitter,
     NoRule,
     Packed,
+    operator_of,
     own_dimensions,
     shape_of,
 )
@@ -29,9 +31,9 @@ from fxbatch.ragged.rules import RULES, over, rule
 from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 
-def _recurrent(e: Emitter, node: fx.Node) -> Any:
+def _recurrent(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
-    target: Any = node.target
+    target = operator_of(node)
     x = e.to_dense(a["input"])
     time = 1 if a["batch_first"] else 0
     if x.axes != (time,) or x.shape[1 - time] != 1:
@@ -57,7 +59,7 @@ def _recurrent(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def _cell(e: Emitter, node: fx.Node) -> Any:
+def _cell(e: Emitter, node: fx.Node) -> Emitted:
     """Cells act on each row."""
     a = e.bound(node)
     many = isinstance(a["hx"], (list, tuple))
@@ -78,7 +80,7 @@ def _cell(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("conv1d")
-def _conv1d(e: Emitter, node: fx.Node) -> Any:
+def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
     if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
@@ -107,7 +109,7 @@ def _conv1d(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("avg_pool1d")
-def _pool(e: Emitter, node: fx.Node) -> Any:
+def _pool(e: Emitter, node: fx.Node) -> Emitted:
     """Means of the rows that a sliding kernel meets."""
     a = e.bound(node)
     x, val = e.to_dense(a["self"]), node.meta["val"]
@@ -121,7 +123,7 @@ def _pool(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("max_pool2d_with_indices")
-def _max_pool(e: Emitter, node: fx.Node) -> Any:
+def _max_pool(e: Emitter, node: fx.Node) -> Emitted:
     """The largest of the rows that a sliding kernel meets: what max_pool1d is made of, an image of height 1."""
     a = e.bound(node)
     x, val = e.to_dense(a["self"]), node.meta["val"]
@@ -140,7 +142,7 @@ def _max_pool(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
-def _adaptive_pool(e: Emitter, node: fx.Node) -> Any:
+def _adaptive_pool(e: Emitter, node: fx.Node) -> Emitted:
     """Means or maxima of so many parts of the rows: an image of height 1, as those of one dimension are made."""
     a, val = e.bound(node), node.meta["val"]
     x, (height, bins) = e.to_dense(a["self"]), a["output_size"]
@@ -164,7 +166,7 @@ for _name in NAMES:
 
 
 @over("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Running sums, products and extremes: what follows a row is not in it, so padding may be anything that leaves
     what is computed of it finite."""
     how = node.target._schema.name.removeprefix("aten::")
@@ -185,7 +187,7 @@ def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("sort", "argsort")
-def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Rows in order: padding is what comes last, and stable sorts keep it behind rows that are equal to it."""
     if x.layout != PACKED:
         raise NoRule("it sorts along one of two sizes of its own")
@@ -200,7 +202,7 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("topk")
-def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """The first rows. That no instance has fewer is asked when the body is traced."""
     a = e.bound(node)
     if x.layout == PADDED and a["sorted"] and not depends(a["k"]):
@@ -225,7 +227,7 @@ def _first_elements(e: Emitter, padded: str, x: Packed, d: int, place: int, a: d
     return f"{e.const(topk)}({padded.format(fill)}, {place}, {size}, {count}, {down})"
 
 
-def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Any:
+def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Emitted:
     """The nearest neighbours of each row: along one of two sizes of its own."""
     a, place = e.bound(node), x.place(d)
     hidden = f"{e.lengths(x.shape[d])}.hide({x.name}, {place}, {{}})"
@@ -241,7 +243,7 @@ def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Any:
 
 
 @over("roll")
-def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     shifts = e.bound(node)["shifts"]
     if x.layout != PACKED or dims != list(x.axes) or len(shifts) != 1 or depends(shifts[0]):
         raise NoRule("shifts of more than the rows")
@@ -251,7 +253,7 @@ def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
 
 
 @over("unfold")
-def _unfold(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Any:
+def _unfold(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Windows of rows, whose places are the last dimension."""
     a, val = e.bound(node), node.meta["val"]
     if x.layout != PACKED or not own_dimensions(shape_of(val)) or depends(a["size"]) or depends(a["step"]):
@@ -266,7 +268,7 @@ _MEAN, _SUM = 1, 2
 
 
 def _reduced(
-    e: Emitter, name: str, shape: tuple[Any, ...], reduction: int, val: Any, weights: str = ""
+    e: Emitter, name: str, shape: Shape, reduction: int, val: torch.Tensor, weights: str = ""
 ) -> Packed:
     """Elements summed or averaged over an instance; weights: what a mean is divided by the sum of."""
     if reduction == 0:
@@ -294,11 +296,11 @@ def _reduced(
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
       "soft_margin_loss", "poisson_nll_loss")  # fmt: skip
-def _loss(e: Emitter, node: fx.Node) -> Any:
+def _loss(e: Emitter, node: fx.Node) -> Emitted:
     """Losses that are elements summed or averaged."""
     a = e.bound(node)
     reduction = a["reduction"]
-    shape: tuple[Any, ...] = ()
+    shape: Shape = ()
     for v in a.values():
         if isinstance(v, Packed):
             shape = _broadcast(shape, v.shape)
@@ -309,14 +311,14 @@ def _loss(e: Emitter, node: fx.Node) -> Any:
     return _reduced(e, e.line(e.call(node.target, a)), shape, reduction, node.meta["val"])
 
 
-def _broadcast(a: tuple[object, ...], b: tuple[object, ...]) -> tuple[Any, ...]:
+def _broadcast(a: tuple[object, ...], b: tuple[object, ...]) -> Shape:
     rank = max(len(a), len(b))
     a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
 
 
 @rule("nll_loss", "nll_loss_nd", "nll_loss_forward")
-def _nll(e: Emitter, node: fx.Node) -> Any:
+def _nll(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, target, weight = e.to_dense(a["self"]), e.to_dense(a["target"]), a["weight"]
     if x.rank in (1, 2) and x.rank - 1 in x.axes:
@@ -349,7 +351,7 @@ def _nll(e: Emitter, node: fx.Node) -> Any:
     return (reduced, None)
 
 
-def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Any:
+def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Emitted:
     """Classes are the instance's own rows: the head of each word, the node that a pointer means."""
     a, val = e.bound(node), node.meta["val"]
     if isinstance(a["weight"], Packed) or isinstance(val, (tuple, list)):

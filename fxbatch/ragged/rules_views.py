@@ -6,22 +6,22 @@ instances stays in front, and index arithmetic does what crosses rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.expressions import Shape, Size, depends
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     PADDED,
     WHOLE,
     Code,
+    Emitted,
     Emitter,
     NoRule,
     Packed,
+    operator_of,
     own_dimensions,
     shape_of,
 )
@@ -43,13 +43,13 @@ def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
 
 
 @rule("permute")
-def _permute(e: Emitter, node: fx.Node) -> Any:
+def _permute(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     return _moved(e, a["self"], node, [d % a["self"].rank for d in a["dims"]])
 
 
 @rule("transpose", "swapaxes", "swapdims")
-def _transpose(e: Emitter, node: fx.Node) -> Any:
+def _transpose(e: Emitter, node: fx.Node) -> Emitted:
     x, i, j = [e.value(v) for v in node.args]
     order = list(range(x.rank))
     if x.rank:
@@ -58,7 +58,7 @@ def _transpose(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("t", "numpy_T", "mT")
-def _t(e: Emitter, node: fx.Node) -> Any:
+def _t(e: Emitter, node: fx.Node) -> Emitted:
     x = e.bound(node)["self"]
     order = list(range(x.rank))
     return _moved(e, x, node, [*order[:-2], *order[-2:][::-1]])
@@ -67,7 +67,7 @@ def _t(e: Emitter, node: fx.Node) -> Any:
 @rule(
     "unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"
 )
-def _view(e: Emitter, node: fx.Node) -> Any:
+def _view(e: Emitter, node: fx.Node) -> Emitted:
     """Another shape: groups of dimensions of equal products; the own dimension leads its group, before and after."""
     x = e.bound(node)["self"]
     val = node.meta["val"]
@@ -103,7 +103,7 @@ def _view(e: Emitter, node: fx.Node) -> Any:
     return e.packed(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
 
 
-def _pairs_in_a_row(e: Emitter, x: Packed, shape: tuple[Any, ...], val: Any) -> Packed:
+def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
     """[T, S] as [T * S], and back: all pairs of an instance."""
     wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
     a = own_dimensions(wide)[0]
@@ -123,8 +123,8 @@ def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple
     i = j = 0
     while i < len(before) or j < len(after):
         ins, outs = [], []
-        left: Any = sympy.Integer(1)
-        right: Any = sympy.Integer(1)
+        left: Size = sympy.Integer(1)
+        right: Size = sympy.Integer(1)
         if i < len(before):
             ins.append(i)
             left = sympy.sympify(before[i])
@@ -153,7 +153,7 @@ def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple
     return groups
 
 
-def _less(a: Any, b: Any) -> bool:
+def _less(a: Size, b: Size) -> bool:
     values = dict.fromkeys(a.free_symbols | b.free_symbols, 1009)
     return bool(a.subs(values) < b.subs(values))
 
@@ -191,7 +191,7 @@ def _out_order(before: tuple[object, ...], after: tuple[object, ...]) -> list[in
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(e: Emitter, node: fx.Node) -> Any:
+def _expand(e: Emitter, node: fx.Node) -> Emitted:
     x = e.bound(node)["self"]
     val = node.meta["val"]
     shape = shape_of(val)
@@ -212,7 +212,7 @@ def _expand(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("select")
-def _select(e: Emitter, node: fx.Node) -> Any:
+def _select(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
     val = node.meta["val"]
@@ -245,14 +245,14 @@ def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> 
     return e.packed(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
 
 
-def _start(e: Emitter, i: Any, size: str) -> str:
+def _start(e: Emitter, i: Size, size: str) -> str:
     if depends(i):
         return f"(lambda c: np.where(c < 0, c + {size}.sizes, c))({e.column(i)})"
     return str(i) if i >= 0 else f"{size}.sizes + {i}"
 
 
 @rule("slice")
-def _slice(e: Emitter, node: fx.Node) -> Any:
+def _slice(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = a["self"]
     d = a["dim"] % x.rank
@@ -275,16 +275,7 @@ def _slice(e: Emitter, node: fx.Node) -> Any:
             raise NoRule("a part of one of two sizes of its own, as long in all instances")
         return e.packed(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
     name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
-    return _rows_or_dense(e, name, x, d, val)
-
-
-def _rows_or_dense(e: Emitter, name: str, x: Packed, d: int, val: Any) -> Packed:
-    """Rows that were picked along dimension d, as many in each instance or not."""
-    shape = shape_of(val)
-    if d in own_dimensions(shape):
-        return e.packed(name, val)
-    name = e.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
-    return e.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+    return e.of_rows(name, d, val)
 
 
 def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
@@ -305,7 +296,7 @@ def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, 
     return e.packed(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
 
-def _as_padded(e: Emitter, x: Packed, val: Any) -> str:
+def _as_padded(e: Emitter, x: Packed, val: torch.Tensor) -> str:
     """x as [n, a, b, *rest] for the two own dimensions of a result, along which it may have fixed sizes."""
     shape = shape_of(val)
     axes = own_dimensions(shape)
@@ -314,7 +305,7 @@ def _as_padded(e: Emitter, x: Packed, val: Any) -> str:
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
-def _split(e: Emitter, node: fx.Node) -> Any:
+def _split(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = e.to_dense(a["self"])
     d = a["dim"] % x.rank
@@ -328,7 +319,7 @@ def _split(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("cat", "concat", "concatenate")
-def _cat(e: Emitter, node: fx.Node) -> Any:
+def _cat(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     val = node.meta["val"]
     shape = shape_of(val)
@@ -346,11 +337,11 @@ def _cat(e: Emitter, node: fx.Node) -> Any:
     return _joined(e, parts, d, val)
 
 
-def _with(shape: tuple[object, ...], d: int, size: object) -> tuple[Any, ...]:
+def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
     return (*shape[:d], size, *shape[d + 1 :])
 
 
-def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
+def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
     axes = own_dimensions(shape_of(val))
     if len(axes) > 1:
@@ -373,11 +364,11 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: Any) -> Packed:
         names.append(e.line(f"{name}.reshape({lengths[-1]}.total, *{name}.shape[2:])"))
     order = e.line(f"z.interleaved(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
-    return _rows_or_dense(e, name, parts[0], d, val)
+    return e.of_rows(name, d, val)
 
 
 @rule("slice_scatter")
-def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
+def _slice_scatter(e: Emitter, node: fx.Node) -> Emitted:
     """`x[1:3] = y` as a function."""
     a, val = e.bound(node), node.meta["val"]
     x, y = e.to_dense(a["self"]), a["src"]
@@ -403,7 +394,7 @@ def _slice_scatter(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("select_scatter")
-def _select_scatter(e: Emitter, node: fx.Node) -> Any:
+def _select_scatter(e: Emitter, node: fx.Node) -> Emitted:
     """`x[0] = y` as a function."""
     a, val = e.bound(node), node.meta["val"]
     x, y, i = e.to_dense(a["self"]), a["src"], a["index"]
@@ -423,7 +414,7 @@ def _select_scatter(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("stack")
-def _stack(e: Emitter, node: fx.Node) -> Any:
+def _stack(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     val = node.meta["val"]
     shape = shape_of(val)
@@ -435,7 +426,7 @@ def _stack(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("constant_pad_nd", "pad")
-def _constant_pad(e: Emitter, node: fx.Node) -> Any:
+def _constant_pad(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, pad = a["self"], a["pad"]
     if a.get("mode", "constant") != "constant" or x.layout == WHOLE:
@@ -489,13 +480,13 @@ _FACTORIES = (
 
 
 @rule(*_FACTORIES)
-def _factory(e: Emitter, node: fx.Node) -> Any:
+def _factory(e: Emitter, node: fx.Node) -> Emitted:
     """A tensor made of a shape: as many rows as all instances have."""
     a = e.bound(node)
     val = node.meta["val"]
     shape = shape_of(val)
     axes = own_dimensions(shape)
-    target: Any = node.target
+    target = operator_of(node)
     random = torch.Tag.nondeterministic_seeded in target.tags
     if isinstance(a.get("self"), Packed):
         a["dtype"], a["device"] = val.dtype, Code("z.device")
@@ -524,7 +515,7 @@ def _factory(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("arange")
-def _arange(e: Emitter, node: fx.Node) -> Any:
+def _arange(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     val = node.meta["val"]
     (length,) = shape_of(val)
@@ -545,7 +536,7 @@ def _arange(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("eye")
-def _eye(e: Emitter, node: fx.Node) -> Any:
+def _eye(e: Emitter, node: fx.Node) -> Emitted:
     """The unit matrix; of an instance's own size it is one for all, as large as the largest."""
     a = e.bound(node)
     val = node.meta["val"]
@@ -560,7 +551,7 @@ def _eye(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("diagonal")
-def _diagonal(e: Emitter, node: fx.Node) -> Any:
+def _diagonal(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = a["self"]
     whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
@@ -570,7 +561,7 @@ def _diagonal(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("repeat")
-def _repeat(e: Emitter, node: fx.Node) -> Any:
+def _repeat(e: Emitter, node: fx.Node) -> Emitted:
     """Copies; along the rows, all rows of an instance one time after another."""
     a = e.bound(node)
     x, times, val = a["self"], a["repeats"], node.meta["val"]
@@ -589,14 +580,14 @@ def _repeat(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("view_as_real", "view_as_complex")
-def _complex(e: Emitter, node: fx.Node) -> Any:
+def _complex(e: Emitter, node: fx.Node) -> Emitted:
     """A last dimension of two numbers, or none."""
     x = e.to_dense(e.bound(node)["self"])
     return e.packed(e.call(node.target, {"self": x}), node.meta["val"])
 
 
 @rule("diagonal_scatter")
-def _diagonal_scatter(e: Emitter, node: fx.Node) -> Any:
+def _diagonal_scatter(e: Emitter, node: fx.Node) -> Emitted:
     """`x.fill_diagonal_(0)` of `[T, T]` as a function."""
     a = e.bound(node)
     x, y = a["self"], a["src"]
@@ -615,7 +606,7 @@ def _diagonal_scatter(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("tril", "triu")
-def _triangle(e: Emitter, node: fx.Node) -> Any:
+def _triangle(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x = a["self"]
     if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
@@ -631,5 +622,5 @@ def _triangle(e: Emitter, node: fx.Node) -> Any:
 
 
 @rule("lift_fresh_copy", "alias", "detach", "lift_fresh")
-def _same(e: Emitter, node: fx.Node) -> Any:
+def _same(e: Emitter, node: fx.Node) -> Emitted:
     return point(e, node)

@@ -17,20 +17,21 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from fxbatch.caches import cached
 from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import (
+    ColumnsFunction,
     UnknownExpressionError,
     columns_function,
     depends,
@@ -56,6 +57,10 @@ FAILED = 3  # of those with a 0 or 1, and of the others, that may fail before no
 MOST_SIZES = 16  # sizes of one instance that may differ
 
 
+Function = Callable[..., object]
+Values: TypeAlias = dict[sympy.Symbol, int]
+
+
 class NoPackedForm(Exception):
     """Why a body has no packed form."""
 
@@ -69,7 +74,7 @@ class SizedGraph:
 
     def __init__(
         self,
-        body: Callable[..., Any],
+        body: Callable[..., Iterable[torch.Tensor]],
         tensors: Sequence[torch.Tensor],
         dynamic: Sequence[Sequence[int]],
         whole: frozenset[str] = frozenset(),
@@ -85,8 +90,8 @@ class SizedGraph:
         self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code)
         places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.inputs = places
-        self.symbols: list[Any] = []  # one a dynamic dimension, in order
-        self.free: list[Any] = []
+        self.symbols: list[sympy.Symbol] = []  # one a dynamic dimension, in order
+        self.free: list[sympy.Expr] = []
         for node, dims in zip(places, dynamic, strict=True):
             for d in dims:
                 original = _original(node.meta["val"].shape[d])
@@ -99,7 +104,7 @@ class SizedGraph:
             self._holds = columns_function(self.guards, self.symbols)
         except UnknownExpressionError as error:
             raise NoPackedForm(f"its code asks about {error}") from None
-        self.assumed: list[Any] = []  # what rules took for granted besides
+        self.assumed: list[sympy.Basic] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
 
     def _refuse_specialised(self) -> None:
@@ -111,7 +116,7 @@ class SizedGraph:
         """Whether a size depends on values, as that of `x[mask]` does."""
         return bool(getattr(expression(size), "free_symbols", set()) - set(self.symbols))
 
-    def _refuse_questions_about_values(self, env: Any) -> None:
+    def _refuse_questions_about_values(self, env: ShapeEnv) -> None:
         """Raises if torch assumed something about a size that depends on values, since nothing would compare it later:
         that it is not 1 where a dimension of 1 is left out, or that it equals another."""
         asked = [str(a.expr) for asserts in env.deferred_runtime_asserts.values() for a in asserts]
@@ -148,9 +153,8 @@ class SizedGraph:
             self.assumed.append(fact)
 
     @functools.cached_property
-    def _assumed(self) -> Callable[..., list[Any]]:
-        function: Callable[..., list[Any]] = columns_function(self.assumed, self.symbols)
-        return function
+    def _assumed(self) -> ColumnsFunction:
+        return columns_function(self.assumed, self.symbols)
 
     def equal(self, a: object, b: object) -> bool:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
@@ -205,13 +209,13 @@ def _of_all_but_small(guard: object) -> bool:
 
 
 def _trace(
-    body: Callable[..., Any],
+    body: Callable[..., Iterable[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
-    dynamic: Any,
+    dynamic: Sequence[Sequence[int]],
     whole: frozenset[str],
     flags_known: bool,
     code: Sequence[object],
-) -> tuple[fx.GraphModule, Any]:
+) -> tuple[fx.GraphModule, ShapeEnv]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -235,13 +239,13 @@ def _trace(
     return module, env
 
 
-def _length(x: Any, /) -> Any:
+def _length(x: Sized, /) -> int | torch.SymInt:
     """`len(x)`, which is the symbol of a fake tensor's first size: `Tensor.__len__` may give plain numbers alone."""
     return x.shape[0] if isinstance(x, FakeTensor) and x.dim() else len(x)
 
 
-def _extreme(usual: Callable[..., Any], of_sizes: Callable[..., Any]) -> Callable[..., Any]:
-    def extreme(*sizes: Any, **options: Any) -> Any:
+def _extreme(usual: Callable[..., object], of_sizes: Callable[..., object]) -> Callable[..., object]:
+    def extreme(*sizes: object, **options: object) -> object:
         """`max` or `min`, which is a symbol too where a size depends on values, and can't be compared."""
         if len(sizes) == 2 and not options and any(map(depends_on_values, sizes)):
             return of_sizes(*sizes)
@@ -299,7 +303,7 @@ _FLAGS = ("requires_grad", "is_leaf")
 class WithoutPlainSizes(TorchFunctionMode):
     """Functions that ask for sizes or values as plain numbers, by others that don't."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in (torch.max_pool1d, F.max_pool1d):
             func = functools.partial(_max_pool1d, func)
         elif func in (torch.bincount, torch.Tensor.bincount):
@@ -332,15 +336,15 @@ class _Refused(WithoutPlainSizes):
         self.read = {getattr(torch.Tensor, name).__get__ for name in read}
 
     def __torch_function__(
-        self, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+        self, func: Function, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if func in self.lost or (func in self.read and asking != "torch"):
             raise NoPackedForm(f"it calls {getattr(func, '__qualname__', func)}")
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _fill_diagonal(plain: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(plain: Function, x: torch.Tensor, value: float, wrap: bool = False) -> object:
     """The diagonal of a matrix as a view, which asks for no strides as plain numbers."""
     if x.dim() != 2 or wrap or not isinstance(x, FakeTensor):
         return plain(x, value, wrap)
@@ -363,16 +367,22 @@ def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
     return x
 
 
-def _all_rows(index: Any) -> Any:
+def _all_rows(index: object) -> object:
     """An index with a mask of rows on fake tensors without symbols, as if it picked all: what is asked of such a run is
     what the code does besides."""
     if isinstance(index, tuple):
         return tuple(map(_all_rows, index))
-    is_mask = isinstance(index, FakeTensor) and index.dtype == torch.bool and index.dim() == 1
-    return torch.arange(len(index), device=index.device) if is_mask and without_symbols(index) else index
+    if (
+        isinstance(index, FakeTensor)
+        and index.dtype == torch.bool
+        and index.dim() == 1
+        and without_symbols(index)
+    ):
+        return torch.arange(len(index), device=index.device)
+    return index
 
 
-def _nonzero(plain: Any, x: torch.Tensor, as_tuple: bool = False) -> Any:
+def _nonzero(plain: Function, x: torch.Tensor, as_tuple: bool = False) -> object:
     """The places of a mask of rows; on fake tensors without symbols as if it picked all."""
     if not isinstance(x, FakeTensor) or x.dim() != 1:
         return plain(x, as_tuple=True) if as_tuple else plain(x)
@@ -380,7 +390,9 @@ def _nonzero(plain: Any, x: torch.Tensor, as_tuple: bool = False) -> Any:
     return (places,) if as_tuple or plain is torch.where else places.unsqueeze(1)
 
 
-def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any = 0) -> Any:
+def _bincount(
+    plain: Function, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int | torch.SymInt = 0
+) -> object:
     """bincount to a length; a number beyond it, where the result would be longer, is an index out of range."""
     if weights is not None or not isinstance(x, FakeTensor) or (type(minlength) is int and minlength < 1):
         return plain(x, weights, minlength)
@@ -388,15 +400,15 @@ def _bincount(plain: Any, x: torch.Tensor, weights: Any = None, minlength: Any =
 
 
 def _max_pool1d(
-    plain: Any,
+    plain: Function,
     x: torch.Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Any:
+) -> object:
     """max_pool1d, which asks for sizes as plain numbers, by max_pool2d, which does not."""
     if return_indices:
         return plain(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -406,8 +418,8 @@ def _max_pool1d(
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
 
-def _watched(body: Callable[..., object], flags_known: bool) -> Callable[..., Any]:
-    def run(*tensors: torch.Tensor) -> Any:
+def _watched(body: Function, flags_known: bool) -> Function:
+    def run(*tensors: torch.Tensor) -> object:
         with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
 
@@ -417,27 +429,28 @@ def _watched(body: Callable[..., object], flags_known: bool) -> Callable[..., An
 _LOCK = threading.RLock()
 
 
-@cached("decompositions")
-def _decompositions(whole: frozenset[str]) -> dict[Any, Callable[..., Any]]:
-    """All composite operators but those that stay whole."""
-    table: dict[Any, Callable[..., Any]] = {}
+@functools.cache
+def _composites() -> dict[torch._ops.OpOverload, str]:
+    """All composite operators that can be taken apart, with their names."""
+    names: dict[torch._ops.OpOverload, str] = {}
     for name in composite_operators():
         base, _, overload = name.partition(".")
         space, _, op = base.partition("::")
-        if (
-            space != "aten"
-            or base in whole
-            or op.startswith(("sym_", "size", "stride", "storage", "is_", "_"))
-        ):
+        if space != "aten" or op.startswith(("sym_", "size", "stride", "storage", "is_", "_")):
             continue
         packet = getattr(torch.ops.aten, op, None)
         operator = getattr(packet, overload or "default", None)
         if operator is not None and hasattr(operator, "decompose"):
-            table[operator] = operator.decompose
-    return table
+            names[operator] = base
+    return names
 
 
-def _original(size: object) -> Any:
+def _decompositions(whole: frozenset[str]) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """All composite operators but those that stay whole."""
+    return {operator: operator.decompose for operator, name in _composites().items() if name not in whole}
+
+
+def _original(size: int | torch.SymInt) -> sympy.Expr:
     """The symbol that a size had before anything was known of it."""
     return sympy.sympify(size.node._expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
@@ -494,7 +507,7 @@ def _without_copies(graph: fx.Graph) -> None:
             node.target = getattr(packet, node.target._overloadname, node.target)
 
 
-def _without_write(schema: Any) -> Any:
+def _without_write(schema: torch.FunctionSchema) -> torch._ops.OpOverload | None:
     """The operator that gives what one writes: of the same types, since `pow_.Scalar` is `pow.Tensor_Scalar`."""
     packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
     types = [str(a.type) for a in schema.arguments]
@@ -583,7 +596,7 @@ def _without_whole_slices(graph: fx.Graph) -> None:
 # -- two graphs -----------------------------------------------------------------------------------------
 
 
-def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: dict[Any, int]) -> bool:
+def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: Values) -> bool:
     """Whether the first graph with these sizes is the second one."""
     ours = [n for n in sized.nodes if not is_size(n)]
     theirs = [n for n in fixed.nodes if not is_size(n)]
@@ -620,9 +633,9 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
-def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int]) -> Any:
+def _arguments(node: fx.Node, place: dict[fx.Node, int], values: Values) -> tuple[list[object], str]:
     leaves, spec = tree_flatten((node.args, node.kwargs))
-    arguments: list[Any] = []
+    arguments: list[object] = []
     for x in leaves:
         if isinstance(x, fx.Node):
             arguments.append(_number(x.meta["val"], values) if is_size(x) else ("node", place[x]))
@@ -631,14 +644,14 @@ def _arguments(node: fx.Node, place: dict[fx.Node, int], values: dict[Any, int])
     return arguments, str(spec)
 
 
-def _number(x: object, values: dict[Any, int]) -> Any:
+def _number(x: object, values: Values) -> object:
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         number = expression(x).subs(values)
         return str(number) if depends(number) else float(number)
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
-def _shapes(node: fx.Node, values: dict[Any, int]) -> Any:
+def _shapes(node: fx.Node, values: Values) -> list[tuple[tuple[str, ...], torch.dtype]]:
     leaves = tree_flatten(node.meta.get("val"))[0]
     return [
         (tuple(str(expression(d).subs(values)) for d in x.shape), x.dtype)

@@ -18,26 +18,28 @@ from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     WHOLE,
+    Emitted,
     Emitter,
     NoRule,
+    Operator,
     Packed,
     own_dimensions,
     shape_of,
 )
 from fxbatch.ragged.recurrent import NODES
-from fxbatch.torch_private import tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
-def batched_by_vmap(e: Emitter, node: fx.Node) -> Any:
+def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
     """An operator on values without sizes of their own: torch.vmap over the instances."""
     inputs, spec = tree_flatten((list(node.args), dict(node.kwargs)))
     leaves = [e.value(x) for x in inputs]
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
-    target: Any = NODES.get(node.target, node.target)
+    target: Operator = NODES.get(node.target, node.target)
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run(*tensors: torch.Tensor) -> object:
         given = iter(tensors)
         args, kwargs = tree_unflatten([next(given) if isinstance(x, Packed) else x for x in leaves], spec)
         return target(*args, **kwargs)
@@ -51,16 +53,20 @@ class Alone:
     """A call of an operator for each instance by itself."""
 
     def __init__(
-        self, target: Any, leaves: list[Any], spec: Any, outputs: list[tuple[int, ...] | None]
+        self,
+        target: Operator,
+        leaves: Sequence[tuple[Any, ...]],
+        spec: TreeSpec,
+        outputs: Sequence[tuple[int, ...] | None],
     ) -> None:
         self.target = target
         self.leaves = leaves  # ("tensor", layout, own dimensions, rank), ("number",) or ("plain", value)
         self.spec = spec
         self.outputs = outputs  # own dimensions of each result, None for what is no tensor
 
-    def __call__(self, n: int, *arguments: Any) -> Any:
+    def __call__(self, n: int, *arguments: Any) -> list[torch.Tensor | None]:
         """arguments: tensors with the Lengths of their own sizes, columns of numbers, in order."""
-        columns: list[Any] = []
+        columns: list[Sequence[object]] = []
         taken = iter(arguments)
         for leaf in self.leaves:
             if leaf[0] == "tensor":
@@ -76,7 +82,7 @@ class Alone:
             result = self.target(*args, **kwargs)
             results.append(result if isinstance(result, (tuple, list)) else (result,))
         sizes = list(taken)
-        out: list[Any] = []
+        out: list[torch.Tensor | None] = []
         for place, axes in enumerate(self.outputs):
             if axes is None:
                 out.append(None)
@@ -129,10 +135,10 @@ def _padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Leng
     return flat.reshape(first.n, first.longest, second.longest, *rows.shape[1:])
 
 
-def alone(e: Emitter, node: fx.Node) -> Any:
+def alone(e: Emitter, node: fx.Node) -> Emitted:
     """A node instance by instance."""
     leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
-    described: list[Any] = []
+    described: list[tuple[Any, ...]] = []
     codes: list[str] = []
     for leaf in leaves:
         x = e.value(leaf)

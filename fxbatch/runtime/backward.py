@@ -391,7 +391,14 @@ class Backward:
             native = [self._native(p, passed[p], asked) for p in phases]
             kernels = self.template.kernels.fill(left, run.workspace(), run.planner.gradient_memory, asked)
         for p in reversed(phases):
-            self._walk(p, passed[p], native[p])
+            phase, steps = self.phases[p], native[p]
+            k = len(phase.plan)
+            while k > 0:
+                k = (k if steps is None else steps.backward(k)) - 1
+                if k >= 0 and not passed[p][k]:
+                    if p not in self._views:
+                        self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
+                    self._one(phase, k, phase.plan.step_signature.item(k), self._views[p])
         selective = any(needs.selective for needs in self.needs)
         before = set(self.gradients) if selective else set()
         add_parameter_gradients(self.running, kernels, left, run.workspace(), self.gradients)
@@ -404,18 +411,6 @@ class Backward:
         """Give the memory back, and leave no cycle that would hold gradients until the next collection."""
         self.rows.release()
         self._views.clear()
-
-    # -- the walk -----------------------------------------------------------------------------------
-
-    def _walk(self, p: int, passed: np.ndarray, native: NativeSteps | None) -> None:
-        phase, views = self.phases[p], self._views.get(p)
-        k = len(phase.plan)
-        while k > 0:
-            k = (k if native is None else native.backward(k)) - 1
-            if k >= 0 and not passed[k]:
-                if views is None:
-                    views = self._views[p] = GradientViews(phase, self.memory, self.rows, self.plan, p)
-                self._one(phase, k, int(phase.plan.step_signature[k]), views)
 
     def _native(self, p: int, passed: np.ndarray, asked: Asked) -> NativeSteps | None:
         """The stretches of steps that run in C."""

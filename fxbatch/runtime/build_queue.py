@@ -47,6 +47,7 @@ class _Waiting:
     operation: CallByCall
     build: Callable[[float], object]
     minibatch: int  # that met it first
+    comes_again: bool = False  # whether another has met it since
 
 
 class BuildQueue:
@@ -60,15 +61,14 @@ class BuildQueue:
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
         self._begun = 0.0, 0.0  # when it began, and the seconds of building before it
         self._minibatches = 0
-        self._once: Cache[Hashable, _Waiting] = Cache("operations met once")
-        self._again: Cache[Hashable, _Waiting] = Cache("operations to build")
+        self._waiting: Cache[Hashable, _Waiting] = Cache("operations to build")
         self._looked = True  # whether nothing that waits is worth building
         self._builds: tuple[float, int] = 0.0, 0  # seconds of those that waited, and how many there were
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """How much waits that has come again and may be worth building."""
-        return 0 if self._looked or not self._ahead else len(self._again)
+        return 0 if self._looked or not self._ahead else sum(x.comes_again for x in self._waiting.values())
 
     @property
     def is_bounded(self) -> bool:
@@ -102,17 +102,14 @@ class BuildQueue:
         """Let an operation wait that runs call by call now; `build` builds it, if that takes no more seconds than it is
         given."""
         with self._lock:
-            waiting = self._again.get(key)
-            if waiting is not None:
-                waiting.operation, self._looked = operation, False  # its calls have taken longer by now
-                return
-            waiting = self._once.get(key)
+            waiting = self._waiting.get(key)
             if waiting is None:
-                self._once.put(key, _Waiting(operation, build, self._minibatches))
-            elif waiting.minibatch < self._minibatches:
-                self._once.pop(key)
-                self._again.put(key, waiting)
-                self._looked = False
+                self._waiting.put(key, _Waiting(operation, build, self._minibatches))
+            elif waiting.comes_again or waiting.minibatch < self._minibatches:
+                if waiting.comes_again:
+                    waiting.operation = operation
+                waiting.comes_again = True
+                self._looked = False  # its calls have taken longer by now
 
     def earn(self, *, seconds: float, loop: float, batched: bool = False) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
@@ -141,14 +138,15 @@ class BuildQueue:
     def _seconds_late(self) -> float:
         """The seconds that calls of what has come again have taken."""
         with self._lock:
-            return sum(waiting.operation.seconds for _, waiting in self._again.items())
+            return sum(waiting.operation.seconds for waiting in self._waiting.values() if waiting.comes_again)
 
     def _dearest(self) -> _Waiting | None:
         """The next to be built, which waits no longer; None where nothing is worth it."""
         with self._lock:
-            worth = [x for x in self._again.items() if self._is_worth_building(x[1].operation)]
+            again = [x for x in self._waiting.items() if x[1].comes_again]
+            worth = [x for x in again if self._is_worth_building(x[1].operation)]
             if worth:
-                return self._again.pop(max(worth, key=lambda x: x[1].operation.seconds)[0])
+                return self._waiting.pop(max(worth, key=lambda x: x[1].operation.seconds)[0])
             self._looked = True
             return None
 

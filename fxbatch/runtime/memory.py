@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from fxbatch.caches import cached
 from fxbatch.codegen.native import address, extension
 from fxbatch.ir import Plan, Program, Schedule, Signature, SignatureColumns, TensorSpec
 from fxbatch.passes.plan import RunColumns, Slots, WholePlan
@@ -115,13 +112,6 @@ def kinds_of_rows(compiled: CompiledOperation) -> list[TensorSpec]:
     return [*(compiled.graphs.group_type(g) for g in compiled.kept_groups), *compiled.saved_types]
 
 
-@cached("strides")
-def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of contiguous rows of this shape."""
-    sizes = accumulate((max(d, 1) for d in reversed(shape)), operator.mul, initial=1)
-    return tuple(reversed(list(sizes)))
-
-
 class Pieces:
     """Arrays by number, in pieces of memory."""
 
@@ -164,7 +154,7 @@ class Pieces:
         if typed is None:
             whole = self._pieces[piece].tensor
             typed = self._typed[key] = whole if kind.dtype == torch.float32 else whole.view(kind.dtype)
-        return typed.as_strided((rows, *kind.shape), strides(kind.shape), offset // kind.dtype.itemsize)
+        return typed.as_strided((rows, *kind.shape), kind.strides, offset // kind.dtype.itemsize)
 
     def release(self) -> None:
         """Give the memory back; no array can be read any more."""

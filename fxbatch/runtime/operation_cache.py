@@ -47,39 +47,52 @@ SECONDS_A_CALL = 4e-3  # of building, for each call of ATen in the body
 REASON = "met too few times so far, or too lately, for its graphs to be built"
 
 
-class Postponed:
-    """Counts the calls of signatures that came many at once; bounded."""
+@dataclass(slots=True)
+class Met:
+    """What an engine knows of a signature."""
+
+    calls: int | None = None  # that ran call by call, while its graphs wait to be built
+    is_new: bool = True  # whether it was neither built nor put off so far
+    inputs: tuple[bool, ...] = ()  # which needed gradients, once some did
+
+
+class MetSignatures:
+    """The signatures that an engine has met; the least recently used are forgotten."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._calls: Cache[Signature, int] = Cache("operations that wait", most)  # how many they had
-        self._built: Cache[Signature, bool] = Cache("operations that were met", most)
+        self._met: Cache[Signature, Met] = Cache("signatures that were met", most)
+        self._waiting = 0  # how many are put off
 
-    def choose(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
-        """Positions of the signatures that run call by call in this program; `counts`: their calls in it."""
-        new = [
-            s
+    def of(self, signature: Signature) -> Met:
+        """What is known of one."""
+        return self._met.get(signature) or self._met.put(signature, Met())
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def put_off(self, signatures: Sequence[Signature], counts: Sequence[int]) -> frozenset[int]:
+        """Positions of the signatures that run call by call in this program, for many were new at once; `counts`: their
+        calls in it."""
+        mine = {
+            s: self.of(signature)
             for s, signature in enumerate(signatures)
-            if counts[s] and signature not in self._built and signature not in self._calls
-            and not signature.reason and signature.operation.kind not in CONSTANT_KINDS
-        ]  # fmt: skip
-        many = len(new) > MANY_NEW or bool(self._calls)  # a model that has had many will have more
-        for s in new:
-            if many:
-                self._calls.put(signatures[s], 0)
-            else:
-                self._built.put(signatures[s], True)
+            if counts[s] and not signature.reason and signature.operation.kind not in CONSTANT_KINDS
+        }
+        new = [met for met in mine.values() if met.is_new]
+        many = len(new) > MANY_NEW or self._waiting > 0  # a model that has had many will have more
+        for met in new:
+            met.is_new, met.calls = False, 0 if many else None
+        self._waiting += len(new) if many else 0
         late = []
-        if self._calls:
-            for s, signature in enumerate(signatures):
-                calls = self._calls.get(signature)
-                if calls is None or not counts[s]:
-                    continue
-                if calls >= ENOUGH_CALLS:
-                    self._calls.pop(signature)
-                    self._built.put(signature, True)
-                else:
-                    self._calls.put(signature, calls + counts[s])
-                    late.append(s)
+        for s, met in mine.items() if self._waiting else ():
+            if met.calls is None:
+                continue
+            if met.calls >= ENOUGH_CALLS:
+                met.calls = None
+                self._waiting -= 1
+            else:
+                met.calls += counts[s]
+                late.append(s)
         return frozenset(late)
 
 

@@ -11,13 +11,13 @@ long as a decorated callable, with its pool of memory.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache
 from fxbatch.codegen.inductor import CompileOptions, warn_uncompiled
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule, Signature
@@ -31,9 +31,9 @@ from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.operation_cache import (
     SECONDS_A_CALL,
     CompiledOperation,
+    MetSignatures,
     NeededGradients,
     OperationCache,
-    Postponed,
 )
 from fxbatch.runtime.options import Options, deduplication
 from fxbatch.runtime.pool import GradientMemory, Pool
@@ -69,7 +69,7 @@ class Planner:
         self.pool = Pool()
         self.gradient_memory = GradientMemory()
         self.operations = OperationCache()
-        self.postponed = Postponed()
+        self.met = MetSignatures()
         self.queue = BuildQueue()
         self.structures = StructureCache()
         chosen = [
@@ -88,7 +88,6 @@ class Planner:
             warn_uncompiled(
                 'backward="autograd"', "what Inductor makes can't be differentiated; used without gradients"
             )
-        self._sticky: Cache[Signature, tuple[bool, ...]] = Cache("needs of signatures")
         self._local = _PerThread()
         self._strategy = Strategy() if options.chooses else None
         self.refusals = Refusals()
@@ -114,12 +113,9 @@ class Planner:
         where building is bounded, calls of ATen above which an operation is put off.
         """
         if grad:
-            before = self._sticky.get(signature)
-            inputs = (
-                needs[0] if before is None else tuple(a or b for a, b in zip(needs[0], before, strict=True))
-            )
-            self._sticky.put(signature, inputs)
-            needs = (inputs, needs[1])
+            met = self.met.of(signature)
+            met.inputs = tuple(map(operator.or_, needs[0], met.inputs)) if met.inputs else needs[0]
+            needs = (met.inputs, needs[1])
         unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
         compiled = self.operations.get(
             signature,
@@ -170,7 +166,7 @@ class Planner:
         """Positions of the signatures that run call by call for now, as counted where no clock is read."""
         if self.queue.is_bounded:
             return frozenset()
-        return self.postponed.choose(signatures, counts)
+        return self.met.put_off(signatures, counts)
 
     def rewrite(self, program: Program) -> tuple[Program, Schedule | None]:
         """The program after the rewrites; and its schedule, where they make that too."""

@@ -52,7 +52,7 @@ def reasons(
         text = _line_text(largest[1], forward)
         where = f"`{text}` ({largest[1]})" if text else largest[1]
         lines.append(
-            f"{len(signatures)} of {every} signatures are of {largest[0]}: {where} {_difference(signatures)}"
+            f"{len(signatures)} of {every} signatures are of {largest[0]}: {where} {_advice(signatures)}"
         )
     return lines
 
@@ -63,7 +63,7 @@ def recording_share(*, recording: float, step: float) -> str:
     return f"recording takes {100 * share:.0f} % of a step" if share >= LARGE_SHARE else ""
 
 
-def _difference(signatures: Sequence[Signature]) -> str:
+def _advice(signatures: Sequence[Signature]) -> str:
     """In words: how the signatures of one operation on one line differ, and what to write instead."""
     half = len(signatures) // 2
     if len({tuple(t.shape for t in s.inputs) for s in signatures}) > half:

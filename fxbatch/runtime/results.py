@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.caches import cached
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
 from fxbatch.trace.held import Held, Renumber
@@ -42,6 +41,7 @@ class Results:
         self.results = results
         self.held = held  # what others hold
         self.specs: list[TreeSpec | Structure | None] = []
+        self.rows: dict[tuple[type, int], TreeSpec] = {}  # those of plain lists and tuples, by length
         self.leaves: list[list[object]] = []
         self.objects: dict[int, list[Value]] = {}
         self._values: np.ndarray | None = None
@@ -56,12 +56,17 @@ class Results:
                 self.specs.append(None)
             elif type(result) in (tuple, list) and is_flat(result):
                 self.leaves.append(list(result))
-                self.specs.append(_row_spec(len(result), type(result) is list))
+                self.specs.append(self.rows.get((type(result), len(result))) or self._row(result))
             else:
                 leaves, spec = tree_flatten(result)
                 self.leaves.append(leaves)
                 self.specs.append(spec)
                 self._look_into(leaves)
+
+    def _row(self, result: Sequence[object]) -> TreeSpec:
+        """The structure of a plain list or tuple."""
+        spec = self.rows[type(result), len(result)] = tree_flatten(result)[1]
+        return spec
 
     def _look_into(self, leaves: Sequence[object]) -> None:
         for leaf in leaves:
@@ -132,12 +137,6 @@ class Results:
 _VALUES = {Value}
 
 
-@cached("row structures")
-def _row_spec(n: int, is_list: bool) -> TreeSpec:
-    """The structure of a plain tuple or list of n leaves."""
-    return tree_flatten([0] * n if is_list else (0,) * n)[1]
-
-
 def stack(results: Results, renumber: Renumber, take: Take) -> Any:
     """One pytree with the structure of one instance's result, its leaves stacked on a new first dimension."""
     if not results.leaves:
@@ -201,15 +200,15 @@ def separate(
         real = [tensors[x.id] if type(x) is Value else x for x in leaves]
         if results.objects:
             real = [fill(x, tensors) if id(x) in results.objects else x for x in real]
-        out.append(real[0] if spec is None else _as_row(real, spec))
+        if spec is None:
+            out.append(real[0])
+        elif spec is results.rows.get((list, len(real))):
+            out.append(real)
+        elif spec is results.rows.get((tuple, len(real))):
+            out.append(tuple(real))
+        else:
+            out.append(put_together(real, spec))
     return out
-
-
-def _as_row(leaves: list[object], spec: TreeSpec | Structure) -> object:
-    """`put_together` of these leaves, plain lists and tuples at once."""
-    if spec is _row_spec(len(leaves), True):
-        return leaves
-    return tuple(leaves) if spec is _row_spec(len(leaves), False) else put_together(leaves, spec)
 
 
 def stack_real(results: Sequence[object]) -> object:

@@ -10,7 +10,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
@@ -32,7 +31,7 @@ from fxbatch.runtime.memory import Memory, to_device
 from fxbatch.runtime.operands import by_signature
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
-from fxbatch.runtime.structure_cache import Family, FamilyTemplate, Operands
+from fxbatch.runtime.structure_cache import HELD, Family, FamilyTemplate, Operands, Types
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
@@ -87,9 +86,7 @@ class Run:
         self.phases: list[Phase] = []
         self.segments: list[Run] = []  # what ran before, for packed calls
         self.operands: Operands = {}  # what shared operands are in this run
-        self._families: dict[
-            object, tuple[Family, Cache[Hashable, FamilyTemplate]]
-        ] = {}  # that were met in it
+        self._families: dict[object, tuple[Family, Types]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
@@ -176,31 +173,31 @@ class Run:
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
-        family, templates = self._family(program)
+        family, types = self._family(program)
         constants: tuple[int, ...] = ()
         known_needs = None
         if self.grad:
             constants = tuple([s for s in program.constants if differentiable_constants(program, s)])
             known_needs = self.value_needs[: program.known]
-        key = constants, early_needs(program, known_needs)
-        template = templates.get(key)
+        key = "template", (family, types, constants, early_needs(program, known_needs))
+        template: FamilyTemplate | None = self.planner.structures.entries.get(key)
         if template is None or not family.settled:
             template = self._make_template(program, family, constants, known_needs)
             if family.settled:
-                templates.put(key, template)
+                self.planner.structures.entries.put(key, template, HELD)
         return template
 
-    def _family(self, program: Program) -> tuple[Family, Cache[Hashable, FamilyTemplate]]:
-        """The family of a program and its templates: looked for once a run, whose operands stay what they are."""
+    def _family(self, program: Program) -> tuple[Family, Types]:
+        """The family of a program and the types of its operands, which stay what they are: looked for once a run."""
         facts = survey(program)
         key = facts.graph, facts.present
-        family_and_templates = None if self.lasting else self._families.get(key)
-        if family_and_templates is None:
+        family_and_types = None if self.lasting else self._families.get(key)
+        if family_and_types is None:
             family = self.planner.family(program, self.grad)
             tensors = family.resolve(self.operands)
             self.memory.shared.update(by_signature(family.called, tensors))
-            family_and_templates = self._families[key] = family, family.templates(tensors)
-        return family_and_templates
+            family_and_types = self._families[key] = family, family.types(tensors)
+        return family_and_types
 
     def _make_template(
         self,

@@ -5,12 +5,13 @@
     cache.clear()
 
 Kinds: "plan" (with its schedule) by a program's content; "operations" (an OperationSet) by a program's signatures and
-their compiled operations; "family" by a signature graph; "backward" (BackwardNeeds) by operations and reached results;
-"gradients" (a GradientTemplate) by the operations that run in backward; "unrolled" (a module) by content. The least
-recently used go first. All of it is bounded in bytes, and by the signatures and operations in it, which it keeps alive
-although their own caches may have dropped them: each counts 8 kB. A plan is kept from the second time on that its
-structure is met: structures that don't come again would push one another out, and each minibatch would write to memory
-that was last used hundreds of minibatches before and is in no cache of the processor.
+their compiled operations; "family" by a signature graph; "template" by a family, the types of its shared operands and
+who needs gradients; "backward" (BackwardNeeds) by operations and reached results; "gradients" (a GradientTemplate) by
+the operations that run in backward; "unrolled" (a module) by content. The least recently used go first. All of it is
+bounded in bytes, and by the signatures and operations in it, which it keeps alive although their own caches may have
+dropped them: each counts 8 kB. A plan is kept from the second time on that its structure is met: structures that
+don't come again would push one another out, and each minibatch would write to memory that was last used hundreds of
+minibatches before and is in no cache of the processor.
 
 A Family is the programs with one signature graph in which the same signatures are called, with or without gradients.
 While the shared operands are of the types that they were (shapes, strides, who requires gradients), all that a new
@@ -163,12 +164,19 @@ class FamilyTemplate:
     operations: OperationSet
 
 
+@dataclass(frozen=True, eq=False)
+class Types:
+    """Types of shared operands, by identity."""
+
+    each: Sequence[object]
+
+
 class Family:
     """One family of programs.
 
     family = Family(program, counts, grad=True)
     tensors = family.resolve({})                      # as they are now
-    table = family.templates(tensors)                 # a Template by what else it depends on, empty where types changed
+    types = family.types(tensors)                     # a part of the key of its templates
     """
 
     def __init__(self, program: Program, counts: Sequence[int], *, grad: bool) -> None:
@@ -191,8 +199,7 @@ class Family:
         self.called = [
             (s, mine) for s, mine, n in zip(program.signatures, self.places, self.present, strict=True) if n
         ]
-        # Replaced as a whole, so that no thread puts a template beside types that it does not fit.
-        self._current: tuple[object, Cache[Hashable, FamilyTemplate]] = (None, Cache("templates"))
+        self._types: Types = Types(())
 
     def resolve(self, operands: Operands) -> list[torch.Tensor]:
         """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
@@ -205,14 +212,12 @@ class Family:
         return tensors
 
     @guard("types")
-    def templates(self, tensors: Sequence[torch.Tensor]) -> Cache[Hashable, FamilyTemplate]:
-        """The templates for operands of these types, to be looked up in and added to."""
-        types = types_of(tensors)
-        before, templates = self._current
-        if before != types:
-            templates = Cache("templates")
-            self._current = (types, templates)
-        return templates
+    def types(self, tensors: Sequence[torch.Tensor]) -> Types:
+        """The types of these operands: the object of last time, where they are the same."""
+        types, before = types_of(tensors), self._types
+        if before.each != types:
+            before = self._types = Types(types)
+        return before
 
 
 @dataclass(frozen=True, eq=False)

@@ -290,7 +290,7 @@ class Arguments:
         return Template(tuple(filled), spec)
 
     def outcome(self, target: Callable[..., object], template: Template) -> BodyRun:
-        """What a function gives for these, and does to them, from one run on fake tensors."""
+        """One run of a function on fake tensors of these types: its results, and what it wrote to."""
 
         def body(tensors: object, shared: object) -> object:
             args, kwargs = template.fill(input=tensors, shared=shared)
@@ -335,7 +335,7 @@ for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
 
 
 def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """What a function of bare parameters, or views of them, gives: a value where it is recorded."""
+    """Call a function of bare parameters, or views of them: a value where it is recorded, else its own result."""
     recorder = state.recorder
     if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
         return _as_tensors(func, args, kwargs)

@@ -59,6 +59,7 @@ from fxbatch.trace.operations import (
     plain_function,
     take_at,
 )
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import why_not_plain
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.reads import Reads
@@ -237,7 +238,8 @@ def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction
         return examined
     contents = recorder.table.functions.setdefault(id(func), [])
     examined = contents[0] if contents else None
-    if examined is None or not examined.reads.unchanged():
+    changed = None if examined is None else first_changed(examined.reads.items)
+    if examined is None or changed is not None:
         reads = Reads.of_function(func) if examined is None else examined.reads.again()
         again = next((x for x in contents if x.reads.key == reads.key and not x.reason), None)
         if again is not None:
@@ -245,7 +247,7 @@ def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction
             again.reads, again.guards = reads, reads.guards()
         else:
             many = contents and not reads.opaque and len(contents) >= MANY_STATES
-            reason = keeps_changing(contents[0].reads.differs_from(reads)) if many else reads.opaque
+            reason = keeps_changing("" if changed is None else changed.path) if many else reads.opaque
             again = ExaminedFunction(func, reads, len(contents), reason)
             if reason and examined is not None and examined.reason:
                 contents.pop(0)

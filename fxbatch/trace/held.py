@@ -24,7 +24,7 @@ Renumber = Callable[[np.ndarray], np.ndarray]  # ids as recorded -> ids in the p
 
 
 class Held:
-    """What outlives a call: values, and tensors that the forward wrote to."""
+    """Values, and tensors that the forward wrote to, that outlive a call."""
 
     def __init__(
         self, recorder: RecordedCalls, values: list[Value], written: list[tuple[torch.Tensor, Written]]
@@ -37,7 +37,7 @@ class Held:
 
     @staticmethod
     def of(recorder: RecordedCalls) -> Held:
-        """What the user holds of a recording, which goes on no more."""
+        """Those of a recording that has ended which somebody besides it refers to."""
         with tracing(recorder):
             for v in recorder.values.stale():
                 refresh(v)

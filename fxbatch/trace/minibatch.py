@@ -113,7 +113,7 @@ class Statistics:
 
 
 class Execution(Protocol):
-    """What runs programs. Value numbers are those of the recording's programs."""
+    """Runs programs, and reads their values. Value numbers are those of the recording's programs."""
 
     def run(self, program: Program) -> None:
         """Run the calls of one phase; all earlier phases have run."""
@@ -122,7 +122,7 @@ class Execution(Protocol):
         """Real detached tensors of values that have run, by one transfer from the device."""
 
     def numbers(self, values: Sequence[int]) -> list[object]:
-        """The same as Python numbers in nested lists, as `tolist` gives them."""
+        """`read`, as Python numbers in nested lists: `tolist` of each."""
 
     def settled(self, base: int) -> object:
         """Where C finds numbers like those that were asked for, until the next phase; None where it can't. base: the

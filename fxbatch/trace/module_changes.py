@@ -1,4 +1,4 @@
-"""What the instances of a minibatch change of the modules that they share: seen, so that none sees another's.
+"""Changes that the instances of a minibatch make to modules that they share: seen, so that none sees another's.
 
 In: attributes as they are set, containers that modules hold as they were. Out: whether anything was changed, and where;
 all of it as it was before, where the minibatch is run anew.
@@ -122,7 +122,7 @@ def _before(module: torch.nn.Module, name: str) -> _Before:
 
 
 class ModuleChanges:
-    """What one recording has changed of the modules that its instances share."""
+    """The changes that one recording has made to modules that its instances share."""
 
     def __init__(self, containers: Sequence[tuple[torch.nn.Module, str]] = ()) -> None:
         self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
@@ -167,11 +167,11 @@ class ModuleChanges:
         return self._first
 
     def first_set(self) -> str:
-        """The same of attributes alone, at no cost."""
+        """`first_change` of attributes alone, at no cost."""
         return self._first
 
     def changed_container(self) -> str:
-        """The same of containers alone."""
+        """`first_change` of containers alone."""
         return _first_changed(self._containers)
 
     def watch(self, instances: Iterable[tuple[tuple[object, ...], dict[str, object]]]) -> None:
@@ -199,7 +199,7 @@ class ModuleChanges:
 
 
 class ModuleState:
-    """What modules hold, to be compared after some code has run.
+    """A picture of what modules hold, to be compared after some code has run.
 
     before = ModuleState(model.modules())
     model(x)

@@ -47,7 +47,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def _as_before(places: list[Item] | None, reads: Reads) -> bool:
     """Whether modules, and what code reads besides, are as they were when these were made."""
     seen = places is not None and first_changed(places) is None
-    return seen and not has_global_hooks() and reads.unchanged()
+    return seen and not has_global_hooks() and first_changed(reads.items) is None
 
 
 class Examined:
@@ -160,7 +160,7 @@ class ModulesMet(NamedTuple):
 
 
 def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
-    """What a trace depends on: the class and mode of each module, the type of each parameter and buffer."""
+    """Lines of text that a trace depends on: class and mode of each module, type of each parameter and buffer."""
     if model is None:
         return ()
     lines = []
@@ -174,7 +174,7 @@ def fingerprint(model: torch.nn.Module | None) -> tuple[str, ...]:
 
 
 class KnownModel:
-    """What lasts while the modules, and what their code reads, are as they were."""
+    """Facts of a model that last while its modules, and what their code reads, are as they were."""
 
     __slots__ = ("fingerprint", "ids", "model", "places", "reads")
 
@@ -185,15 +185,10 @@ class KnownModel:
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
         self.ids: Cache[bytes, np.ndarray] = Cache("traces")
 
-    @guard("model")
-    def is_true(self, model: torch.nn.Module | None) -> bool:
-        """Whether it still holds."""
-        return self.model is model and _as_before(self.places, self.reads)
-
 
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:
-    """What is known of a model."""
+    """The KnownModel of a model: that of last time while it holds, else a new one."""
     state = table.known_model
-    if state is None or not state.is_true(model):
+    if state is None or state.model is not model or not _as_before(state.places, state.reads):
         state = table.known_model = KnownModel(table.forward, model)
     return state

@@ -27,6 +27,7 @@ from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
+from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import is_own, why_not_plain
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -41,7 +42,7 @@ MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequ
 
 
 class ModuleRecord:
-    """What the table knows of one module (or one marked method of it)."""
+    """One module (or one marked method of it) in a table: what was examined, and its entries."""
 
     __slots__ = ("changed", "examined", "method", "module", "through", "variants")
 
@@ -271,7 +272,7 @@ def _ever_another(recorder: RecordedCalls, module: torch.nn.Module, method: str 
 
 
 def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
-    """What tells modules without tensors apart: class, mode, plain attributes, parts; None for other modules."""
+    """A key of modules without tensors, equal for those that do the same: class, mode, attributes, parts; else None."""
     state = module.__dict__
     tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())
     if any(t is not None for t in tensors) or has_hooks(module):
@@ -304,9 +305,9 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
                 record.module, Reads.of_module(record.module, record.method)
             )
         elif not examined.unchanged():
-            reads = examined.reads.again()
-            record.changed = examined.reads.differs_from(reads) or record.changed
-            examined = record.examined = Examined(record.module, reads)
+            changed = first_changed(examined.reads.items)
+            record.changed = record.changed if changed is None else changed.path
+            examined = record.examined = Examined(record.module, examined.reads.again())
         recorder.knowledge.examined[id(record)], recorder.knowledge.places = examined, None
         if id(record.module) not in recorder.knowledge.modules.seen:  # it may change unseen
             recorder.lasts = False
@@ -365,13 +366,13 @@ def _new_entry(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, and of which kind it is, in one line."""
+    """The kind and the text of an error in one line."""
     text = str(error).splitlines()[0][:160] if str(error) else ""
     return f"{type(error).__name__}: {text}"
 
 
 def _why_coupled(module: torch.nn.Module) -> str:
-    """What writes to a parameter or buffer, and what to write instead."""
+    """A text: which part writes to a parameter or buffer, and what to write instead."""
     bounded = next((m for m in module.modules() if getattr(m, "max_norm", None) is not None), None)
     if bounded is not None:
         return (

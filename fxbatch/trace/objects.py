@@ -58,7 +58,7 @@ def _tensors(x: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
 
 
 def _parts(x: object) -> Sequence[object]:
-    """What an object consists of: the items of a container, the attributes of others."""
+    """The parts of an object: the items of a container, the attributes of others."""
     if is_pytree_node(type(x)):
         return [leaf for leaf in tree_flatten(x, is_leaf=lambda y: y is not x)[0] if leaf is not x]
     return [getattr(x, name) for name in _names(x)]

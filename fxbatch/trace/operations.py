@@ -1,4 +1,4 @@
-"""What is one operation: the marker, the names, which Python numbers are lifted; and what its body gives and does.
+"""Operations: the marker, the names, which Python numbers are lifted; and what a body gives and does.
 
 In: torch functions, modules, what the user marks. Out: `ir.Operation`s with the rule that made them so.
 A body runs once on fake tensors, to learn what it gives; torch's own functions on tensors of the device "meta".
@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fxbatch.caches import cached
 from fxbatch.ir import Slot, Template, TensorSpec
 from fxbatch.signature import tensor_spec
 from fxbatch.stopwatch import building
@@ -71,17 +70,17 @@ class Attribute:
     def __call__(self, x: torch.Tensor) -> Any:
         return getattr(x, self.name)
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Attribute and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __repr__(self) -> str:
         return f"Attribute({self.name!r})"
 
-    def __reduce__(self) -> Any:
-        return attribute, (self.name,)
-
-
-@cached("attribute readers")
-def attribute(name: str) -> Attribute:
-    """The one Attribute of a name."""
-    return Attribute(name)
+    def __reduce__(self) -> tuple[type[Attribute], tuple[str]]:
+        return Attribute, (self.name,)
 
 
 class CustomFunction:
@@ -135,10 +134,10 @@ def plain_function(func: object) -> object:
     """The function to call for what `__torch_function__` was given: getters become Attributes."""
     owner = getattr(func, "__self__", None)
     if owner is not None and getattr(func, "__name__", "") == "__get__" and hasattr(owner, "__name__"):
-        return attribute(owner.__name__)
+        return Attribute(owner.__name__)
     if isinstance(owner, property) and getattr(func, "__name__", "") == "__get__":
         assert owner.fget is not None
-        return attribute(owner.fget.__name__)
+        return Attribute(owner.fget.__name__)
     return func
 
 
@@ -264,7 +263,7 @@ class BodyError(Exception):
 
 @dataclass(frozen=True)
 class BodyRun:
-    """What one run of a body on fake tensors told."""
+    """Results, writes and reasons of one run of a body on fake tensors."""
 
     outputs: tuple[TensorSpec, ...]
     result: Template  # output slots where the tensors are
@@ -409,7 +408,7 @@ def _run_without_memory(
     *,
     grad: bool,
 ) -> BodyRun | None:
-    """What torch's own code gives, from tensors on the device "meta"; None where it does not run on these, or they
+    """The BodyRun of torch's own code on tensors of the device "meta"; None where it does not run on these, or they
     could say something else than tensors of the real device."""
     devices = {t.device for t in inputs} | {t.device for t in shared}
     if (

@@ -55,7 +55,7 @@ class Item(NamedTuple):
     far: bool = False  # data that the user's code may change between two calls, unseen
 
     def now(self) -> Any:
-        """What it holds now."""
+        """The content of the place, now."""
         return holds_now(self.kind, self.holder, self.name)
 
     def holds(self) -> bool:
@@ -109,7 +109,7 @@ def tensors_are(tensors: tuple, before: tuple) -> cython.bint:
 
 
 def holds_now(kind: int, holder: Any, name: Any) -> Any:
-    """What such a place holds."""
+    """The content of a place of this kind, now."""
     if kind == IN_DICT:
         return holder.get(name, MISSING)
     if kind == IN_TYPE:
@@ -180,7 +180,7 @@ def written_to(tensors: Sequence[tuple[Owner, torch.Tensor, int | None]]) -> Own
 
 
 def versions_now(tensors: Sequence[tuple[Owner, torch.Tensor, int]]) -> list[tuple[Owner, torch.Tensor, int]]:
-    """The same with the version that each tensor has now."""
+    """These tensors, each with the version that it has now."""
     return [(owner, tensor, tensor._version) for owner, tensor, _ in tensors]
 
 

@@ -90,6 +90,9 @@ class Walk:
         self.fields: set[str] = set()  # attributes of what is computed or given
         self.functions: dict[int, tuple[str, object]] = {}  # their names and syntax trees
         self._calls: dict[object, Things | None] = {}
+        self._names: dict[
+            object, tuple[frozenset[str], frozenset[str]]
+        ] = {}  # `stored_names` of each function
         self._memo: dict[object, Thing] = {}
         self._recursive: set[object] = set()
         self._torchs: set[int] = set()
@@ -151,7 +154,7 @@ class Walk:
     # What is found in places
 
     def _value(self, x: object, path: str) -> Things:
-        """What stands in a place."""
+        """The Things that an object in a place is; refused where it may not be read."""
         if isinstance(x, CONSTANTS) or x is MISSING:
             return DATA
         if isinstance(x, tuple) and type(x) is not torch.Size:
@@ -177,7 +180,7 @@ class Walk:
     def _name(self, name: str, scope: Scope) -> Things:
         s: Scope | None = scope
         while s is not None:
-            if name in stored_names(s.node)[0]:
+            if name in s.names[0]:
                 return s.variables.get(name, NOTHING if s is scope else DATA)
             if s.around is None:
                 break
@@ -375,7 +378,7 @@ class Walk:
         return self._items(everything) | results if calls or is_in(f, GIVING) else DATA
 
     def _called_back(self, things: Things, *, modules: bool) -> Things:
-        """What functions give that are given to others: these may call them, with what is given besides."""
+        """The results of functions that are given to others: these may call them, with what is given besides."""
         results = DATA
         for thing in things:
             function = isinstance(thing.object, (FunctionType, Local, Bound, functools.partial))
@@ -397,7 +400,7 @@ class Walk:
         return frozenset({self._once(("row", parts), lambda: Row(parts), "a tuple")})
 
     def _items(self, things: Things) -> Things:
-        """What iterating over any of these gives: the parts of containers of modules."""
+        """The items of any of these: the parts of containers of modules."""
         out = set(things)
         for thing in things:
             x: object = thing.object
@@ -546,7 +549,10 @@ class Walk:
         path: str,
         defaults: Mapping[str, Things | str] | None = None,
     ) -> Things:
-        variables = self._parameters(node, args, kwargs, spread, defaults)
+        if node not in self._names:
+            self._names[node] = stored_names(node)
+        names = self._names[node]
+        variables = self._parameters(node, names[0], args, kwargs, spread, defaults)
         outside = () if around is None else tuple(around.variables.items())
         key = (id(node), id(around), outside, tuple(map(id, cells.values())), tuple(variables.items()))
         if key in self._calls:
@@ -556,7 +562,7 @@ class Walk:
                 return DATA
             return result
         self._calls[key] = None
-        scope = Scope(node, globals_, cells, around, path, variables)
+        scope = Scope(node, globals_, cells, around, path, names, variables)
         line = self._line
         body = (
             node.body
@@ -577,7 +583,7 @@ class Walk:
         return result
 
     def _parameters(
-        self, node: Any, args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool,
+        self, node: Any, stored: frozenset[str], args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool,
         defaults: Mapping[str, Things | str] | None,
     ) -> dict[str, Things]:  # fmt: skip
         a = node.args
@@ -595,7 +601,7 @@ class Walk:
                 default = (defaults or {}).get(x.arg, NOTHING)
                 default = self.refuse(default) if isinstance(default, str) else default
                 variables[x.arg] = (rest | default) or DATA
-        return {name: v for name, v in variables.items() if name in stored_names(node)[0]}
+        return {name: v for name, v in variables.items() if name in stored}
 
     # Statements
 
@@ -675,9 +681,9 @@ class Walk:
     def _assign(self, target: Any, value: Things, scope: Scope) -> None:
         match target:
             case ast.Name():
-                if target.id in stored_names(scope.node)[0]:
+                if target.id in scope.names[0]:
                     scope.variables[target.id] = scope.variables.get(target.id, NOTHING) | value
-                elif scope.around is None or target.id in stored_names(scope.node)[1]:
+                elif scope.around is None or target.id in scope.names[1]:
                     self.refuse(f"changes {target.id}, which is not its own")
             case ast.Tuple() | ast.List():
                 for i, part in enumerate(target.elts):
@@ -718,7 +724,7 @@ class Walk:
     # Expressions
 
     def eval(self, e: Any, scope: Scope) -> Things:
-        """What an expression may stand for."""
+        """The Things that an expression may stand for."""
         match e:
             case ast.Constant():
                 return DATA

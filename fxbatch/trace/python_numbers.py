@@ -254,7 +254,7 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
 
 
 def _lift_rows(recorder: RecordedCalls, v: Value) -> tuple[Entry, int, dict[int, int]]:
-    """What all rows of values of this type have in common in a minibatch: the entry of `v[index]`, how many there are,
+    """For all rows of values of this type in a minibatch: the entry of `v[index]`, how many there are,
     and the numbers of the values that indices are (by the index, for all types of one device)."""
     t = recorder.type_of(v)
     lifted = recorder.number(0, torch.int64, t.device)

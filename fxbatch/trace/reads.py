@@ -1,4 +1,4 @@
-"""What a body reads besides its tensors, and why it is no operation where its code is not plain (`plain_body`).
+"""The places that a body reads besides its tensors, and why it is no operation where it is not plain (`plain_body`).
 
 In: a module, a function. Out: its Reads: a key that is equal exactly where the body does the same, and the places whose
 numbers, functions and classes it reads.
@@ -6,7 +6,7 @@ numbers, functions and classes it reads.
     reads = Reads.of_module(module)
     reads.opaque                     # "calls print() (model.py:12)"; "" for a plain body
     reads.key                        # part of the key of the operation
-    reads.unchanged()                # whether every place holds what it held
+    first_changed(reads.items)       # None while every place holds what it held
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from fxbatch.caches import guard
-from fxbatch.trace.places import Item, first_changed, put, same
+from fxbatch.trace.places import Item, put
 from fxbatch.trace.plain_body import Walk
 from fxbatch.trace.plain_objects import CONSTANTS
 from fxbatch.trace.source import digest
@@ -36,7 +35,7 @@ def _is_number(x: object) -> bool:
 
 
 def _token(x: object) -> object:
-    """What a place holds, as a key: equal for what is equal to a body."""
+    """The content of a place as a key: equal for what is equal to a body."""
     if isinstance(x, tuple) and type(x) is not torch.Size:
         return (type(x), *map(_token, x))
     if isinstance(x, MethodType):
@@ -52,7 +51,7 @@ def _token(x: object) -> object:
 
 
 class Reads:
-    """What a body reads besides its tensors, as it was when this was made; and why it is not plain."""
+    """The places that a body reads besides its tensors, with their content then; and why it is not plain."""
 
     __slots__ = ("fields", "functions", "items", "key", "names", "opaque", "roots")
 
@@ -96,14 +95,14 @@ class Reads:
         return Reads(Roots(module, "forward", function, loose=True))
 
     def again(self) -> Reads:
-        """The same body looked at again, as things are now."""
+        """A new look at the body, as things are now."""
         changed = [x for x in self.items if not x.holds()]
         if changed and all(_is_number(x.value) and _is_number(x.now()) for x in changed):
             return self._with_numbers()
         return Reads(self.roots)
 
     def _with_numbers(self) -> Reads:
-        """The same with the numbers that are in its places now: they don't decide what is read."""
+        """These Reads with the numbers that are in the places now: they don't decide what is read."""
         reads = object.__new__(Reads)
         for name in Reads.__slots__:
             setattr(reads, name, getattr(self, name))
@@ -111,29 +110,14 @@ class Reads:
         reads.key = reads._key()
         return reads
 
-    @guard("places")
-    def unchanged(self) -> bool:
-        """Whether every place still holds what it held."""
-        return first_changed(self.items) is None
-
     def guards(self) -> Guards:
-        """What C compares at each call: places that user code may change between two calls without being seen."""
+        """For C, to be compared at each call: places that user code may change between two calls without being seen."""
         far = [x for x in self.items if x.far]
         return tuple([part for x in far for part in (x.holder, x.name, x.now())])
 
     def near(self) -> bool:
         """Whether those places hold what they held."""
         return all(x.holds() for x in self.items if x.far)
-
-    @guard("places")
-    def differs_from(self, other: Reads) -> str:
-        """The name of the first place where another look found something else, "" if there is none."""
-        before = {x.path: x for x in self.items}
-        for item in other.items:
-            was = before.get(item.path)
-            if was is None or was.kind != item.kind or not same(was.value, item.value):
-                return item.path
-        return ""
 
     def changes(self) -> list[tuple[Item, object]]:
         """The places that hold something else than they held, with what they hold now."""
@@ -152,7 +136,7 @@ class Reads:
                 put(item, now)
 
     def lines(self) -> tuple[str, ...]:
-        """The same as text that does not depend on the process: for traces that are kept."""
+        """The places with their content, as text that does not depend on the process: for traces that are kept."""
         places = {f"{x.path}: {_text(x.value)}" for x in self.items}
         return tuple(sorted(places | {f"{name} {digest(node)}" for name, node in self.functions}))
 

@@ -52,7 +52,6 @@ def syntax_of(function: FunctionType) -> Any:
     return fitting[0] if len(fitting) == 1 else None
 
 
-@cached("names of a function")
 def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The local variables of a function, and those that it declares to be others'."""
     stored, others = set(names_of_arguments(node.args)), set[str]()
@@ -87,6 +86,5 @@ def yields(statement: Any) -> bool:
     return False
 
 
-@cached("digests of functions")
 def digest(node: Any) -> str:
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]

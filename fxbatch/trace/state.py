@@ -1,4 +1,4 @@
-"""What this thread is tracing: its recorder and modes, columns that C and Python share, greenlets that run instances.
+"""The state of a thread that traces: recorder, modes, columns that C and Python share, greenlets that run instances.
 
 with tracing(recorder):        # this thread's current recorder
     fn(instance)
@@ -110,7 +110,7 @@ def tracing(recorder: object) -> Iterator[None]:
 
 
 def settings_now() -> tuple[object, ...]:
-    """What a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
+    """Settings that a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
     return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()
 
 

@@ -1,4 +1,4 @@
-"""What the names in a body stand for, while its code is walked (`plain_body`).
+"""Things: objects that the names in a body stand for, while its code is walked (`plain_body`).
 
 In: objects that names lead to. Out: Things, compared by identity, in sets.
 
@@ -51,7 +51,7 @@ class Bound:
 
 @dataclasses.dataclass(eq=False)
 class Parent:
-    """What `super()` gives: the classes after one, for a module."""
+    """The result of `super()`: the classes after one, for a module."""
 
     after: type
     module: torch.nn.Module
@@ -66,6 +66,7 @@ class Scope:
     cells: dict[str, Any]
     around: Scope | None
     path: str
+    names: tuple[frozenset[str], frozenset[str]]  # `stored_names`
     variables: dict[str, Things] = dataclasses.field(default_factory=dict)
     results: Things = NOTHING
 
@@ -87,7 +88,7 @@ class Row:
 
 
 class Roots(NamedTuple):
-    """What is looked at."""
+    """The module or function that is looked at, and how."""
 
     module: torch.nn.Module | None
     method: str

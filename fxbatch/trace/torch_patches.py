@@ -1,4 +1,4 @@
-"""What is changed in torch while some thread traces, and put back afterwards, exceptions or not.
+"""Changes to torch while some thread traces, put back afterwards, exceptions or not.
 
 with patched():
     ...             # nn.Module calls, custom autograd functions and torch.tensor know Values
@@ -257,7 +257,7 @@ class patched:
 
     @classmethod
     def put(cls) -> None:
-        """What the first use does."""
+        """Put the patch in place, at its first use."""
         let_dynamo_read_torch()
         put_attributes(_entries(), cls.saved)
         quicken_modules(True)
@@ -293,8 +293,8 @@ def _entries() -> Entries:
 
 
 def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., object]:
-    """What a function that torch.compile made asks: where values are, and in bodies, it is the Python that it was
-    made from, which is recorded call by call."""
+    """`ask`, which functions that torch.compile made call, answered by `answer` where values are, and in bodies: then
+    the Python that they were made from is recorded call by call."""
 
     def asked(*args: object) -> object:
         plain = state.recorder is not None or bodies.running or not memory_is_real()
@@ -311,7 +311,7 @@ _RECORDED = (Value, WrittenTensor)
 
 
 class _Refused(threading.local):
-    """What this thread raises of a torch.autograd.Function that meets fake tensors; None: nothing."""
+    """The error that this thread raises where a torch.autograd.Function meets fake tensors; None: none."""
 
     error: Callable[[str], Exception] | None = None
 
@@ -473,8 +473,8 @@ def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     plain(self, name)
 
 
-@stands_for(torch._C.ScriptFunction, "__call__")
-@stands_for(torch._C.ScriptMethod, "__call__")
+@stands_for(torch.jit.ScriptFunction, "__call__")
+@stands_for(torch.ScriptMethod, "__call__")
 def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **kwargs: object) -> Any:
     """Calls of compiled code, which `Value.__torch_function__` does not hear of."""
     if any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):

@@ -49,7 +49,6 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value
-from fxbatch.views import program_to_fx, program_to_networkx
 
 
 @dataclass(frozen=True)
@@ -267,14 +266,6 @@ class Trace:
             table, model = self.live if table is None else (table, self.live[1])
         recording = merge([self], SignatureTable() if table is None else table, model)
         return recording.pending_program(recording.output_ids())
-
-    def to_fx(self, model: torch.nn.Module | None = None) -> torch.fx.GraphModule:
-        """An executable graph of this instance, operations as call_module nodes."""
-        return program_to_fx(self.program(model))
-
-    def to_networkx(self, model: torch.nn.Module | None = None) -> object:
-        """The calls as a networkx.MultiDiGraph."""
-        return program_to_networkx(self.program(model))
 
     def __str__(self) -> str:
         lines, value, at = [], 0, 0

@@ -419,7 +419,7 @@ class Value(torch.Tensor):
 
 
 class RecordedGradient:
-    """What `grad_fn` of a value is: there will be a gradient function once the minibatch has run."""
+    """Stands for `grad_fn` of a value: there will be a gradient function once the minibatch has run."""
 
     def name(self) -> str:
         return "RecordedBackward"
@@ -569,7 +569,7 @@ class MetTensors:
         self._rows.append((t, v, None if t.is_inference() else t._version, v._type))
 
     def exchange(self, t: torch.Tensor, other: torch.Tensor) -> object:
-        """What was met was the other; its value and place, or None."""
+        """Note that the tensor which was met as `t` is `other`; its value and place, or None."""
         place = self._last.pop(id(t), None)
         if place is None:
             return None
@@ -635,7 +635,7 @@ def recorded_with(recorder: Any, grad: bool) -> Iterator[None]:
 
 
 def refresh(v: Value) -> Value:
-    """The same value, with its content as it is now: a view of what was written to is recorded anew."""
+    """A value with its content as it is now: a view of what was written to is recorded anew."""
     if hasattr(v, "_rows"):
         _put_rows(v)
     view: View | None = getattr(v, "_view", None)
@@ -703,7 +703,7 @@ RECORD = "_fxbatch_written"
 
 
 class Written:
-    """What a tensor that was written to stands for, and what it was."""
+    """The value that a tensor stands for which was written to, and the tensor that it was."""
 
     __slots__ = ("before", "instance", "value")
 
@@ -723,7 +723,7 @@ class Written:
 
 
 class WrittenTensor(torch.Tensor):
-    """What a user's tensor is between a write of a value to it and the end of the call."""
+    """The class of a user's tensor between a write of a value to it and the end of the call."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -759,7 +759,7 @@ def _attribute(asked: Any) -> str:
 
 
 def value_of(t: torch.Tensor) -> Value:
-    """What a WrittenTensor stands for."""
+    """The value that a WrittenTensor stands for, as it is now."""
     written: Written = vars(t)[RECORD]
     return written.value
 

@@ -54,12 +54,12 @@ _RESHAPING = ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
 
 
 def copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What `x.copy_(source)` makes of x."""
+    """The tensor that x is after `x.copy_(source)`."""
     return source.to(x.dtype).expand(x.shape).clone()
 
 
 def zeroed(x: torch.Tensor) -> torch.Tensor:
-    """What `x.zero_()` makes of x."""
+    """The tensor that x is after `x.zero_()`."""
     return torch.zeros_like(x)
 
 
@@ -197,7 +197,7 @@ def written_call(arguments: Arguments, entry: Entry) -> object:
 
 
 def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> object:
-    """What the eager call returns: written tensors are the user's own objects."""
+    """The result of the eager call: written tensors are the user's own objects."""
     write = entry.write
     assert write is not None
     left = iter(rest)
@@ -448,7 +448,7 @@ def _let_go_of_views(recorder: RecordedCalls, t: torch.Tensor) -> None:
 
 
 def _exchanged(t: torch.Tensor) -> torch.Tensor | None:
-    """What a tensor was, as another object, the tensor itself without memory; None where something holds its memory."""
+    """The tensor as it was, as another object, itself without memory; None where something holds its memory."""
     stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         WrittenTensor, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
     )
@@ -490,7 +490,7 @@ def _why_not(t: torch.Tensor, users: int = 1) -> str:
 
 
 def _exchange(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> None:
-    """What was recorded of the tensor until now is of what it was."""
+    """Let what was recorded of a tensor until now be of `before`, which has its memory."""
     met = recorder.constants.exchange(t, before)
     if met is None:
         return

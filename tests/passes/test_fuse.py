@@ -15,9 +15,9 @@ from fxbatch.passes import fuse as find_blocks
 from fxbatch.passes.fuse import Fuser, Stream
 from fxbatch.passes.schedule import batch_by_lookahead, lower_bound
 from fxbatch.verify import verify_program, verify_schedule
-from tests.passes.fusion_models import Functions
+from tests.passes.fusion_models import HIDDEN, Functions
 from tests.passes.reference import results_by_hand
-from tests.programs import programs, random_tree
+from tests.programs import ProgramBuilder, programs, random_tree
 
 
 def names(program: Program) -> Counter[str]:
@@ -114,6 +114,40 @@ def test_a_value_that_turns_out_to_be_needed_becomes_an_output() -> None:
     value = int(program.first_value[gate])
     more = dataclasses.replace(program, outputs=torch.tensor([*program.outputs, value]).numpy())
     check_same(more, fuser(more))
+
+
+def cells(functions: Functions, same: list[bool], order: list[int] | None = None) -> Program:
+    """tanh(a) * sigmoid(b), one an instance; a and b are one value where `same` says so. order: the instances of the
+    calls, one after another."""
+    build, outputs = ProgramBuilder(len(same)), []
+    for k, one in enumerate(same):
+        i = k if order is None else order[k]
+        a = build.constant(torch.randn(HIDDEN), instance=i)
+        b = a if one else build.constant(torch.randn(HIDDEN), instance=i)
+        x = functions.call(build, i, "tanh", torch.tanh, a)
+        y = functions.call(build, i, "sigmoid", torch.sigmoid, b)
+        outputs.append(functions.call(build, i, "mul", torch.mul, x, y))
+    return build.program(*outputs)
+
+
+def test_what_was_one_input_becomes_two_where_it_is_no_more() -> None:
+    functions, fuser = Functions(), Fuser()
+    inputs = []
+    for same in ([True] * 12, [True] * 11 + [False], [True] * 12):
+        program = cells(functions, same)
+        fused = fuser(program)
+        check_same(program, fused)
+        signature = next(s for s in fused.signatures if s.operation.kind == "graph")
+        inputs.append(len(signature.inputs))
+        assert names(fused)[signature.name] == 12 and len(signature.operation.target.members) == 3
+    assert inputs == [1, 2, 2]
+
+
+def test_calls_that_do_not_stand_instance_after_instance_are_left_alone() -> None:
+    functions, fuser = Functions(), Fuser()
+    assert len(fuser(cells(functions, [True] * 12))) < 12 * 4
+    mixed = cells(functions, [True] * 12, order=[*range(6), *reversed(range(6, 12))])
+    assert fuser(mixed) is mixed
 
 
 def test_few_occurrences_are_no_evidence() -> None:

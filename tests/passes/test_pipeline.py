@@ -33,6 +33,8 @@ def test_records_say_what_each_pass_did() -> None:
         len(after),
     )
     assert fuse.after == deduplicate.before > deduplicate.after
+    constants = [sum(p.signatures[s].operation.kind == "constant" for s in p.sig) for p in (program, after)]
+    assert fuse.constants == 0 and deduplicate.constants == constants[0] - constants[1] > 0
     assert fuse.seconds > 0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxbatch
+from fxbatch.ir import signature_columns
 from fxbatch.passes import unstack_rows as unstack_rows_module
 from fxbatch.passes import unstack_sums
 from fxbatch.passes.unstack_rows import unstack_rows
@@ -37,7 +38,8 @@ def test_a_program_before_and_after() -> None:
 
 def test_what_is_kept_of_signatures_is_apart_for_functions_of_one_name() -> None:
     signatures = (STACKS[3], ROW)
-    assert len(unstack_sums._kinds(signatures)) == 0 and len(unstack_rows_module._kinds(signatures)) == 3
+    columns = signature_columns(signatures)
+    assert len(unstack_sums._kinds(columns)) == 0 and len(unstack_rows_module._kinds(columns)) == 3
 
 
 def first_and_last(self: Any, xs: Any) -> Any:

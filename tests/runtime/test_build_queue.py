@@ -148,12 +148,12 @@ def test_what_few_instances_call_waits_and_is_built_once_it_has_taken_long(clock
 
 def test_what_waits_is_bounded() -> None:
     queue = BuildQueue()
-    queue._once.most = queue._again.most = 10
+    queue._waiting.most = 10
     for _ in range(2):
         with queue.minibatch(8):
             for k in range(30):
                 queue.put(k, Late(0.0), lambda _: None)
-    assert len(queue._once) + len(queue._again) <= 20
+    assert len(queue._waiting) <= 10
 
 
 class Layers(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 import fxbatch
 from fxbatch import ir
 from fxbatch.runtime import operation_cache as module
-from fxbatch.runtime.operation_cache import ENOUGH_CALLS, MANY_NEW, REASON, CompiledOperation, Postponed
+from fxbatch.runtime.operation_cache import ENOUGH_CALLS, MANY_NEW, REASON, CompiledOperation, MetSignatures
 from tests.oracle import check_equal
 
 
@@ -21,20 +21,20 @@ def signatures(count: int) -> list[ir.Signature]:
 
 def test_few_are_built_at_once_and_many_wait_for_their_turn() -> None:
     found = signatures(MANY_NEW + 2)
-    postponed = Postponed()
-    assert postponed.choose(found[:MANY_NEW], [1] * MANY_NEW) == frozenset()
-    postponed = Postponed()
-    assert postponed.choose(found[:-1], [3] * (MANY_NEW + 1)) == frozenset(range(MANY_NEW + 1))
-    assert postponed.choose(found[-1:], [1]) == {0}  # one more shape of a model that has had many
-    assert postponed.choose(found[:2], [ENOUGH_CALLS, 1]) == {0, 1}
-    assert postponed.choose(found[:2], [1, 1]) == {1}  # the first has earned its graphs
-    assert postponed.choose(found[:2], [1, 0]) == frozenset()
+    met = MetSignatures()
+    assert met.put_off(found[:MANY_NEW], [1] * MANY_NEW) == frozenset()
+    met = MetSignatures()
+    assert met.put_off(found[:-1], [3] * (MANY_NEW + 1)) == frozenset(range(MANY_NEW + 1))
+    assert met.put_off(found[-1:], [1]) == {0}  # one more shape of a model that has had many
+    assert met.put_off(found[:2], [ENOUGH_CALLS, 1]) == {0, 1}
+    assert met.put_off(found[:2], [1, 1]) == {1}  # the first has earned its graphs
+    assert met.put_off(found[:2], [1, 0]) == frozenset()
 
 
 def test_tables_are_bounded() -> None:
-    postponed = Postponed(most=10)
-    postponed.choose(signatures(MANY_NEW + 5), [1] * (MANY_NEW + 5))
-    assert len(postponed._calls) == 10
+    met = MetSignatures(most=10)
+    met.put_off(signatures(MANY_NEW + 5), [1] * (MANY_NEW + 5))
+    assert len(met) == 10
 
 
 class Sentence:

@@ -43,7 +43,7 @@ def assert_bounded(engine: Engine, signatures: int, operations: int, a_call: int
     assert len(engine.table) <= signatures + a_call
     assert len(engine.table.entries) <= signatures + a_call
     assert len(engine.operations) <= operations
-    assert len(engine._sticky) <= operations
+    assert len(engine.met) <= operations
     assert engine.structures.bytes <= engine.structures.entries.most
 
 
@@ -62,7 +62,7 @@ def many_signatures(
     made = model(forward, {"a": nn.Linear(4, 4)}, fuse=False, schedule="depth")
     engine = engine_of(made)
     engine.table.limit = signatures
-    engine.operations._entries.most = engine._sticky.most = operations
+    engine.operations._entries.most = engine.met._met.most = operations
     x, sizes = torch.randn(2, 4), []
     for start in range(0, count, a_call):
         batch = [(x, k) for k in range(start, start + a_call)]
