@@ -54,8 +54,8 @@ static int rewrite(PyObject *recorder, PyObject *v, PyObject *entry, const Input
 }
 
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
-static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
-                               PyObject *names, int views)
+static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
+                            PyObject *names, int views)
 {
     CallTable *table = table_of(recorder);
     Arguments a;
@@ -81,6 +81,26 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
     }
     arguments_free(&a);
     return result;
+}
+
+/* Nanoseconds that `known_call` took in this thread, counted once somebody in it has asked. */
+static _Thread_local int64_t recording_ns;
+static _Thread_local int is_timed;
+
+static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
+                               PyObject *names, int views)
+{
+    _PyTime_t begun = is_timed ? _PyTime_GetPerfCounter() : 0;
+    PyObject *result = known_call(recorder, func, args, n, names, views);
+    if (is_timed)
+        recording_ns += _PyTime_GetPerfCounter() - begun;
+    return result;
+}
+
+static PyObject *seconds_of_recording(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    is_timed = 1;
+    return PyFloat_FromDouble(1e-9 * (double)recording_ns);
 }
 
 /* A function that writes to its first argument, by the same function that doesn't; NULL without an error where it is for
@@ -535,6 +555,7 @@ static PyMethodDef functions[] = {
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
     {"recorded_before", (PyCFunction)(void (*)(void))recorded_before, METH_FASTCALL, "recorded_before(recorder, func, args, kwargs)"},
+    {"seconds_of_recording", seconds_of_recording, METH_NOARGS, "What recording known calls took in this thread, counted from the first asking on."},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
      "Value.__torch_function__: calls that were met before, else Python's."},
     {"has_torch_function", (PyCFunction)(void (*)(void))has_torch_function, METH_FASTCALL | METH_KEYWORDS,

@@ -78,7 +78,7 @@ class Statistics:
     def lines(self) -> dict[str, int]:
         """The user's lines that asked, and how often."""
         counts: dict[str, int] = {}
-        for place, count in self._places.values():
+        for place, count in list(self._places.values()):
             line = line_of(place)
             counts[line] = counts.get(line, 0) + count
         return counts
