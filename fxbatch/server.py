@@ -21,12 +21,11 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import greenlet
 import torch
 
 from fxbatch.decorator import Autobatched, find_autobatched
@@ -50,17 +49,14 @@ from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
 from fxbatch.server_stats import Counts, ServerStats
-from fxbatch.trace.held import Held
-from fxbatch.trace.minibatch import Execution, Recording, Statistics
+from fxbatch.trace.minibatch import Statistics
 from fxbatch.trace.ongoing import OngoingRecording
 from fxbatch.trace.places import versions_now, written_to
 
 _FOREVER = float("inf")
-_MOST_BEGUN = 3
-_GAPS, _LONGEST_GAP = (
-    32,
-    4,
-)  # so many arrivals say how fast requests come; a gap counts as so many max_wait at most
+_MOST_BEGUN = 3  # times that a request begins anew as the model is changed, before the loop serves it
+_GAPS = 32  # arrivals that say how fast requests come
+_LONGEST_GAP = 4  # a gap between two counts as so many max_wait at most
 
 
 class _ReplacedError(InPlaceError):
@@ -90,52 +86,9 @@ class _OngoingRun(Run):
         self.counts.lap("kernels")
 
     def real(self, results: list[object]) -> list[object]:
-        """See OngoingExecution. They are tensors of inference_mode, as no gradient goes through them."""
+        """See OngoingExecution."""
         with torch.inference_mode():
             return separate(Results(results), lambda ids: ids, lambda ids: [*map(self.rows, ids)])
-
-    def give(self, held: Held) -> None:
-        """See OngoingExecution."""
-        held.together(lambda ids: [*map(self.rows, ids)], lambda ids: ids, apart=False)([])
-
-
-class ServerEngine(Engine):
-    """The engine of a server: it knows whether instances wait, and times the parts of a batch."""
-
-    def __init__(self, decorated: Autobatched, root: torch.nn.Module | None, counts: Counts) -> None:
-        super().__init__(decorated.options, root)
-        self.table.forward = decorated.fn
-        self.packed = PackedRoute(replace(self.options, return_exceptions=False), root, self.queue.may_build)
-        self.counts = counts
-        self.waits: bool | None = None  # whether instances wait for values, as far as that is known
-
-    def execution(self, before: Execution | None = None) -> Any:
-        """The state of a new minibatch, or of a recording that goes on. before: the state until now, whose parameters
-        this one reads."""
-        run = super().execution()
-        if type(run) is Run:
-            run = _OngoingRun(self, grad=False)
-            run.table, run.resolver, run.places, run.counts = self.table, None, {}, self.counts
-            if isinstance(before, _OngoingRun):
-                run.operands, run.places = before.operands, before.places
-        return run
-
-    def why_loop(self) -> str:
-        """Why the plain loop serves requests, one at a time; "" where it doesn't."""
-        if self.options.adaptive == "loop":
-            return "adaptive='loop'"
-        return (surroundings() or self.refusals.reason(training=self.training)) if self.may_loop else ""
-
-    def parameters_now(self) -> list[tuple[int, int]]:
-        """Which parameters the model has, and how often each was written to."""
-        parameters = () if self.root is None else self.root.parameters()
-        return [(id(p), -1 if p.is_inference() else p._version) for p in parameters]
-
-    def record(self, *args: Any, **kwargs: Any) -> Recording:
-        recording = super().record(*args, **kwargs)
-        self.waits = self.waits or recording.statistics.suspensions > 0
-        self.counts.lap("python")
-        return recording
 
 
 @dataclass(slots=True, eq=False)
@@ -171,12 +124,6 @@ class Server:
     `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
     `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
 
-    Arguments:
-        target: a decorated model, method or function.
-        max_batch: how many requests run at a time.
-        max_wait: seconds that a request waits for others, where the forward doesn't wait for values.
-        max_queue: how many requests may wait to begin.
-
     Example:
         >>> server = fxbatch.live(model).start()
         >>> futures = [server.submit([1, 2]), server.submit([3])]
@@ -202,7 +149,11 @@ class Server:
         self.decorated = Autobatched(found.fn, replace(found.options, out="list", return_exceptions=True))
         root = self.owner if isinstance(self.owner, torch.nn.Module) else None
         self._counts, self._waits = Counts(), Statistics(0)
-        self.engine = ServerEngine(self.decorated, root, self._counts)
+        self.engine = Engine(self.decorated.options, root)
+        self.engine.table.forward = found.fn
+        self.engine.packed = PackedRoute(
+            replace(found.options, out="list"), root, self.engine.queue.may_build
+        )
         self._ready = threading.Condition()  # holds what follows
         self._queue: deque[_Request] = deque()
         self._thread: threading.Thread | None = None
@@ -329,7 +280,7 @@ class Server:
         how = f"in minibatches of what comes within {self.max_wait:g} s, of up to {self.max_batch}"
         if self._why_loop:
             how = f"one at a time, by the plain loop: {self._why_loop}"
-        elif self.engine.waits:
+        elif self._waits.suspensions:
             how = f"as they come: a request joins at the next phase; up to {self.max_batch} at a time"
         stats = self.stats()
         lines = [
@@ -366,11 +317,11 @@ class Server:
         with self._ready:
             self._open, left = False, [*self._running.values(), *self._queue]
             self._queue.clear()
-        recording, self._recording = self._recording, None
         try:
-            if recording is not None:
-                recording.fail()
+            if self._recording is not None:
+                self._recording.fail()
         finally:
+            self._recording = None
             for request in left:
                 if isinstance(error, StoppedError):
                     request.future.cancel()
@@ -385,27 +336,34 @@ class Server:
                 return None
             over, begin = self._drop(), list[_Request]()
             room = (1 if self._why_loop else self.max_batch) - len(self._running)
-            while self._queue and len(begin) < room:
+            while self._queue and len(begin) < room and not (begin and begin[0].change):
                 if self._queue[0].change and (self._running or begin):
-                    break
+                    break  # a change is alone
                 begin.append(self._queue.popleft())
-                if begin[0].change:
-                    break
         for request in over:
             self._answer(request, DeadlineError("the timeout of this request is over"))
         return begin
 
     def _seconds_to_wait(self) -> float:
         """How long there is nothing to do, unless something comes."""
-        if self._running or not self._open or self._cancelled:
+        if self._recording is not None or not self._open or self._cancelled:
             return 0.0
         if not self._queue:
             return _FOREVER
-        self._why_loop = self.engine.why_loop()
-        at_once = self._why_loop or self.engine.waits or self._gap > self.max_wait or self._queue[0].change
+        self._why_loop = self._reason_for_the_loop()
+        at_once = (
+            self._why_loop or self._waits.suspensions or self._gap > self.max_wait or self._queue[0].change
+        )
         if at_once or len(self._queue) >= self.max_batch:
             return 0.0
         return min(self._queue[0].arrived + self.max_wait, self._earliest) - time.perf_counter()
+
+    def _reason_for_the_loop(self) -> str:
+        """Why the plain loop serves requests, one at a time; "" where it doesn't."""
+        engine = self.engine
+        if engine.options.adaptive == "loop":
+            return "adaptive='loop'"
+        return (surroundings() or engine.refusals.reason(training=engine.training)) if engine.may_loop else ""
 
     def _drop(self) -> list[_Request]:
         """Take out requests that were cancelled, and those whose time is up."""
@@ -431,9 +389,7 @@ class Server:
             self._say_loop_runs(self._why_loop)
             for request in requests:
                 self._alone(request)
-        elif requests and not self._running and not self.engine.waits and self._minibatch(requests):
-            pass
-        elif requests or self._running:
+        elif requests or self._recording is not None:
             try:
                 self._phase(requests)
             except Exception as error:  # noqa: BLE001 - each request begins anew, or has it
@@ -449,107 +405,86 @@ class Server:
     def _arguments(self, request: _Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (request.args if self.owner is None else (self.owner, *request.args)), request.kwargs
 
-    # -- forwards that don't wait, and the loop ---------------------------------------------------------
-
-    def _minibatch(self, requests: list[_Request]) -> bool:
-        """Run requests together to their end; False where the forward may wait for values."""
-        engine, n = self.engine, len(requests)
-        instances = [self._arguments(request) for request in requests]
-        try:
-            with torch.inference_mode():
-                if engine.waits is None:
-                    results: Any = engine.packed.call(self.decorated.fn, instances, "list")
-                    if results is NOT_PACKED:
-                        return False
-                else:
-                    before = engine.parameters_now()
-                    results = self.decorated.run(engine, self.owner, instances)
-                    if engine.parameters_now() != before:  # somebody has written to them meanwhile
-                        results = self.decorated.run(engine, self.owner, instances)
-        except TraceError as error:
-            if engine.waits is None:
-                return False
-            results = [error] * n
-        except Exception:  # noqa: BLE001 - it belongs to one of them
-            results = [self._by_the_loop(request) for request in requests]
-        engine.waits = engine.waits or False
-        self._counts.lap("results" if self._counts.has_lap("kernels") else "whole")
-        for request, result in zip(requests, results, strict=True):
-            self._answer(request, result)
-        self._counts.lap("results")
-        self._counts.end(n, joined=n, left=n, calls=0)
-        return True
+    # -- one at a time ----------------------------------------------------------------------------------
 
     def _alone(self, request: _Request) -> None:
         """Serve a request by the plain loop."""
-        self._answer(request, self._by_the_loop(request))
-        self._counts.lap("whole")
-        self._counts.end(1, joined=1, left=1, calls=0)
-
-    def _by_the_loop(self, request: _Request) -> Any:
-        """What the plain loop gives for a request, or raises."""
-        self._counts.of["looped"] += 1
         try:
             with torch.inference_mode():
-                return self.decorated.loop([self._arguments(request)])[0]
+                result = self.decorated.loop([self._arguments(request)])[0]
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
-            return error
+            result = error
+        self._counts.of["looped"] += 1
+        self._answer(request, result)
+        self._counts.lap("whole")
+        self._counts.end(1, joined=1, left=1, calls=0)
 
     def _say_loop_runs(self, reason: str, besides: str = "") -> None:
         if self.engine.options.adaptive != "loop":
             with contextlib.suppress(LoopWarning):  # as an error it would end the server
                 self.decorated.say_loop_runs(self.engine, reason, besides)
 
-    # -- forwards that wait ---------------------------------------------------------------------------
+    # -- together ---------------------------------------------------------------------------------------
 
     def _phase(self, requests: list[_Request]) -> None:
         """Let these requests join those that run, and run one phase."""
         if self._recording is None:
+            if self._packed(requests):
+                return
             self._recording = self._new_recording()
-        recording = self._recording
+        recording, counts = self._recording, self._counts
         for request in requests:
             recording.begin(request, *self._arguments(request))
         recording.start()
         took_part, calls = len(recording.tickets), recording.recorder.pending
-        self._counts.lap("python")
-        recording.run()
-        self._deliver(recording)
-        if recording.tickets:
+        counts.lap("python")
+        if recording.parked:
+            recording.run()
+            self._deliver(recording.take())
             recording.go_on()
-            self._counts.lap("python")
-            self._deliver(recording)
-        if took_part:
-            left = took_part - len(recording.tickets)
-            self._counts.end(took_part, joined=len(requests), left=left, calls=calls)
-        if not recording.tickets:
-            recording.close()
+            counts.lap("python")
+            self._deliver(recording.take())
+        else:
+            tickets, closed = recording.close()
+            with torch.inference_mode():
+                results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
             self._recording = None
-            self.engine.waits = self._waits.suspensions > 0
+            self._deliver(zip(tickets, results, strict=True))
+        if took_part:
+            counts.end(took_part, joined=len(requests), left=took_part - len(self._running), calls=calls)
+
+    def _packed(self, requests: list[_Request]) -> bool:
+        """Run requests as one packed graph, where their forward can be; whether it could."""
+        with torch.inference_mode():
+            instances = [self._arguments(request) for request in requests]
+            results: Any = self.engine.packed.call(self.decorated.fn, instances, "list")
+        if results is not NOT_PACKED:
+            self._counts.lap("whole")
+            self._deliver(zip(requests, results, strict=True))
+            self._counts.end(len(requests), joined=len(requests), left=len(requests), calls=0)
+        return results is not NOT_PACKED
 
     def _new_recording(self) -> OngoingRecording:
-        engine, fn = self.engine, self.decorated.fn
+        engine = self.engine
         if mode := surroundings():
             raise TraceError(f"{self.decorated.name} can't be batched here: {mode}")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return fn(*args, **kwargs)
-            except (Exception, greenlet.GreenletExit):
-                raise
-            except BaseException as error:
-                raise _ended(error) from error
-
         roots = () if engine.root is None else (engine.root,)
-        recording = OngoingRecording(
-            forward, engine.table_for_recording(), roots, engine.execution, self.max_batch
-        )
-        recording.statistics = self._waits
-        return recording
+        table = engine.table_for_recording()
 
-    def _deliver(self, recording: OngoingRecording) -> None:
-        """Hand over the results of those that are done."""
+        def new_run(before: _OngoingRun | None) -> _OngoingRun:
+            """The state of a recording, or of its next part, which reads the same parameters."""
+            run = _OngoingRun(engine, grad=False)
+            run.table, run.places, run.counts = table, {}, self._counts
+            if before is not None:
+                run.operands, run.places = before.operands, before.places
+            return run
+
+        return OngoingRecording(self.decorated.fn, table, roots, new_run, self.max_batch, self._waits)
+
+    def _deliver(self, results: Iterable[tuple[_Request, object]]) -> None:
+        """Hand over results."""
         self._counts.lap("planning")
-        for request, result in recording.take():
+        for request, result in results:
             self._answer(request, result)
         self._counts.lap("results")
 

@@ -17,16 +17,7 @@ from itertools import accumulate
 from fxbatch.trace.state import seconds_of_recording
 
 LATENCIES, PHASES = 4096, 32  # the last that percentiles are of, and that `explain` shows
-_COUNTERS = {
-    "requests": "Requests that were taken in.",
-    "done": "Requests that have a result.",
-    "failed": "Requests whose forward raised an exception.",
-    "cancelled": "Requests that were cancelled.",
-    "expired": "Requests whose time was up.",
-    "refused": "Requests that found the queue full.",
-    "looped": "Requests that the plain loop has served.",
-    "phases": "Batches that were run.",
-}
+_COUNTERS = ("requests", "done", "failed", "cancelled", "expired", "refused", "looped", "phases")
 PARTS = ("python", "recording", "planning", "kernels", "results", "whole")
 
 
@@ -46,11 +37,11 @@ class ServerStats:
         waiting: requests in the queue now.
         running: requests that run now.
         batch_sizes: how many batches had so many requests.
-        seconds: of the thread that computes, by what it did. "recording": calls that were met before, as a clock in the
-            recorder's C code counts them; "python": the rest of the time in forwards, so the user's Python, torch's own
-            around its functions, and calls that are met for the first time; "planning"; "kernels"; "results": them and
-            futures; "whole": what has no such parts, served by the plain loop or as one packed graph. Where no
-            extension was compiled, "python" has recording in it.
+        seconds: of the thread that computes, by what it did. "recording": calls that were met before, by a clock in the
+            recorder's C code, which every 17th call reads; "python": the rest of the time in forwards, so the user's
+            Python, torch's own around its functions, and calls that are met for the first time; "planning"; "kernels";
+            "results": them and futures; "whole": what has no such parts, served by the plain loop or as one packed
+            graph. Where no extension was compiled, "python" has recording in it.
         latencies: seconds from arrival to result of the last 4,096 requests that are done, ascending.
 
     Example:
@@ -91,23 +82,22 @@ class ServerStats:
     def prometheus(self) -> str:
         """All of it in the text format that Prometheus reads, named `fxbatch_...`: what a page /metrics gives."""
         sizes = sorted(self.batch_sizes)
-        up_to = [*zip(map(str, sizes), accumulate(self.batch_sizes[size] for size in sizes), strict=True)]
-        batches = sum(self.batch_sizes.values())
-        metrics: list[tuple[str, str, str, dict[str, float]]] = [
-            *[(f"{x}_total", "counter", text, {"": getattr(self, x)}) for x, text in _COUNTERS.items()],
-            ("waiting", "gauge", "Requests in the queue.", {"": self.waiting}),
-            ("running", "gauge", "Requests that run.", {"": self.running}),
-            ("seconds_total", "counter", "Seconds of the thread that computes.",
-             {f'{{part="{part}"}}': seconds for part, seconds in self.seconds.items()}),
-            ("batch_size", "histogram", "Requests of each batch.",
-             {**{f'_bucket{{le="{size}"}}': n for size, n in [*up_to, ("+Inf", batches)]},
-              "_sum": sum(size * n for size, n in self.batch_sizes.items()), "_count": batches}),
-            ("latency_seconds", "gauge", "Seconds from arrival to result, of the last requests.",
-             {f'{{quantile="{q}"}}': self.latency(q) for q in (0.5, 0.95, 0.99)}),
-        ]  # fmt: skip
+        up_to = accumulate(self.batch_sizes[size] for size in sizes)
+        batches, requests = sum(self.batch_sizes.values()), sum(k * n for k, n in self.batch_sizes.items())
+        buckets = {f'_bucket{{le="{size}"}}': n for size, n in zip(sizes, up_to, strict=True)}
+        metrics: dict[tuple[str, str], dict[str, float]] = {
+            **{(f"{name}_total", "counter"): {"": getattr(self, name)} for name in _COUNTERS},
+            ("waiting", "gauge"): {"": self.waiting},
+            ("running", "gauge"): {"": self.running},
+            ("seconds_total", "counter"): {f'{{part="{part}"}}': n for part, n in self.seconds.items()},
+            ("batch_size", "histogram"): {
+                **buckets, '_bucket{le="+Inf"}': batches, "_sum": requests, "_count": batches,
+            },
+            ("latency_seconds", "gauge"): {f'{{quantile="{q}"}}': self.latency(q) for q in (0.5, 0.95, 0.99)},
+        }  # fmt: skip
         lines = []
-        for name, kind, text, samples in metrics:
-            lines += [f"# HELP fxbatch_{name} {text}", f"# TYPE fxbatch_{name} {kind}"]
+        for (name, kind), samples in metrics.items():
+            lines.append(f"# TYPE fxbatch_{name} {kind}")
             lines += [f"fxbatch_{name}{label} {float(number)!r}" for label, number in samples.items()]
         return "\n".join([*lines, ""])
 
@@ -132,13 +122,10 @@ class Counts:
         now, recorded = time.perf_counter(), seconds_of_recording()
         self._parts[part] += now - self._last
         if part == "python":
-            self._parts["recording"] += recorded - self._recorded
-            self._parts["python"] -= recorded - self._recorded
+            recording = min(recorded - self._recorded, now - self._last)
+            self._parts["recording"] += recording
+            self._parts["python"] -= recording
         self._last, self._recorded = now, recorded
-
-    def has_lap(self, part: str) -> bool:
-        """Whether this batch has had such a part."""
-        return self._parts[part] > 0
 
     def end(self, requests: int, *, joined: int, left: int, calls: int) -> None:
         """A batch of so many requests was run: how many came with it, how many left with it, calls that were recorded
@@ -154,10 +141,9 @@ class Counts:
 
     def stats(self, *, waiting: int, running: int) -> ServerStats:
         """The counts so far, as an object that no longer changes. waiting, running: requests at this moment."""
-        counts = {name: self.of[name] for name in _COUNTERS}
         return ServerStats(
-            **counts, waiting=waiting, running=running, batch_sizes=dict(self.batch_sizes), seconds=dict(self.seconds),
-            latencies=tuple(sorted(self.latencies)),
+            **self.of, waiting=waiting, running=running, batch_sizes=dict(self.batch_sizes),
+            seconds=dict(self.seconds), latencies=tuple(sorted(self.latencies)),
         )  # fmt: skip
 
     def table(self) -> list[str]:

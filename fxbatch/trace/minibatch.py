@@ -265,7 +265,7 @@ class Turns:
         self.instances = instances
         self.recorder = recorder
         self.execution = execution
-        self.keep_exceptions = keep_exceptions
+        self.keeps: type[BaseException] | tuple[()] = Exception if keep_exceptions else ()  # as results
         self.changes: ModuleChanges = recorder.changes
         self.changes.refused = self.refuses_changes = known_changes is None
         self.stays = known_changes or ""  # why no instance is left where it waits
@@ -416,18 +416,14 @@ class Turns:
                 if not self.closing:
                     raise
                 return
-            except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
-                self._note(error, instance)
-                if not self.keep_exceptions or isinstance(
-                    error, TraceError
-                ):  # which is not the forward's own
+            except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
+                if isinstance(error, Exception):
+                    self._note(error, instance)
+                if not isinstance(error, self.keeps) or isinstance(error, TraceError):  # which is ours
                     self.failed = error
                     return
                 self.results[instance] = error
                 self._is_done(instance)
-            except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
-                self.failed = error
-                return
             if self.statistics.suspensions != parks:
                 return
 

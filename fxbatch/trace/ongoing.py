@@ -5,10 +5,11 @@ In: the user's forward; a ticket and the arguments of each instance as it comes.
     recording = OngoingRecording(model.forward, table, (model,), execution, slots=64)
     recording.begin(ticket, (model, x), {})
     recording.start()             # up to where each waits for a value, or is done
-    recording.run()               # one phase: what is pending
-    recording.take()              # [(ticket, result), ...] of those that are done
-    recording.go_on()             # those that waited, up to where they wait again, or are done
-    recording.close()             # once nobody runs
+    while recording.parked:
+        recording.run()           # one phase: what is pending
+        recording.take()          # [(ticket, result), ...] of those that are done
+        recording.go_on()         # those that waited, up to where they wait again, or are done
+    recording.close()             # the rest: tickets, and a Recording of a minibatch
 
 Its memory is flat. Calls that have run are forgotten as soon as there are many: values that somebody still refers to
 are constants of the calls to come (`RecordedCalls.begin_anew`), the others are gone. What that takes is in proportion
@@ -18,6 +19,7 @@ to the values that are left, and it is done when there are several times as many
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ import torch
 
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
-from fxbatch.trace.minibatch import Execution, Turns, refuse_foreign_values
+from fxbatch.trace.minibatch import Execution, Recording, Statistics, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
 from fxbatch.trace.objects import has_attributes, leaves_of
 from fxbatch.trace.record import Recorder
@@ -40,13 +42,10 @@ _NOBODY: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
 
 class OngoingExecution(Execution, Protocol):
-    """An Execution that gives results of instances that are done, and what the user holds when all are."""
+    """An Execution that gives results of instances that are done."""
 
     def real(self, results: list[object]) -> list[object]:
         """The results with real tensors in place of values, for which all has run."""
-
-    def give(self, held: Held) -> None:
-        """Real tensors for what the user holds."""
 
 
 class OngoingRecording(Turns):
@@ -61,22 +60,23 @@ class OngoingRecording(Turns):
         roots: Sequence[torch.nn.Module],
         new_execution: Callable[[Any], OngoingExecution],
         slots: int,
+        statistics: Statistics,
     ) -> None:
         """new_execution: gives the state of a new run, after another one. slots: how many instances there may be at a
-        time."""
+        time. statistics: where waits are counted."""
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.copies, recorder.watches_operands = {}, True
         super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(None), True, None)
-        self.alone, self.settings = False, settings_now()
+        self.alone, self.settings, self.statistics = False, settings_now(), statistics
+        self.keeps = BaseException
         self.new_execution = new_execution
         self.tickets: dict[int, Any] = {}  # by slot
-        self.free = list(range(slots))
+        self.free = [*reversed(range(slots))]  # the first one is taken first
         self.to_begin: list[int] = []  # slots, as all below
         self.begun: dict[int, list[tuple[object, int]]] = {}  # with arguments as they were
         self.done: list[int] = []  # what they give has not run yet
         self.ready: list[int] = []  # it has
         self.written: dict[int, list[tuple[torch.Tensor, Written]]] = {}  # tensors that those have written to
-        self.held: Held | None = None  # what the user holds once nobody waits
         self.most = FEWEST
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(patched())
@@ -169,11 +169,6 @@ class OngoingRecording(Turns):
 
     def run(self) -> None:
         """Run what is pending: those that wait can go on, and those that are done leave."""
-        if not self.parked:
-            if unseen := self._unseen_change():
-                raise self.changes.refusal(unseen)
-            self.held = Held.of(self.recorder)
-            self.recorder.finish()
         self.resuming, self.parked = self.parked, []
         with unheard(self.recorder):
             self._answer()
@@ -192,13 +187,20 @@ class OngoingRecording(Turns):
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """All are done and have left: what the user still holds becomes real."""
-        assert not self.tickets, "nobody runs"
-        assert self.held is not None, "all has run"
+    def close(self) -> tuple[list[Any], Recording]:
+        """The end, where nobody waits: the tickets of those that are done, and a Recording of them, with what is
+        pending."""
+        slots, recorder = self.done + self.ready, self.recorder
+        if unseen := self._unseen_change():
+            raise self.changes.refusal(unseen)
+        for tensor, record in [pair for written in self.written.values() for pair in written]:
+            recorder.written[id(tensor)] = weakref.ref(tensor), record
+        held = Held.of(recorder)
+        recorder.finish()
         self._stop()
-        self.execution.give(self.held)
-        self.changes.forget()
+        return [self.tickets[slot] for slot in slots], Recording(
+            recorder, [self.results[slot] for slot in slots], self.statistics, held=held
+        )
 
     def fail(self) -> dict[Any, bool]:
         """The recording has failed: all instances are closed, modules become what they were. Tickets, with whether each

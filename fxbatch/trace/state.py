@@ -111,6 +111,17 @@ def tracing(recorder: object) -> Iterator[None]:
         state.recorder = before
 
 
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors that are made within it are plain ones, also under inference_mode: torch counts how often such are
+    written to."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def settings_now() -> tuple[object, ...]:
     """What a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
     return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()

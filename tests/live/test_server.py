@@ -97,7 +97,7 @@ def warmed(server: Server, model: nn.Module) -> Server:
         server.submit(*x).result(60)
     for future in [server.submit(*x) for x in requests(6, 8)]:
         future.result(60)
-    assert server.engine.waits
+    assert "joins at the next phase" in server.explain()
     return server
 
 
@@ -242,7 +242,7 @@ def endless_server(**options: Any) -> Server:
         futures = [server.submit(torch.randn(4), 3) for _ in range(3)]
         for future in futures:
             future.result(60)
-    assert server.engine.waits
+    assert "joins at the next phase" in server.explain()
     return server
 
 
