@@ -54,7 +54,7 @@ from fxbatch.trace.ongoing import OngoingRecording
 from fxbatch.trace.places import versions_now, written_to
 
 _FOREVER = float("inf")
-_MOST_BEGUN = 3  # times that a request begins anew as the model is changed, before the loop serves it
+_MOST_BEGUN = 8  # times that a request begins anew as the model is changed, before that is its error
 _GAPS = 32  # arrivals that say how fast requests come
 _LONGEST_GAP = 4  # a gap between two counts as so many max_wait at most
 
@@ -107,10 +107,11 @@ class _Request:
         """Hand over a result, or an exception; whether anybody waits for it."""
         if not self.future.set_running_or_notify_cancel():
             return False
-        if isinstance(result, BaseException):
-            self.future.set_exception(_ended(result))
-        else:
-            self.future.set_result(result)
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a callback, others are logged
+            if isinstance(result, BaseException):
+                self.future.set_exception(_ended(result))
+            else:
+                self.future.set_result(result)
         return True
 
     def is_over(self, now: float) -> bool:
@@ -448,6 +449,7 @@ class Server:
             tickets, closed = recording.close()
             with torch.inference_mode():
                 results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
+            recording.recorder.refuse_written_operands()
             self._recording = None
             self._deliver(zip(tickets, results, strict=True))
         if took_part:
@@ -489,31 +491,34 @@ class Server:
         self._counts.lap("results")
 
     def _begin_anew(self, error: Exception, requests: list[_Request]) -> None:
-        """A recording has failed. Where somebody else has changed the model meanwhile, its requests begin anew in
-        another one. Otherwise the loop serves them, and all after them where it is the forward that can't be
-        recorded."""
+        """A recording has failed. Where somebody has changed the model meanwhile, its requests begin anew in another
+        one. Otherwise the loop serves them, and all after them where it is the forward that can't be recorded."""
         recording, self._recording = self._recording, None
         left = dict.fromkeys(requests, True) if recording is None else recording.fail()
         operands = [] if recording is None else recording.recorder.operands
-        others = isinstance(error, _ReplacedError) or (
-            isinstance(error, InPlaceError) and written_to(operands) is not None
-        )
-        again = [request for request, can in left.items() if can and others and request.begun < _MOST_BEGUN]
-        refused = isinstance(error, TraceError) and not isinstance(error, _ReplacedError) and not again
-        before = versions_now(operands)
+        parameters = [
+            x for x in operands if isinstance(x[1], torch.nn.Parameter)
+        ]  # a forward writes to no such
+        changed = isinstance(error, _ReplacedError) or written_to(parameters) is not None
+        refused = isinstance(error, TraceError) and not changed
+        before, again = versions_now(operands), list[_Request]()
         for request, can_begin_anew in left.items():
-            if can_begin_anew and others and request.begun < _MOST_BEGUN:
-                request.begun += 1
-            elif not can_begin_anew or (refused and not self.engine.may_loop):
+            request.begun += 1
+            if request.begun > _MOST_BEGUN:
+                error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
+            if not can_begin_anew or request.begun > _MOST_BEGUN or (refused and not self.engine.may_loop):
                 self._answer(request, error)
+            elif changed:
+                again.append(request)
             else:
                 self._alone(request)
         with self._ready:
             self._queue.extendleft(reversed(again))
-        if refused and self.engine.may_loop and not (others and written_to(before) is None):
+        if refused and written_to(operands) is not None and written_to(before) is None:
+            refused = False  # to buffers, and not by the forward
+        if refused and self.engine.may_loop:
             self.engine.refuse(str(error))
-            begun = f"; {len(left)} of its requests had begun, and begin anew"
-            self._say_loop_runs(str(error), begun)
+            self._say_loop_runs(str(error), f"; {len(left)} of its requests had begun, and begin anew")
 
     def _answer(self, request: _Request, result: Any) -> None:
         """Complete a request with the result of its forward, or with an exception."""
