@@ -100,7 +100,9 @@ class _Request:
     arrived: float
     deadline: float = _FOREVER
     change: Callable[[], Any] | None = None
-    begun: int = 0  # times that it has begun anew, as somebody has changed the model
+    begun: int = 0  # times that it has begun anew
+    phase: int = 0  # when it has begun
+    apart: object = None  # others join it only where theirs is the same
     future: Future[Any] = field(default_factory=Future)
 
     def settle(self, result: Any) -> bool:
@@ -153,7 +155,7 @@ class Server:
         self.engine = Engine(self.decorated.options, root)
         self.engine.table.forward = found.fn
         self.engine.packed = PackedRoute(
-            replace(found.options, out="list"), root, self.engine.queue.may_build
+            replace(self.decorated.options, return_exceptions=False), root, self.engine.queue.may_build
         )
         self._ready = threading.Condition()  # holds what follows
         self._queue: deque[_Request] = deque()
@@ -165,6 +167,7 @@ class Server:
         # Of the thread that computes
         self._recording: OngoingRecording | None = None
         self._why_loop = ""
+        self._suspicious = 0  # phases after which those that were parted may run with others
 
     # -- beginning and end ----------------------------------------------------------------------------
 
@@ -234,7 +237,7 @@ class Server:
         It is called when all requests before it have ended, and before any after it begins: each request is answered
         by one model.
         """
-        return self._put(_Request((), {}, time.perf_counter(), change=change))
+        return self._put(_Request((), {}, time.perf_counter(), change=change, apart=object()))
 
     def _put(self, request: _Request) -> Future[Any]:
         with self._ready:
@@ -337,9 +340,14 @@ class Server:
                 return None
             over, begin = self._drop(), list[_Request]()
             room = (1 if self._why_loop else self.max_batch) - len(self._running)
-            while self._queue and len(begin) < room and not (begin and begin[0].change):
-                if self._queue[0].change and (self._running or begin):
-                    break  # a change is alone
+            apart = next((x.apart for x in self._running.values() if x.apart), None)
+            while self._queue and len(begin) < room:
+                request = self._queue[0]
+                if request.apart is not (apart or request.apart) or (
+                    request.change and (self._running or begin)
+                ):
+                    break
+                apart = request.apart
                 begin.append(self._queue.popleft())
         for request in over:
             self._answer(request, DeadlineError("the timeout of this request is over"))
@@ -430,11 +438,12 @@ class Server:
     def _phase(self, requests: list[_Request]) -> None:
         """Let these requests join those that run, and run one phase."""
         if self._recording is None:
-            if self._packed(requests):
+            if not self._waits.suspensions and self._packed(requests):
                 return
             self._recording = self._new_recording()
         recording, counts = self._recording, self._counts
         for request in requests:
+            request.phase = counts.of["phases"]
             recording.begin(request, *self._arguments(request))
         recording.start()
         took_part, calls = len(recording.tickets), recording.recorder.pending
@@ -445,6 +454,9 @@ class Server:
             recording.go_on()
             counts.lap("python")
             self._deliver(recording.take())
+            for request in recording.tickets.values():
+                if counts.of["phases"] - request.phase > self._suspicious:
+                    request.apart = None
         else:
             tickets, closed = recording.close()
             with torch.inference_mode():
@@ -491,24 +503,29 @@ class Server:
         self._counts.lap("results")
 
     def _begin_anew(self, error: Exception, requests: list[_Request]) -> None:
-        """A recording has failed. Where somebody has changed the model meanwhile, its requests begin anew in another
-        one. Otherwise the loop serves them, and all after them where it is the forward that can't be recorded."""
+        """A recording has failed. Where somebody has changed the model, its requests begin anew in another one; where a
+        kernel has raised an exception, each half of them, until the one that it belongs to is alone. Otherwise the loop
+        serves them, and all after them where it is the forward that can't be recorded."""
         recording, self._recording = self._recording, None
         left = dict.fromkeys(requests, True) if recording is None else recording.fail()
         operands = [] if recording is None else recording.recorder.operands
-        parameters = [
-            x for x in operands if isinstance(x[1], torch.nn.Parameter)
-        ]  # a forward writes to no such
+        parameters = [x for x in operands if isinstance(x[1], torch.nn.Parameter)]  # no forward's own
         changed = isinstance(error, _ReplacedError) or written_to(parameters) is not None
         refused = isinstance(error, TraceError) and not changed
         before, again = versions_now(operands), list[_Request]()
+        if not changed and not refused:
+            suspects = [request for request in left if request.apart] or list(left)
+            left, halves = {**{request: left[request] for request in suspects}, **left}, (object(), object())
+            for i, request in enumerate(suspects):
+                request.apart = halves[2 * i // len(suspects)]
+            self._suspicious = self._counts.of["phases"] - min(request.phase for request in suspects) + 1
         for request, can_begin_anew in left.items():
-            request.begun += 1
+            request.begun += changed
             if request.begun > _MOST_BEGUN:
                 error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
             if not can_begin_anew or request.begun > _MOST_BEGUN or (refused and not self.engine.may_loop):
                 self._answer(request, error)
-            elif changed:
+            elif changed or (len(left) > 1 and not refused):
                 again.append(request)
             else:
                 self._alone(request)

@@ -1,4 +1,4 @@
-"""Requests and models that a server of live batches has to survive: each ends by itself, and leaves the others alone."""
+"""Requests and models that a server of live batches has to survive: each ends by itself and leaves the others alone."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ class Raising(nn.Module):
         return y
 
 
+class Lookup(nn.Module):
+    """Looks a number up again and again, and waits: the kernel of a phase raises where it is out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            if float(self.embed(x).sum()) > 1e9:
+                break
+        return self.embed(x)
+
+
 def alone(model: nn.Module, *args: Any) -> Any:
     with torch.no_grad():
         return type(model).forward.__wrapped__(model, *args)
@@ -109,6 +124,26 @@ def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
 
     kinds = [type(x) for x in asyncio.run(main())]
     assert kinds == [Tensor, *[fxbatch.InstanceError] * 3, ValueError, Tensor]
+
+
+def test_what_a_kernel_raises_leaves_those_that_never_end_to_run() -> None:
+    """They are not run by the loop, which nobody could end, and others join them afterwards."""
+    model = Lookup().eval()
+    with fxbatch.live(model, max_batch=8) as server:
+        for future in [server.submit(torch.tensor(i), 3) for i in range(4)]:
+            future.result(60)
+        endless = [server.submit(torch.tensor(i), ENDLESS) for i in range(3)]
+        until(lambda: server.stats().running == 3)
+        for wrong in (99, -5):
+            asked = [server.submit(torch.tensor(x), 2) for x in (1, wrong, 2)]
+            with pytest.raises(IndexError):
+                asked[1].result(60)
+            for x, future in zip((1, 2), asked[::2], strict=True):
+                torch.testing.assert_close(future.result(60), alone(model, torch.tensor(x), 2))
+        until(lambda: server.stats().running == 3)
+        assert not any(future.done() for future in endless)
+        assert all(future.cancel() for future in endless)
+        until(lambda: server.stats().running == 0)
 
 
 def test_a_callback_that_ends_the_thread_ends_nothing() -> None:
