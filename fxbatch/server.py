@@ -127,6 +127,12 @@ class Server:
     `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
     `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
 
+    Arguments:
+        target: a decorated model, method or function.
+        max_batch: how many requests run at a time.
+        max_wait: seconds that a request waits for others, where the forward doesn't wait for values.
+        max_queue: how many requests may wait to begin.
+
     Example:
         >>> server = fxbatch.live(model).start()
         >>> futures = [server.submit([1, 2]), server.submit([3])]
@@ -460,7 +466,7 @@ class Server:
         else:
             tickets, closed = recording.close()
             with torch.inference_mode():
-                results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
+                results = self.engine.finish(recording.execution, closed, "list")
             recording.recorder.refuse_written_operands()
             self._recording = None
             self._deliver(zip(tickets, results, strict=True))

@@ -186,7 +186,6 @@ class Engine(Planner):
     def assemble(self, run: Run | DifferentiableRun, leaves: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
         held = leaves.held
-
         take: Take = functools.partial(take_results, run)
         if held is not None:
             take = held.together(take, renumber, apart=isinstance(run, Run) and mixes_constants(run))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -245,8 +246,7 @@ class Turns:
     """The loop over instances: one worker greenlet, another one whenever an instance is parked. The only instance of a
     minibatch has nobody to wait for, and runs where it is called."""
 
-    first = 0  # the number of the first instance, in messages
-    next = 0  # the next instance to start
+    first, counted = 0, True  # the number of the first instance, in messages; whether they have one
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
     closing = False
@@ -269,6 +269,7 @@ class Turns:
         self.changes: ModuleChanges = recorder.changes
         self.changes.refused = self.refuses_changes = known_changes is None
         self.stays = known_changes or ""  # why no instance is left where it waits
+        self.to_begin = deque(range(len(instances)))  # instances to start, in order
         self.results: list[object] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
@@ -284,7 +285,7 @@ class Turns:
         self.recorder.ask = self._ask
         try:
             self.recorder.heard.begin()
-            self._start()
+            self.start()
             while self.parked:
                 self._phase()
             self.unseen = self._unseen_change()
@@ -307,9 +308,9 @@ class Turns:
 
     # In the main greenlet
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start instances until all are done or parked."""
-        while self._has_next() and self.failed is None:
+        while self.to_begin and self.failed is None:
             if self.alone:
                 state.recorder = self.recorder
                 self.context.run(self._work)
@@ -331,7 +332,7 @@ class Turns:
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         self._go_on()
-        self._start()
+        self.start()
 
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
@@ -388,22 +389,13 @@ class Turns:
         p.greenlet.throw(greenlet.GreenletExit)
         self.modes.restore()
 
-    def _has_next(self) -> bool:
-        """Whether there are instances to start."""
-        return self.next < len(self.instances)
-
-    def _take_next(self) -> int:
-        """The next instance to start."""
-        self.next += 1
-        return self.next - 1
-
     # In a worker greenlet
 
     def _work(self) -> None:
         """Run instances one after another, until one was parked: then a fresh worker has taken over."""
         parks = self.statistics.suspensions
-        while self._has_next():
-            instance = self._take_next()
+        while self.to_begin:
+            instance = self.to_begin.popleft()
             self._runs(instance)
             self.changes.begun, self.changes.open = self.changes.begun + 1, self.changes.open + 1
             args, kwargs = self.instances[instance]
@@ -417,8 +409,10 @@ class Turns:
                     raise
                 return
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
-                if isinstance(error, Exception):
-                    self._note(error, instance)
+                if isinstance(error, RecursionError):
+                    error.add_note(_TOO_DEEP)
+                if self.counted and isinstance(error, Exception):
+                    error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
                 if not isinstance(error, self.keeps) or isinstance(error, TraceError):  # which is ours
                     self.failed = error
                     return
@@ -430,13 +424,6 @@ class Turns:
     def _is_done(self, instance: int) -> None:
         """An instance has come to its end, and has a result."""
         self.changes.open -= 1
-
-    def _note(self, error: BaseException, instance: int) -> None:
-        if isinstance(error, RecursionError):
-            error.add_note(
-                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
-            )
-        error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[object]:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
@@ -519,6 +506,7 @@ class Turns:
         return answer
 
 
+_TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
 _BETWEEN = 3  # two functions of RecordedCalls through which a value asks, and who calls them
 

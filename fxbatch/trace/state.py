@@ -113,8 +113,7 @@ def tracing(recorder: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Tensors that are made within it are plain ones, also under inference_mode: torch counts how often such are
-    written to."""
+    """Tensors that are made within it are plain ones, also under inference_mode: torch counts writes to such."""
     if not torch.is_inference_mode_enabled():
         yield
         return
