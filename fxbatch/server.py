@@ -342,7 +342,7 @@ class Server:
         with self._ready:
             while (seconds := self._seconds_to_wait()) > 0:
                 self._ready.wait(None if seconds == _FOREVER else seconds)
-            if not self._open and not (self._drains and (self._queue or self._running)):
+            if not self._open and not (self._drains and (self._queue or self._recording is not None)):
                 return None
             over, begin = self._drop(), list[_Request]()
             room = (1 if self._why_loop else self.max_batch) - len(self._running)

@@ -257,6 +257,36 @@ def test_parts_of_the_time() -> None:
         assert shares[calls] < shares[busy] - 0.2
 
 
+class Leaving(nn.Module):
+    """Leaves states on its argument, before it waits and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    @fxbatch.autobatch
+    def forward(self, states: list[Tensor]) -> bool:
+        states.append(self.cell(states[0], states[0]))
+        positive = bool(states[1].sum() > 0)
+        states.append(self.cell(states[1], states[1]))
+        return positive
+
+
+def test_what_forwards_leave_is_real_once_the_server_has_ended() -> None:
+    """Draining ends with the last phase, not before it."""
+    model, states = Leaving().eval(), [torch.randn(4)]
+    with fxbatch.live(model) as server:
+        future = server.submit(states)
+        future.add_done_callback(
+            lambda _: server.stop()
+        )  # in the thread that computes, before the last phase
+        future.result(60)
+    wanted = [states[0]]
+    alone(model, wanted)
+    for found, w in zip(states, wanted, strict=True):
+        torch.testing.assert_close(found + 0, w)
+
+
 def test_a_server_that_was_stopped_can_be_started_again() -> None:
     server = fxbatch.live(Decoder().eval())
     for _ in range(3):
