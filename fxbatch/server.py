@@ -185,10 +185,8 @@ class Server:
                 before.join()  # it was stopped
             with self._ready:
                 if self._thread is before:
-                    self._open, self._thread = (
-                        True,
-                        threading.Thread(target=self._serve, name="fxbatch live", daemon=True),
-                    )
+                    self._thread = threading.Thread(target=self._serve, name="fxbatch live", daemon=True)
+                    self._open = True
                     self._thread.start()
                     atexit.register(self.stop, drain=False)
         return self
@@ -260,15 +258,12 @@ class Server:
                 gap = min(request.arrived - self._arrived, _LONGEST_GAP * self.max_wait)
                 self._arrived, self._gap = request.arrived, self._gap + (gap - self._gap) / _GAPS
             self._queue.append(request)
-            # Not for each: to wake the thread that waits for more costs as much as a step.
-            if (
-                waiting == 1
-                or waiting >= self.max_batch
-                or request.change
-                or request.deadline < self._earliest
-            ):
-                self._earliest = min(self._earliest, request.deadline)
-                self._ready.notify_all()
+            is_first, self._earliest = (
+                request.deadline < self._earliest,
+                min(self._earliest, request.deadline),
+            )
+            if is_first or waiting == 1 or waiting >= self.max_batch or request.change:
+                self._ready.notify_all()  # not for each: to wake the thread that waits for more costs as much as a step
         request.future.add_done_callback(self._note_cancelled)
         return request.future
 
@@ -347,13 +342,12 @@ class Server:
             over, begin = self._drop(), list[_Request]()
             room = (1 if self._why_loop else self.max_batch) - len(self._running)
             apart = next((x.apart for x in self._running.values() if x.apart), None)
-            while self._queue and len(begin) < room:
-                request = self._queue[0]
-                if request.apart is not (apart or request.apart) or (
-                    request.change and (self._running or begin)
-                ):
+            while (
+                self._queue and len(begin) < room and self._queue[0].apart is (apart or self._queue[0].apart)
+            ):
+                if self._queue[0].change and (self._running or begin):
                     break
-                apart = request.apart
+                apart = self._queue[0].apart
                 begin.append(self._queue.popleft())
         for request in over:
             self._answer(request, DeadlineError("the timeout of this request is over"))
@@ -366,12 +360,16 @@ class Server:
         if not self._queue:
             return _FOREVER
         self._why_loop = self._reason_for_the_loop()
-        at_once = (
-            self._why_loop or self._waits.suspensions or self._gap > self.max_wait or self._queue[0].change
-        )
-        if at_once or len(self._queue) >= self.max_batch:
+        first, waits = self._queue[0], self._waits.suspensions > 0
+        if (
+            waits
+            or self._why_loop
+            or first.change
+            or self._gap > self.max_wait
+            or len(self._queue) >= self.max_batch
+        ):
             return 0.0
-        return min(self._queue[0].arrived + self.max_wait, self._earliest) - time.perf_counter()
+        return min(first.arrived + self.max_wait, self._earliest) - time.perf_counter()
 
     def _reason_for_the_loop(self) -> str:
         """Why the plain loop serves requests, one at a time; "" where it doesn't."""
@@ -524,7 +522,8 @@ class Server:
             left, halves = {**{request: left[request] for request in suspects}, **left}, (object(), object())
             for i, request in enumerate(suspects):
                 request.apart = halves[2 * i // len(suspects)]
-            self._suspicious = self._counts.of["phases"] - min(request.phase for request in suspects) + 1
+            begun = min((request.phase for request in suspects), default=0)
+            self._suspicious = self._counts.of["phases"] - begun + 1
         for request, can_begin_anew in left.items():
             request.begun += changed
             if request.begun > _MOST_BEGUN:
